@@ -35,7 +35,7 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is l
 import torch
 from torch import Tensor
 
-from rlm.cli import terminal
+from rlm.cli import required, terminal
 from rlm.data import FORMATS, Problem, render_problem
 from rlm.model import (
     Device,
@@ -123,8 +123,9 @@ class GRPOTrainer:
         )
         config = self.config
         self.answer_types = start.answer_types  # until the data says it
-        self.format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
-        self.scorer: StepScorer = Scorer(reward, config.reasoning_format, config.reward_timeout)
+        tags = required(config.reasoning_format, "--reasoning-format")
+        self.format = FORMATS[tags].with_prompt(config.system_prompt)
+        self.scorer: StepScorer = Scorer(reward, tags, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(tokenizer, device)
         self.model = self.policy  # its name elsewhere
         use_fused_layers(self.policy)
@@ -142,8 +143,8 @@ class GRPOTrainer:
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
     ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
         """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
-        policy = load_policy(self.config, self.config.model, device)
-        return tokenizer or load_tokenizer(self.config.model), policy
+        model = required(self.config.model, "--model")
+        return tokenizer or load_tokenizer(model), load_policy(self.config, model, device)
 
     def render(self, problem: Problem) -> list[int]:
         """Render the prompt of a problem as token ids."""
@@ -166,7 +167,7 @@ class GRPOTrainer:
         parts = self.state, self.sampler, self.tokenizer, self.validation_scores
         with TrainingRun.begin(config, data, *parts) as run:
             self.run, algorithm = run, config.resolved_algorithm
-            for step in range(run.first_step, config.steps):
+            for step in range(run.first_step, run.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
                 groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
@@ -326,12 +327,13 @@ class GRPOTrainer:
         prompt = self.render(Problem("", question, "", answer_type=self.answer_types[0]))
         [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])
         self.sampler.release()
-        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
 def main(config: GRPOConfig) -> int:
     problems, validation = load_data(config)
-    trainer = GRPOTrainer(config.model, config, load_reward(config.reward, problems))
+    model = required(config.model, "--model")
+    trainer = GRPOTrainer(model, config, load_reward(config.reward, problems))
     if config.doctor:
         from rlm.training import Doctor
 

@@ -26,7 +26,7 @@ from rlm.training import SFTConfig
 if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
     check_command_line(SFTConfig, description=__doc__)
 
-from rlm.cli import UsageError, command_of, terminal, to_dict
+from rlm.cli import UsageError, command_of, required, terminal, to_dict
 from rlm.data import (
     FORMATS,
     Problem,
@@ -79,13 +79,14 @@ def main(config: SFTConfig) -> int:
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
-    problems = load_problems(config.dataset, "train", max_samples=config.max_samples, **choice)
+    dataset = required(config.dataset, "--dataset")
+    problems = load_problems(dataset, "train", max_samples=config.max_samples, **choice)
     if config.max_samples is not None:
         terminal.line(f"{len(problems):,} training examples (--max-samples)")
     validation = []
     if config.eval_samples:
         choice = {"max_samples": config.eval_samples, "keep_code": config.keep_code, **marks}
-        validation = load_problems(config.dataset, "validation", **choice)
+        validation = load_problems(dataset, "validation", **choice)
     train(config, problems, validation)
     return 0
 
@@ -101,8 +102,10 @@ def train(
         Interrupted: a signal asked to stop; the step was ended and saved.
     """
     config = follow_adapter(config, AdapterInfo.load(config.adapter) if config.adapter else None)
-    tokenizer = load_tokenizer(config.model)
-    format = FORMATS[config.reasoning_format].with_prompt(config.system_prompt)
+    model = required(config.model, "--model")
+    tokenizer = load_tokenizer(model)
+    tags = required(config.reasoning_format, "--reasoning-format")
+    format = FORMATS[tags].with_prompt(config.system_prompt)
     problems = drop_unsolved(problems, config.dataset)
     validation = [p for p in validation if p.solution and p.answer]
     examples = to_examples(tokenizer, problems, format, config.max_length)
@@ -124,7 +127,7 @@ def train(
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
-    device, base_hash = pick_device(config.dtype), base_model_hash(config.model)
+    device, base_hash = pick_device(config.dtype), base_model_hash(model)
     set_seed(config.seed)  # of a new adapter, and of the order of the examples
     policy = start_policy(config, device, base_hash)
     announce(config, device, policy, len(problems), len(examples))
@@ -135,7 +138,7 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
-        history = run_summary(config, base_hash, trainer, progress, problems)
+        history = run_summary(config, base_hash, trainer, progress, problems, len(examples))
         history["questions"] = example_questions(problems)
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
@@ -148,16 +151,16 @@ def train(
 
 def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel:
     """Load the base, with the adapter to go on from or a new one."""
+    model = required(config.model, "--model")
     if config.adapter:
-        check_base(config.adapter, config.model, base_hash)
-    packing = {"quantize": config.quantize, "attn": config.attn_implementation}
-    base = load_base(config.model, device, **packing)
+        check_base(config.adapter, model, base_hash)
+    base = load_base(model, device, quantize=config.quantize, attn=config.attn_implementation)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
-    if not policy.peft_config["default"].lora_dropout:
+    if not getattr(policy.peft_config["default"], "lora_dropout", 0):
         use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
     return policy
 
@@ -168,6 +171,7 @@ def run_summary(
     trainer: SFTTrainer,
     progress: CheckpointCallback,
     problems: Sequence[Problem],
+    examples: int,
 ) -> dict[str, object]:
     """The adapter's run.json: where it comes from."""
     return {
@@ -178,7 +182,7 @@ def run_summary(
         "quantize": config.quantize,
         "dataset": config.dataset,
         "answer_types": list(answer_types(problems)),
-        "examples": len(trainer.train_dataset),
+        "examples": examples,
         "config": to_dict(config),
         "step": trainer.state.global_step,
         "loss": progress.mean_loss(),
@@ -191,7 +195,7 @@ def announce(
     config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
 ) -> None:
     left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
-    steps = config.steps(examples)
+    steps, epochs = config.steps(examples), config.epochs_for(examples)
     terminal.facts(
         "Stage 1: supervised fine-tuning",
         {
@@ -199,13 +203,13 @@ def announce(
             "device": device,
             "data": f"{config.dataset}: {examples} examples{left_out}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{steps} of {config.batch_size} examples, {config.epochs} "
-            f"pass{'es' * (config.epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",
+            "steps": f"{steps} of {config.batch_size} examples, {epochs} "
+            f"pass{'es' * (epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",
             "output": config.output,
         },
     )
     if steps < ENOUGH_STEPS:
-        enough = config.epochs * math.ceil(ENOUGH_STEPS / steps)
+        enough = epochs * math.ceil(ENOUGH_STEPS / steps)
         number = f"{steps} step{'s' * (steps > 1)}"
         terminal.line(f"warning: {number}, which teaches little: type --epochs {enough}")
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Any, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlm.cli.option_groups import group_of
 from rlm.cli.synonyms import hint, synonyms, with_underscores
@@ -184,8 +184,9 @@ def takes_aliases(cls: type[T]) -> type[T]:
 
     An unknown name is a TypeError with the hint of the command line.
     """
-    make, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    options_of: Any = cls
+    make, fields = cls.__init__, dataclasses.fields(options_of)
+    names, defaults = [f.name for f in fields], {f.name: f.default for f in fields}
 
     @wraps(make)
     def init(self: T, *args: Any, **options: Any) -> None:
@@ -277,7 +278,7 @@ def tell(text: str) -> None:
 say_once = cache(tell)  # a script may read its command line twice
 
 
-def replace_unencodable(stream: TextIO) -> None:
+def replace_unencodable(stream: IO[str]) -> None:
     """Let a stream write "?" for a character that its encoding lacks: else it loses the whole text.
 
     Python does so itself for stderr.

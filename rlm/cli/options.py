@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,6 +59,17 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
     return _build(cls, read_options(cls, argv, **options))
 
 
+def required(value: T | None, option: str) -> T:
+    """Return a value that a command line has once it is resolved.
+
+    Raises:
+        UsageError: it is None, in a config that was made in Python.
+    """
+    if value is None:
+        raise UsageError(f"{option} is not set, and nothing else says it")
+    return value
+
+
 def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
     """`parse`, and what no layer says is decided by `cls.resolve`, where the class has one.
 
@@ -67,7 +78,8 @@ def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: A
     """
     given = read_options(cls, argv, **options)
     config = _build(cls, given)  # a contradiction is refused before anything is looked at
-    return _build(cls, cls.resolve(given)) if hasattr(cls, "resolve") else config
+    resolve: Callable[[Values], Values] | None = getattr(cls, "resolve", None)
+    return _build(cls, resolve(given)) if resolve else config
 
 
 def read_options(
@@ -105,9 +117,10 @@ def read_options(
             raise UsageError(str(error)) from error
 
     given = layer(_read_yaml(typed.pop("config")) if "config" in typed else [])
-    given |= layer([("", *item) for item in typed.items()], typed=True)
-    if name := given.pop("preset", None):
-        given = layer([(f"preset {name}", *item) for item in presets[name].items()]) | given
+    given |= layer([("", key, value) for key, value in typed.items()], typed=True)
+    if presets and (name := given.pop("preset", None)):
+        values = presets[name].items()
+        given = layer([(f"preset {name}", key, value) for key, value in values]) | given
     return given
 
 
@@ -182,7 +195,7 @@ def _read_yaml(path: str) -> list[Row]:
     except OSError as error:
         raise UsageError(f"--config: cannot read {path!r}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
-        where = f"{path}:{error.problem_mark.line + 1}"
+        where = f"{path}:{error.problem_mark.line + 1 if error.problem_mark else 1}"
         raise UsageError(f"{where}: {error.context or 'bad YAML'}: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:  # bytes that are no text; a 13th month
         raise UsageError(f"{path}: {error}") from error
@@ -236,8 +249,12 @@ def _convert(kind: Any, value: Any, typed: bool) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         items = filter(None, map(str.strip, ",".join(value).split(","))) if typed else value
         return tuple(_convert(args[0], item, typed) for item in items)
-    if origin is not tuple and isinstance(value, list) and len(value) == 1:
-        (value,) = value
+    is_single = origin is not tuple and isinstance(value, list) and len(value) == 1
+    return _convert_item(kind, value[0] if is_single else value, typed)
+
+
+def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
+    """Return `value` as a `kind` that is no tuple, or raise ValueError."""
     if kind is int and (typed or type(value) is int or (type(value) is float and value % 1 == 0)):
         return int(value)
     # YAML 1.1 reads 1e-4 (no dot) as a string, so a float may be one in every layer.

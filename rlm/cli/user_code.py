@@ -17,6 +17,8 @@ def _run_file(name: str, path: Path, modified: int) -> ModuleType:
     """Run a file as a module, once for each of its versions: a script looks at it before its own
     imports, and again after them."""
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up
     folder = str(path.parent)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import (
@@ -38,6 +39,9 @@ from rlm.cli import UsageError, command_of, tell
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
+
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+    from peft import PeftModel
 
 LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # a tensor's name ends so
 # Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything): with them it
@@ -333,7 +337,7 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
     return total.to(weight.dtype)
 
 
-def set_gradient_checkpointing(policy: PreTrainedModel, wanted: bool) -> None:
+def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool) -> None:
     """Keep each layer's input only, if wanted, and recompute the rest in the backward pass.
 
     transformers does so in training mode only. We train in eval mode (no dropout), so the layers

@@ -13,12 +13,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -57,7 +56,7 @@ class _CompiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: Tensor,  # (B, S, H·Q, D)
         k: Tensor,  # (B, S, H, D)
         v: Tensor,
@@ -71,7 +70,7 @@ class _CompiledAttention(torch.autograd.Function):
         return kernels.attention(q, k, v, *ctx.shown, scale)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         given = *ctx.saved_tensors, *ctx.shown, ctx.scale, by_out.contiguous()
         return *ctx.kernels.attention_backward(*given), None, None, None
 
@@ -90,9 +89,7 @@ def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.scale, ctx.blocks = scale, _blocks(mask)
         out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -103,7 +100,7 @@ class _BlockAttention(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
         for b in range(len(q)):

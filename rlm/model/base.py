@@ -182,7 +182,7 @@ def _overflows(model: PreTrainedModel, name: str) -> bool:
     return not model(input_ids=ids, use_cache=False).logits.isfinite().all()
 
 
-def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
+def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Split a model into decoder and language-model head: logits are made only where needed.
 
     Raises:
@@ -196,7 +196,7 @@ def decoder_and_head(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.
     return base.get_decoder(), base.get_output_embeddings()
 
 
-def context_window(model: PreTrainedModel) -> int | None:
+def context_window(model: PreTrainedModel | PeftModel) -> int | None:
     """The most tokens that the model can read and write; None where it has no such limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
@@ -210,7 +210,7 @@ def num_key_value_heads(config: PretrainedConfig) -> int:
 
 
 def kernels_for(
-    model: PreTrainedModel, dtype: torch.dtype | None = None
+    model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None
 ) -> tuple[Kernels | None, str]:
     """Compile the kernels for a model's shapes; None and the reason where torch does it all.
 

@@ -7,8 +7,9 @@ products are used, which sum in another order for another number of rows, `batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +31,9 @@ from rlm.sampling.tool_tokens import ToolTokens
 from rlm.sampling.weights import UnmergedWeights, choose_weights
 from rlm.tools import Tool
 
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+    from peft import PeftModel
+
 # A stop text is looked for among this many last tokens (and at least as many as it has bytes).
 STOP_WINDOW = 16
 
@@ -43,7 +47,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_num_seqs: int = 128,
@@ -139,7 +143,7 @@ class Sampler:
                 on_finish()
         return groups
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Token]:
+    def stream(self, requests: Sequence[Request]) -> Generator[Token, None, None]:
         """Generate as `complete` does, and yield each token; its `request` counts from 0."""
         if not requests:
             return

@@ -23,6 +23,7 @@ from rlm.cli import UsageError, terminal
 from rlm.model import available_memory, release_memory
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
@@ -201,7 +202,7 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
 
 
 def server_options(
-    policy: PreTrainedModel, max_model_len: int, max_num_seqs: int, rank: int
+    policy: PreTrainedModel | PeftModel, max_model_len: int, max_num_seqs: int, rank: int
 ) -> dict[str, object]:
     """Return what the server of a run needs, as `server_command` takes it.
 

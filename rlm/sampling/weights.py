@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from rlm.model import (
 )
 from rlm.sampling.kv_cache import AttentionFunction
 from rlm.sampling.linear import TorchOps, fused_linear
+
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+    from peft import PeftModel
 
 DECODED_ROWS = 64  # at which the number types are compared
 _SWITCH = threading.Lock()  # held while a model's config names another attention
@@ -137,7 +140,7 @@ class MergedWeights:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -182,7 +185,7 @@ class MergedWeights:
 
 
 def choose_weights(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     merged: bool | None,
     kernels: Kernels | None,
     dtype: torch.dtype,
@@ -264,7 +267,7 @@ class _FusedLayer:
         return self.ops.rms_norm(rows, norm.weight.to(x.dtype), norm.variance_epsilon).view(x.shape)
 
 
-def sampling_dtype(model: PreTrainedModel, dtype: str = "auto") -> torch.dtype:
+def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
     """Choose the number type of a merged copy: "auto" times a fused layer of this model.
 
     It is the model's own on a GPU, where there is no fast path, and where the model's is not the
@@ -273,7 +276,9 @@ def sampling_dtype(model: PreTrainedModel, dtype: str = "auto") -> torch.dtype:
     return choose_sampling_dtype(model, dtype)[0]
 
 
-def choose_sampling_dtype(model: PreTrainedModel, dtype: str) -> tuple[torch.dtype, str]:
+def choose_sampling_dtype(
+    model: PreTrainedModel | PeftModel, dtype: str
+) -> tuple[torch.dtype, str]:
     """Return what `sampling_dtype` returns, and why in a few words."""
     if dtype != "auto":
         return getattr(torch, dtype), f"--sampler-dtype {dtype}"

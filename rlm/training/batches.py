@@ -108,7 +108,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
     samples = len(lengths)
     if aggregation == "sequence":
         return [1 / (samples * max(length, 1)) for length in lengths]
-    if aggregation == "constant":
+    if aggregation == "constant" and constant is not None:
         return [1 / (samples * constant) for _ in lengths]
     return [1 / max(sum(lengths), 1)] * samples
 

@@ -15,6 +15,7 @@ from rlm.cli import (
     check_values,
     find_choice,
     flag,
+    required,
     spelling,
     takes_aliases,
 )
@@ -370,16 +371,16 @@ class GRPOConfig:
         return follow_algorithm(values)
 
     @classmethod
-    def from_preset(cls, name: str, **options: object) -> GRPOConfig:
+    def from_preset(cls, name: str, **options: Any) -> GRPOConfig:
         """Build a config from a preset's values, and over them `options`.
 
         Raises:
             ValueError: there is no such preset; the message names those that are.
         """
-        preset = PRESETS.get(find_choice(name, list(PRESETS)))
+        preset: Mapping[str, Any] | None = PRESETS.get(find_choice(name, list(PRESETS)))
         if preset is None:
             raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
-        return cls(**preset | by_field(cls, options))
+        return cls(**{**preset, **by_field(cls, options)})
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -489,7 +490,8 @@ class GRPOConfig:
             return self.learning_rate * (updates + 1) / self.warmup_steps
         a_step = math.ceil(self.batch_size / (self.mini_batch_size or self.batch_size))
         warmup = self.warmup_steps / (a_step * self.updates_per_batch)  # in steps
-        done = max(0.0, step - warmup) / max(1, self.steps - warmup)
+        steps = required(self.steps, "--steps")
+        done = max(0.0, step - warmup) / max(1, steps - warmup)
         height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         share = self.min_lr_ratio + (1 - self.min_lr_ratio) * height[self.lr_schedule]
         return self.learning_rate * share

@@ -153,7 +153,7 @@ def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
     """Find a chat template that belongs to another tokenizer, or leaves out what we say."""
-    text = tokenizer.decode(render_prompt(tokenizer, "QUESTION", format))
+    text = str(tokenizer.decode(render_prompt(tokenizer, "QUESTION", format)))
     foreign = sorted(
         marker
         for marker in set(SPECIAL_TOKEN.findall(text))

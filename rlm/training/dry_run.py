@@ -16,10 +16,10 @@ from itertools import pairwise
 
 import torch
 
-from rlm.cli import terminal
+from rlm.cli import UsageError, required, terminal
 from rlm.data import Problem
 from rlm.model import Device, model_download, pick_device, set_gradient_checkpointing
-from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
+from rlm.sampling import Request, Sampler, SamplingParams, VLLMSampler, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
@@ -59,7 +59,7 @@ class DryRun:
         config: GRPOConfig,
         data: TrainingData,
         weights: MixedPrecisionAdapter,
-        sampler: Sampler,
+        sampler: Sampler | VLLMSampler,
         render: Render,
         distributed: Distributed,
     ) -> None:
@@ -68,6 +68,8 @@ class DryRun:
         Args:
             config: with the number of steps.
         """
+        if not isinstance(sampler, Sampler):
+            raise UsageError("--plan times our own sampler; leave out --sampler vllm")
         self.config, self.data, self.render = config, data, render
         self.weights, self.policy, self.sampler = weights, weights.policy, sampler
         self.distributed = distributed
@@ -98,7 +100,7 @@ class DryRun:
         terminal.facts(
             "Plan: estimated, nothing was trained",
             {
-                "model": f"{config.model}{model_download(config.model)}",
+                "model": f"{config.model}{model_download(required(config.model, '--model'))}",
                 "sampling": Device(place, dtype, why),
                 "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
                 "max_num_seqs": f"{speed.max_num_seqs} completions at a time",

@@ -5,26 +5,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from rlm.kernels import Kernels
 from rlm.model import attention, decoder_and_head, kernels_for, lora_layers
 from rlm.sampling import FUSED_MODEL_TYPES
 
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+    from peft import PeftModel
 
-def use_fused_layers(policy: PreTrainedModel) -> None:
+Module = Any  # of transformers or PEFT: what it holds is declared nowhere
+
+
+def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
     """Let the policy compute with fused adapters and, where they can be compiled, fused norms,
     gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
+    module: Module
     for module in lora_layers(policy):
         module.forward = partial(_lora, module)
     kernels, _ = kernels_for(policy)
     if kernels is None:
         return
+    decoder: Module
     decoder, _ = decoder_and_head(policy)
     if decoder.config.model_type not in FUSED_MODEL_TYPES:
         return
@@ -37,12 +44,12 @@ def use_fused_layers(policy: PreTrainedModel) -> None:
             module.forward = partial(_gated, module, kernels)
 
 
-def _lora(self: nn.Module, x: Tensor) -> Tensor:
+def _lora(self: Module, x: Tensor) -> Tensor:
     """A linear layer and its adapter: x Wᵀ + (s x Aᵀ) Bᵀ."""
     return _project(x, self)[0]
 
 
-def _project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
     """Multiply one input with several layers, adapters included.
 
     Layers of plain numbers with at most one adapter are one function of autograd.
@@ -64,7 +71,7 @@ def _project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     return [_add_adapters(layer, x) if hasattr(layer, "lora_A") else layer(x) for layer in layers]
 
 
-def _add_adapters(self: nn.Module, x: Tensor) -> Tensor:
+def _add_adapters(self: Module, x: Tensor) -> Tensor:
     """`_lora` of any number types and adapters, by torch's functions.
 
     Packed layers' products may not be changed in place (autograd refuses it for 8 bits): there the
@@ -94,7 +101,7 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,  # (…, inputs)
         parts: Sequence[tuple[Tensor, Tensor | None, float]],  # W, frozen, b and s of each layer
         *factors: Tensor | None,  # A and B of each, or None for no adapter
@@ -103,7 +110,7 @@ class _Projections(torch.autograd.Function):
         adapters = zip(factors[::2], factors[1::2], strict=True)
         for (weight, bias, scale), (down, up) in zip(parts, adapters, strict=True):
             out, inner = F.linear(rows, weight, bias), None
-            if down is not None:
+            if down is not None and up is not None:
                 inner = F.linear(rows, down).mul_(scale)
                 out.addmm_(inner, up.t())
             outs.append(out.view(*x.shape[:-1], -1))
@@ -113,7 +120,7 @@ class _Projections(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
         rows, *kept = ctx.saved_tensors
         count, by_x = len(by_outs), None
         factors, inners, gradients = kept[: 2 * count], kept[2 * count :], []
@@ -135,16 +142,16 @@ class _Projections(torch.autograd.Function):
         return None if by_x is None else by_x.view(ctx.shape), None, *gradients
 
 
-def _norm(self: nn.Module, kernels: Kernels, x: Tensor) -> Tensor:
+def _norm(self: Module, kernels: Kernels, x: Tensor) -> Tensor:
     return _Norm.apply(x, self.weight, self.variance_epsilon, kernels)
 
 
-def _gated(self: nn.Module, kernels: Kernels, x: Tensor) -> Tensor:
+def _gated(self: Module, kernels: Kernels, x: Tensor) -> Tensor:
     return self.down_proj(_Gating.apply(*_project(x, self.gate_proj, self.up_proj), kernels))
 
 
 def _attention(
-    self: nn.Module,
+    self: Module,
     kernels: Kernels,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -178,7 +185,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,  # (B, S, heads, D)
         cos: Tensor,  # (B or 1, S, D)
         sin: Tensor,
@@ -190,7 +197,7 @@ class _Rotation(torch.autograd.Function):
         return kernels.rotary_embedding(_rows(x), cos, sin).view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         by_x = ctx.kernels.rotary_embedding(_rows(by_out), cos, -sin).view_as(by_out)
         return by_x, None, None, None
@@ -209,7 +216,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,
         weight: Tensor,  # frozen
         epsilon: float,
@@ -221,7 +228,7 @@ class _Norm(torch.autograd.Function):
         return kernels.rms_norm(x.flatten(0, -2), weight, epsilon).view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
         by_x = ctx.kernels.rms_norm_backward(rows, weight, ctx.epsilon, by_rows)
@@ -232,11 +239,11 @@ class _Gating(torch.autograd.Function):
     """silu(gate) · up. Keeps both, where transformers keeps silu(gate) as well."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return kernels.silu_and_mul(gate, up)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, by_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor, Tensor, None]:
         return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, by_out.contiguous()), None

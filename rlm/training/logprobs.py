@@ -7,12 +7,11 @@ tokens, T padded completion length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -43,7 +42,7 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def token_logprobs(
-    model: PreTrainedModel, batch: MicroBatch, temperature: float
+    model: PreTrainedModel | PeftModel, batch: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each completion token, and the entropy it was drawn with: two (n, T).
 
@@ -68,7 +67,7 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def reference_logprobs(policy: PreTrainedModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
+def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
     """Log-probabilities (n, T) by the adapter that training started from, or by the bare base."""
     with using_reference(policy, config.sft_adapter):
         logprobs, _ = token_logprobs(policy, batch, config.temperature)
@@ -142,7 +141,7 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,  # (M, hidden)
         weight: Tensor,  # (V, hidden), frozen
         bias: Tensor | None,  # (V,), frozen
@@ -162,7 +161,7 @@ class _ScoreTokens(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: FunctionCtx, by_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope,) = ctx.saved_tensors
         return by_logprob[:, None].to(slope.dtype) * slope, *[None] * 5
 

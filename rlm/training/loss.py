@@ -87,13 +87,15 @@ def policy_loss(
 
     Args:
         logprobs: (n, T), of the policy as it is.
-        batch: with old_logprobs, and with ref_logprobs where there is a KL term.
+        batch: with ref_logprobs where there is a KL term; without old_logprobs the policy's own
+            are the old ones.
         correct_sampler: whether another distribution than the policy's was sampled.
     """
     mask = batch.completion_mask.to(logprobs.dtype)  # (n, T)
     scale = batch.weights[:, None] * mask
     advantage = batch.advantages[:, None]
-    rho = policy_ratio(logprobs, batch.old_logprobs, mask, algorithm.ratio)  # (n, T), or (n, 1)
+    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    rho = policy_ratio(logprobs, old_logprobs, mask, algorithm.ratio)  # (n, T), or (n, 1)
     lowest, highest = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     clipped = rho.clamp(lowest, highest)
     if algorithm.objective == "ppo":
@@ -104,7 +106,7 @@ def policy_loss(
             weight = torch.where(advantage > 0, 1.0, weight)
         per_token = -weight * advantage * logprobs
     if correct_sampler:
-        per_token = per_token * importance_weights(batch.old_logprobs, batch.sampler_logprobs)
+        per_token = per_token * importance_weights(old_logprobs, batch.sampler_logprobs)
     policy = (per_token * scale).sum()
     loss = policy
     kl = kl_total = torch.zeros(())

@@ -23,6 +23,8 @@ from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from rlm.sampling import Sampler, VLLMSampler
     from rlm.training.config import GRPOConfig
     from rlm.training.mixed_precision import MixedPrecisionAdapter
@@ -145,7 +147,7 @@ def plan_memory(
 
 
 def plan_sft(
-    policy: PreTrainedModel, config: SFTConfig, examples: Sequence[Example]
+    policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
 ) -> tuple[int, bool]:
     """Choose the examples of a forward pass of SFT, at most `config.micro_batch`, and whether they
     need gradient checkpointing. On a CPU both are as they were: few long rows fill it."""
@@ -173,7 +175,7 @@ def plan_sft(
 
 
 def _fit_micro_batch(
-    policy: PreTrainedModel,
+    policy: PreTrainedModel | PeftModel,
     longest_sequence: int,
     room: int,
     tokens: int | None,
@@ -201,7 +203,7 @@ def _fit_micro_batch(
     return size, twice, learning(size)
 
 
-def micro_batch_tokens(model: PreTrainedModel) -> int:
+def micro_batch_tokens(model: PreTrainedModel | PeftModel) -> int:
     """Padded tokens of a micro-batch, where memory allows it."""
     if model.device.type == "cuda":
         return GPU_MICRO_BATCH
@@ -209,7 +211,11 @@ def micro_batch_tokens(model: PreTrainedModel) -> int:
 
 
 def _learning_bytes(
-    policy: PreTrainedModel, per_token: int, checkpointing: bool, longest_sequence: int, tokens: int
+    policy: PreTrainedModel | PeftModel,
+    per_token: int,
+    checkpointing: bool,
+    longest_sequence: int,
+    tokens: int,
 ) -> int:
     """Bytes that a micro-batch of so many tokens takes (the longest sequence if that is more).
 
@@ -232,7 +238,7 @@ def _learning_bytes(
     return tokens * per_token + logits + attending * policy.dtype.itemsize
 
 
-def activation_bytes(policy: PreTrainedModel) -> int:
+def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
     """Measure the bytes that the forward pass of one token keeps for the backward pass."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}

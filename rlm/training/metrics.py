@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 
-from rlm.cli import command_of, terminal
+from rlm.cli import command_of, required, terminal
 from rlm.model import pick_device
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
@@ -70,7 +71,7 @@ def announce_run(
         terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
 
 
-def summary_card(config: GRPOConfig, summary: Mapping[str, object]) -> None:
+def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
     """Print what happened, and what to do next."""
     terminal.facts(
         "Stage 2 done",
@@ -213,10 +214,11 @@ def remaining(
         seconds: that count for --max-minutes already.
     """
     until, limit = 0.0, 60 * (config.max_minutes or math.inf)
-    while done < config.steps:
+    steps = required(config.steps, "--steps")
+    while done < steps:
         done, until = done + 1, until + a_step
-        is_last = done == config.steps or seconds + until >= limit
-        if is_last or done % (config.eval_every or config.steps) == 0:
+        is_last = done == steps or seconds + until >= limit
+        if is_last or done % (config.eval_every or steps) == 0:
             until += validation
         if is_last:
             break
@@ -233,7 +235,7 @@ def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: 
     took = [sum(row[f"time/{phase}"] for phase in PHASES) for row in rows[-RECENT_STEPS:]]
     evaluated = [row["time/evaluate"] for row in rows if "time/evaluate" in row] or [0.0]
     a_step, validation = sum(took) / len(took), evaluated[-1]
-    return remaining(config, rows[-1]["step"] + 1, a_step, validation, 60 * minutes)[1]
+    return remaining(config, int(rows[-1]["step"]) + 1, a_step, validation, 60 * minutes)[1]
 
 
 def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:

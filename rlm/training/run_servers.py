@@ -73,12 +73,12 @@ class RunServers:
 
     def _command(self) -> list[str]:
         policy, config = self._policy, self._config
-        model = policy.get_base_model().name_or_path
+        model = str(policy.get_base_model().name_or_path)
         if not Path(model).is_dir():  # the very files that were loaded here, without the network
             model = snapshot_download(model, local_files_only=True)
         length = (config.max_prompt_length or LONGEST_PROMPT) + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        rank = policy.peft_config["default"].r
+        rank = getattr(policy.peft_config["default"], "r")  # of LoRA  # noqa: B009
         options = server_options(policy, min(length, context or length), config.max_num_seqs, rank)
         return server_command(config.vllm_command, model, options)
 

@@ -241,9 +241,11 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
         at = f" (step {one['step']})" if one["step"] else ""
         return f"{name} {describe_mean(one['mean'], measure)}{at}"
 
+    unbounded: dict[str, Any] = {"low": -math.inf, "high": math.inf}
+
     def gained(name: str) -> str:
-        known = {k: v for k, v in said[f"{name}_gain"].items() if v is not None}
-        return f"{name} {describe(Gain(**{'low': -math.inf, 'high': math.inf} | known), measure)}"
+        known: dict[str, Any] = {k: v for k, v in said[f"{name}_gain"].items() if v is not None}
+        return f"{name} {describe(Gain(**{**unbounded, **known}), measure)}"
 
     names = ["last"] if said["best"]["step"] in (0, said["last"]["step"]) else ["best", "last"]
     samples = sample_count(said["completions"], summary["validated_on"])

@@ -60,7 +60,7 @@ MAY_CHANGE = {
 }
 
 
-class SFTTrainer(trl.SFTTrainer):
+class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
     """TRL's trainer, with our own loss and resume."""
 
     def compute_loss(
@@ -83,7 +83,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
         """Mean loss of the examples, in nats per learned token."""
-        return self.evaluate(datasets.Dataset.from_list(list(examples)))["eval_loss"]
+        return self.evaluate(datasets.Dataset.from_list([dict(e) for e in examples]))["eval_loss"]
 
     def train_from(self, step: int) -> None:
         """Train from a step on, whose adapter and optimizer `CheckpointCallback` restores."""
@@ -110,7 +110,7 @@ def make_trainer(
     """Make the trainer of a run."""
     micro_batch, checkpointing = plan_sft(policy, config, examples)
     steps, gpu = config.steps(len(examples)), device.type == "cuda"
-    arguments = trl.SFTConfig(
+    arguments = trl.SFTConfig(  # pyright: ignore[reportPrivateImportUsage]
         output_dir=str(config.run_dir),
         num_train_epochs=config.epochs_for(len(examples)),
         per_device_train_batch_size=micro_batch,

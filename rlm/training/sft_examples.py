@@ -27,7 +27,7 @@ Example = dict[str, list[int]]  # input_ids and labels
 
 
 def drop_unsolved(
-    problems: Sequence[Problem], dataset: str, what: str = "problems"
+    problems: Sequence[Problem], dataset: str | None, what: str = "problems"
 ) -> list[Problem]:
     """Return the problems that have a solution to learn from, and say how many have none.
 

@@ -204,7 +204,7 @@ class TrainingState:
 
     def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
         """Return metrics of the updates so far, and adapt the weight of the KL term after them."""
-        metrics = {"optim/skipped": self.skipped_total}
+        metrics: dict[str, float] = {"optim/skipped": self.skipped_total}
         if config.kl_weight:
             metrics["loss/kl_weight"] = self.kl_weight
             self.adapt_kl_weight(kl, config.kl_target)

@@ -10,13 +10,14 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlm.cli import UsageError, command_of, terminal, to_dict
+from rlm.cli import UsageError, command_of, required, terminal, to_dict
 from rlm.data import (
     Format,
     Problem,
@@ -136,7 +137,7 @@ def resolve_start(
     if config.sampler == "vllm" and not config.sampler_url:
         split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter = config.sft_adapter
-    if adapter == DEFAULT_SFT_ADAPTER:
+    if adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}")
             adapter = None
@@ -210,12 +211,15 @@ def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
     """
     if config.resume:
         check_resumable(config.run_dir)
-    own = {"columns": config.columns, "rows": config.split}
-    train = load_problems(config.dataset, max_samples=config.max_samples, seed=config.seed, **own)
-    if not config.eval_samples:
-        return train, []
+    load = partial(
+        load_problems,
+        required(config.dataset, "--dataset"),
+        columns=config.columns,
+        rows=config.split,
+    )
+    train = load("train", max_samples=config.max_samples, seed=config.seed)
     limit = config.eval_samples
-    return train, load_problems(config.dataset, "validation", max_samples=limit, **own)
+    return train, load("validation", max_samples=limit) if limit else []
 
 
 def fit_prompts(
@@ -273,8 +277,11 @@ class TrainingData:
             UsageError: no problem is there, none that fits, or a column that the reward needs.
         """
         problems = as_problems(dataset)
-        has_none = eval_dataset is None or (isinstance(eval_dataset, Sized) and not eval_dataset)
-        eval_problems = [] if has_none else as_problems(eval_dataset, "eval_dataset")
+        if isinstance(eval_dataset, Sized) and not len(eval_dataset):
+            eval_dataset = None
+        eval_problems = []
+        if eval_dataset is not None:
+            eval_problems = as_problems(eval_dataset, "eval_dataset")
         problems = fit_prompts(config, policy, render, problems)
         if eval_problems:
             what = "validation problems"
@@ -391,6 +398,7 @@ class TrainingRun:
     ) -> None:
         """Write the first checkpoint or load the newest, plan the memory, validate the start."""
         self.config, self.data, self.state = config, data, state
+        self.steps = required(config.steps, "--steps")
         self.sampler, self.tokenizer, self.directory = sampler, tokenizer, directory
         self.policy, self.distributed = state.weights.policy, state.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
@@ -513,10 +521,10 @@ class TrainingRun:
         if directory.writes:
             rows = directory.metrics()
             left = time_left(rows, config, self.state.minutes)
-            terminal.line(step_line(metrics, config.steps, left))
+            terminal.line(step_line(metrics, self.steps, left))
             for warning in new_alerts(rows):
                 terminal.line(f"warning: {warning}")
-            if "eval/accuracy" in metrics and metrics["step"] + 1 < config.steps:
+            if "eval/accuracy" in metrics and metrics["step"] + 1 < self.steps:
                 self._draw_curves(rows)
         directory.log_samples(
             [

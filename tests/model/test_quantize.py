@@ -209,9 +209,7 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(
 def test_attention_that_cannot_be_had_is_one_line(model_dir):
     with pytest.raises(UsageError, match=r"expected auto\|sdpa\|eager"):
         parse(GRPOConfig, ["--attn-implementation", "flash_attention_2"])
-    with pytest.raises(
-        UsageError, match="--attn-implementation-implementation flash_attention_2: "
-    ):
+    with pytest.raises(UsageError, match="--attn-implementation flash_attention_2: "):
         load_base(str(model_dir), CPU, attn="flash_attention_2")
 
 
