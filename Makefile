@@ -15,7 +15,7 @@
 # make docs    the documentation as web pages, in site/
 # make reference  the reference pages that are made from the code
 # make lock    requirements.lock and the table of licences, after a pin has changed (needs the network)
-# make lint    style
+# make lint    style, and types of the packages that pyproject.toml lists
 # make clean   remove the environment and caches, but neither runs/ nor weights/
 
 VENV := .venv
@@ -122,6 +122,7 @@ lock: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/basedpyright
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis
