@@ -589,22 +589,22 @@ class Killed(Exception):
 
 def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
     """Killed in the second step, and again between two test sets."""
-    import train_grpo
+    from rlm.training import TrainingRun
 
     config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
     source, target = (c.folder(Cell("sft", 0)) for c in (finished, config))
     target.parent.mkdir(parents=True)
     target.symlink_to(source.resolve())  # the same start
 
-    first_steps, log_step = [], train_grpo.log_step
+    first_steps, log_step = [], TrainingRun.log_step
 
-    def killed_in_the_second_step(trainer, metrics, *rest):
+    def killed_in_the_second_step(run, metrics, *rest):
         first_steps.append(metrics["step"])
         if metrics["step"] == 1 and first_steps.count(1) == 1:
             raise Killed
-        log_step(trainer, metrics, *rest)
+        log_step(run, metrics, *rest)
 
-    monkeypatch.setattr(train_grpo, "log_step", killed_in_the_second_step)
+    monkeypatch.setattr(TrainingRun, "log_step", killed_in_the_second_step)
     with pytest.raises(Killed):
         grid.run(config)
     assert grid.state(config, Cell("random_reward", 0)) == "begun"
