@@ -1,6 +1,6 @@
 """The algorithms as data: a row of choices each. Loads no torch.
 
-`grpo` computes what the choices say and knows no names. The papers are
+`advantages`, `batches` and `loss` compute what the choices say and know no names. The papers are
 listed in docs/explanation/algorithms.md.
 """
 

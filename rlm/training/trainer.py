@@ -50,7 +50,7 @@ from rlm.model import (
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
 from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, new_alerts
-from rlm.sampling import Sampler, sampling_dtype, split_command, tool_spans
+from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_rollouts
@@ -135,6 +135,8 @@ def resolve_start(
         too_small = f"--batch-size {config.batch_size} is too small"
         raise UsageError(f"{too_small}: {processes} processes need a problem each")
     if config.sampler == "vllm" and not config.sampler_url:
+        from rlm.sampling import split_command
+
         split_command(config.vllm_command)  # now: loading the model may take minutes
     adapter = config.sft_adapter
     if adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
