@@ -229,7 +229,7 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the closing lines of a run: start, best and last, the gains, what was exported.
 
     Args:
-        summary: of `export_run`.
+        summary: of `TrainingRun.export`.
     """
     said = summary["validation"]
     if said is None:
