@@ -114,7 +114,8 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
     times = {"time/sample": 1.0, "time/score": 0.0, "time/learn": 1.0}
     with RunDirectory(tmp_path / "run", resume=False) as run:
         made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
-        made.directory, made.config = run, GRPOConfig(steps=20, sample_every=0)
+        made.directory, made.steps = run, 20
+        made.config = GRPOConfig(steps=20, sample_every=0)
         made.state = SimpleNamespace(minutes=0.0)
         for step in range(WINDOW + 2):
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}

@@ -187,7 +187,7 @@ def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     config = GRPOConfig(steps=1, reasoning_format="deepseek", sample_every=0)
     with RunDirectory(tmp_path / "run", resume=False) as run:
         made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
-        made.directory, made.config = run, config
+        made.directory, made.config, made.steps = run, config, 1
         made.state = SimpleNamespace(minutes=0.0)
         made.log_step(metrics, [group], none)
     (row,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").open())
