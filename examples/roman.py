@@ -20,13 +20,13 @@ UNSOLVED, TEST = 48, 120  # problems
 
 
 def reward(completion: str, reference_answer: str) -> float:
-    """1 for the right numeral; up to 0.2 for another one, by how much it resembles it."""
+    """1 for the right numeral; up to a half for another one, by how much it resembles it."""
     answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     if answer == reference_answer:
         return 1.0
     if set(answer) - set("IVXLC"):
         return 0.0
-    return SequenceMatcher(None, answer, reference_answer).ratio() / 5
+    return SequenceMatcher(None, answer, reference_answer).ratio() / 2
 
 
 def problem(number: int) -> dict[str, str]:
