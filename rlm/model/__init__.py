@@ -5,7 +5,8 @@ import lazy_loader
 # File → what other packages import of it.
 EXPORTS = {
     "adapter_info": (
-        "ADAPTER ADAPTER_FILES AdapterInfo HOW_TO_TRAIN_SFT TRAINED_ADAPTER check_adapter"
+        "ADAPTER ADAPTER_FILES AdapterInfo HOW_TO_TRAIN_SFT TRAINED_ADAPTER check_adapter "
+        "public_dataset"
     ),
     "adapters": (
         "active_lora_tensors adapter_hash adapter_mismatch "
@@ -20,11 +21,10 @@ EXPORTS = {
     "export": "check_new check_output merge_adapter save_adapter save_merged",
     "gguf_export": "check_convertible write_gguf",
     "hardware": (
-        "Device EMBEDDED_MODEL available_memory default_setup default_values licence_of "
+        "Device EMBEDDED_MODEL available_memory default_setup default_values hub_base licence_of "
         "model_download peak_memory_gb pick_device pick_quantization prepare_process "
         "release_memory"
     ),
-    "hub": "collect_uploads hub_base public_dataset published_run push_to_hub show_uploads",
     "number_types": "DTYPES fast_dtype learning_dtype",
     "quantize": "QUANTIZATIONS",
 }
