@@ -81,7 +81,7 @@ class ServerConfig:
         min=1,
         default_text=f"{REQUESTS}, or {PUBLIC_REQUESTS} with --public",
     )
-    max_num_seqs: int = flag(16, "completions generated at the same time", old=["seats"], min=1)
+    max_num_seqs: int = flag(16, "completions generated at the same time", min=1)
     max_new_tokens: int = flag(512, "longest completion that a request may ask for", min=1)
     max_prompt_tokens: int = flag(512, "longest prompt in tokens, system prompt included", min=1)
     queue: int = flag(64, "requests that may wait; more are turned away", min=1)

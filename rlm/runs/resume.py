@@ -17,8 +17,6 @@ from rlm.cli import UsageError, terminal
 from rlm.runs.checkpoints import Checkpoints, file_hash
 from rlm.runs.directory import RunDirectory
 
-RENAMED = {"skipped_in_a_row": "consecutive_skips", "rate_scale": "lr_scale"}  # keys of a state
-
 NO_CHECKPOINT = "--resume: no checkpoint in {}; start without it"
 
 
@@ -78,12 +76,11 @@ def resume_run(
     where, changed = f"--resume: {run.path}", origin["config"].get("accept_changes")
     if loaded is None:
         raise UsageError(NO_CHECKPOINT.format(run.path))
-    tensors, state = loaded[0], {RENAMED.get(key, key): v for key, v in loaded[1].items()}
+    tensors, state = loaded
     if not state.keys() >= {"origin", *expected_keys}:
         raise UsageError(f"{where} is a run of another script; name its own directory")
     began = state["origin"]
-    # Runs of earlier versions keep the base's hash beside the origin.
-    if (began.get("base_hash") or state.get("base_hash")) != origin["base_hash"]:
+    if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
     changes = differences(began, origin, may_change, defaults)
     if changes and not changed:
