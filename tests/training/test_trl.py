@@ -57,7 +57,7 @@ MANY = range(70)  # with each algorithm and each weight a thousand cases
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "topr"])  # TRL has none
 def test_loss_and_gradient_equal_trls(name, seeds, monkeypatch):
-    # TRL's default multiplies the KL term by the ratio: docs/reference/conformance.md has that difference.
+    # TRL's default multiplies the KL term by the ratio (docs/reference/conformance.md).
     monkeypatch.setitem(peer_trl.DEFAULTS, "use_bias_correction_kl", False)
     sides = (0, 1) if name == "cispo" else (-1, 0, 1)  # it has no lower bound
     for kl_weight in (0.0, 0.04, 0.5):
