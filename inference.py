@@ -8,7 +8,6 @@
     python inference.py --json "…"     # one JSON object, for programs
     python inference.py --merge merged     # write base and adapter as one model
     python inference.py --gguf rlm.gguf    # write them as a file for llama.cpp and ollama
-    python inference.py --push-to-hub me/my-adapter   # list what would be uploaded
     python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
@@ -31,7 +30,6 @@ from rlm.data import NEAREST, apply_experiences, load_experiences
 from rlm.grading import ANSWER_TYPES
 from rlm.model import ADAPTER, QUANTIZATIONS
 from rlm.reasoner import (
-    HOW_TO_TRAIN,
     TEMPERATURE_OF_SEVERAL,
     Reply,
     ask,
@@ -106,30 +104,23 @@ class InferenceConfig:
         None, "ask nothing; write base and adapter as this GGUF file, for llama.cpp"
     )
     gguf_type: str = flag("f16", "number type of the GGUF file", choices=GGUF_TYPES)
-    push_to_hub: str | None = flag(
-        None, "ask nothing; list what an upload of the adapter, or of --merge, to this hub name has"
-    )
-    yes: bool = flag(False, "with --push-to-hub: upload it")
 
     def __post_init__(self) -> None:
         check_values(self)
         if self.n > 1 and self.temperature == 0:
             raise ValueError("--n above 1 needs a temperature above 0: all answers would be one")
-        if self.yes and not self.push_to_hub:
-            raise ValueError("--yes goes with --push-to-hub")
         if self.writes:
             if self.question is not None or self.base:
                 raise ValueError(
-                    "--merge, --gguf and --push-to-hub are for a trained model: no question, no "
-                    "--base"
+                    "--merge and --gguf are for a trained model: no question, no --base"
                 )
         elif self.json and self.question is None:
             raise ValueError("--json answers one question: give it on the command line")
 
     @property
     def writes(self) -> bool:
-        """Whether a model is written or uploaded, and nothing is asked."""
-        return bool(self.merge or self.gguf or self.push_to_hub)
+        """Whether a model is written, and nothing is asked."""
+        return bool(self.merge or self.gguf)
 
 
 def generate_reasoning(
@@ -149,11 +140,8 @@ def generate_reasoning(
 
 
 def main(config: InferenceConfig) -> int:
-    if config.merge or config.gguf:
-        write_merged(config)
-    if config.push_to_hub:
-        upload(config)
     if config.writes:
+        write_merged(config)
         return 0
     library = load_experiences(config.experiences) if config.experiences else ()
     adapter, base = config.adapter, config.base
@@ -182,30 +170,11 @@ def main(config: InferenceConfig) -> int:
     return 0
 
 
-def upload(config: InferenceConfig) -> None:
-    """Upload the adapter, or the merged model, or without --yes list what that would be."""
+def write_merged(config: InferenceConfig) -> None:
+    """Write base and adapter as one model, which loads without any code of ours."""
     from rlm.evaluation import model_card
     from rlm.model import (
         AdapterInfo,
-        check_adapter,
-        collect_uploads,
-        push_to_hub,
-        show_uploads,
-    )
-
-    check_adapter(config.adapter, HOW_TO_TRAIN)
-    info, folder = AdapterInfo.load(config.adapter), config.merge or config.adapter
-    card = model_card(folder, info, merged=config.merge is not None)
-    uploads = collect_uploads(folder, info, card)
-    if config.yes:
-        terminal.line(f"uploaded: {push_to_hub(config.push_to_hub, uploads)}")
-    else:
-        show_uploads(config.push_to_hub, uploads)
-
-
-def write_merged(config: InferenceConfig) -> None:
-    """Write base and adapter as one model, which loads without any code of ours."""
-    from rlm.model import (
         check_convertible,
         check_new,
         merge_adapter,
@@ -213,6 +182,7 @@ def write_merged(config: InferenceConfig) -> None:
         save_merged,
         write_gguf,
     )
+    from rlm.runs import replace_file
 
     prepare_process()
     for option, path in (("--merge", config.merge), ("--gguf", config.gguf)):
@@ -223,6 +193,8 @@ def write_merged(config: InferenceConfig) -> None:
         check_convertible(merged, tokenizer)
     if config.merge:
         save_merged(merged, tokenizer, config.adapter, config.merge)
+        card = model_card(config.merge, AdapterInfo.load(config.adapter), merged=True)
+        replace_file(config.merge / "README.md", card)
         terminal.line(f"merged model (fp32): {config.merge}")
     if config.gguf:
         write_gguf(merged, tokenizer, config.gguf, config.gguf_type)

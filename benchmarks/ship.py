@@ -35,7 +35,6 @@ from rlm.model import (
     pick_device,
     prepare_process,
     public_dataset,
-    published_run,
 )
 from rlm.runs import replace_json
 from rlm.sampling import Sampler
@@ -43,6 +42,18 @@ from rlm.tools import load_tool
 
 LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the one that is shipped
+
+
+# Of run.json: what loading needs, and what was measured. The rest names places on this machine.
+PUBLISHED = (
+    "stage", "base_model", "base_hash", "quantize", "dataset", "answer_types", "step", "examples",
+    "commit", "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on",
+    "validation", "exported", "seconds",
+)  # fmt: skip
+PUBLISHED_CONFIG = (
+    "reasoning_format", "system_prompt", "tool", "algorithm", "steps", "batch_size", "group_size",
+    "max_new_tokens", "learning_rate", "epochs", "lora_r", "lora_alpha", "seed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,15 @@ def write_rounded(adapter: Path, folder: Path, model: str) -> None:
 
 Found = dict[str, Evaluation]  # by NAMES
 Judged = dict[str, dict[str, Found]]  # test set → tool
+
+
+def published_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """run.json without this machine's paths."""
+    kept = {name: run[name] for name in PUBLISHED if name in run}
+    if kept.get("dataset"):
+        kept["dataset"] = public_dataset(kept["dataset"])
+    config = run.get("config", {})
+    return kept | {"config": {name: config[name] for name in PUBLISHED_CONFIG if name in config}}
 
 
 def judge(

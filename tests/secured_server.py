@@ -24,7 +24,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.errors import HTTPProblem, as_problem
-from rlm.serving.http_server import UVICORN, SlowGuard, listen
+from rlm.serving.http_server import UVICORN, listen
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
 from rlm.serving.strict_json import parse, require_json
 
@@ -96,9 +96,9 @@ class Answer:
 
 
 class SecuredServer:
-    """`guard`: what replaces attributes of SlowGuard; `settings`: fields of SecuritySettings."""
+    """`options`: of uvicorn; `settings`: fields of SecuritySettings."""
 
-    def __init__(self, app: Any = None, *, guard: dict[str, Any] | None = None, **settings: Any):
+    def __init__(self, app: Any = None, *, options: dict[str, Any] | None = None, **settings: Any):
         self.app = app or small_app()
         defaults = {
             "keys": Keys([KEY, OTHER_KEY]),
@@ -107,10 +107,9 @@ class SecuredServer:
             "failures_per_minute": 100_000,
         }
         self.settings = SecuritySettings(**{**defaults, **settings})
-        protocol = type("Guard", (SlowGuard,), guard or {})
         config = uvicorn.Config(
             SecurityMiddleware(self.app, self.settings),
-            **{**UVICORN, "http": protocol},
+            **{**UVICORN, **(options or {})},
             lifespan="off",
         )
         self._server = uvicorn.Server(config)
@@ -129,9 +128,12 @@ class SecuredServer:
         self._thread.join()
         self._socket.close()
 
-    @property
-    def connections(self) -> int:
-        return len(self._server.server_state.connections)
+    def options_of_connections(self, level: int, option: int) -> list[int]:
+        sockets = [
+            connection.transport.get_extra_info("socket")
+            for connection in self._server.server_state.connections
+        ]
+        return [sock.getsockopt(level, option) for sock in sockets]
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), TIMEOUT)

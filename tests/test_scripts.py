@@ -515,7 +515,7 @@ def test_the_reward_is_the_one_that_was_asked_for(model_dir, tmp_path):
     """And it gets the tags; test_course_scripts follows these from stage to stage."""
     (tmp_path / "mine.py").write_text(REWARD)
     assert run(
-        train_grpo, "--model", model_dir, *DATA, "--reasoning_format", "russian", "--reward",
+        train_grpo, "--model", model_dir, *DATA, "--reasoning_format", "simple", "--reward",
         f"{tmp_path / 'mine.py'}:by_length", "--sft-adapter", "none", "--steps", 1, "--batch-size",
         2, "--group-size", 4, "--max-new-tokens", 8, "--max-samples", 2, "--eval-samples", 2,
         "--run-dir", tmp_path / "run", "--output", tmp_path / "grpo",

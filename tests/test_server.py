@@ -34,7 +34,7 @@ from rlm.sampling import Sampler, prompt_seed
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
 from rlm.serving.engine import Engine, Limits
-from rlm.serving.http_server import GracefulServer, SlowGuard, listen, local_url
+from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import find_models, load_replicas
 from rlm.serving.service import Service
@@ -379,7 +379,6 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     usual, settings = served_by(monkeypatch, tokenizer)
     assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
     assert not settings.allowed_hosts.numeric
-    assert usual.config.http is SlowGuard
     assert usual._seconds == 25  # of draining, as docs/reference/serving.md has it
     named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
     _, settings = served_by(monkeypatch, tokenizer, *named)

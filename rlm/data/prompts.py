@@ -124,7 +124,6 @@ class Formats(dict[str, Format]):
 FORMATS = Formats(
     deepseek=Format("think", "answer"),
     simple=Format("reasoning", "answer"),
-    russian=Format("рассуждение", "ответ"),
 )
 
 

@@ -136,7 +136,6 @@ def evaluate(
     k: int = 1,
     seed: int = 0,
     examples: Sequence[tuple[str, str]] = (),
-    system_prompt: str | None = None,
     on_finish: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Draw k completions of each problem and grade them strictly and leniently.
@@ -146,7 +145,6 @@ def evaluate(
     Args:
         temperature: 0 is greedy, with k = 1.
         examples: (question, completion) pairs shown first (few-shot).
-        system_prompt: replaces the format's own; "" leaves it out.
         on_finish: called after each completion (progress bars).
 
     Raises:
@@ -160,10 +158,7 @@ def evaluate(
         raise ValueError(f"greedy decoding gives {k} equal completions; set a temperature")
     if {question for question, _ in examples} & {problem.question for problem in problems}:
         raise ValueError("an example is one of the problems: the prompt would hold its answer")
-    prompts = [
-        render_problem(tokenizer, p, format, examples=examples, system_prompt=system_prompt)
-        for p in problems
-    ]
+    prompts = [render_problem(tokenizer, p, format, examples=examples) for p in problems]
     params = SamplingParams(max_new_tokens, temperature)
     seeds = [prompt_seed(seed, problem.id) for problem in problems]
     groups = sampler.sample(prompts, k, params, seeds, on_finish)

@@ -1,7 +1,11 @@
-"""The model card of an adapter: what it is, what it was trained on, what was measured, licences."""
+"""The model card of an adapter: what it is, what it was trained on, what was measured, licences.
+
+python -m rlm.evaluation.model_card weights/final_rlm_lora   # prints it
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,7 @@ UNKNOWN = "not known here: fill it in before you publish"
 
 
 def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
-    """The README.md that is uploaded: the folder's own, unless it is a placeholder.
+    """Return the README.md for an upload: the folder's own, unless it is a placeholder.
 
     Args:
         folder: of the adapter.
@@ -107,3 +111,8 @@ def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[st
 
 def _licence(part: str) -> str:
     return DATA_LICENCES.get(part.partition(":")[0], (UNKNOWN, ""))[0]
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    sys.stdout.write(model_card(path, AdapterInfo.load(path), merged=False))

@@ -3,7 +3,7 @@
  */
 #include "numbers.h"
 
-#ifndef DRAWN /* tokens of the vocabulary that are summed up together: draw.py's BLOCK */
+#ifndef DRAWN /* tokens of the vocabulary that are summed up together: VOCAB_BLOCK */
 #error "-DDRAWN is missing"
 #endif
 

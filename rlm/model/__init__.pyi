@@ -4,6 +4,7 @@ from .adapter_info import HOW_TO_TRAIN_SFT as HOW_TO_TRAIN_SFT
 from .adapter_info import TRAINED_ADAPTER as TRAINED_ADAPTER
 from .adapter_info import AdapterInfo as AdapterInfo
 from .adapter_info import check_adapter as check_adapter
+from .adapter_info import public_dataset as public_dataset
 from .adapters import active_lora_tensors as active_lora_tensors
 from .adapters import adapter_hash as adapter_hash
 from .adapters import adapter_mismatch as adapter_mismatch
@@ -40,6 +41,7 @@ from .hardware import Device as Device
 from .hardware import available_memory as available_memory
 from .hardware import default_setup as default_setup
 from .hardware import default_values as default_values
+from .hardware import hub_base as hub_base
 from .hardware import licence_of as licence_of
 from .hardware import model_download as model_download
 from .hardware import peak_memory_gb as peak_memory_gb
@@ -47,12 +49,6 @@ from .hardware import pick_device as pick_device
 from .hardware import pick_quantization as pick_quantization
 from .hardware import prepare_process as prepare_process
 from .hardware import release_memory as release_memory
-from .hub import collect_uploads as collect_uploads
-from .hub import hub_base as hub_base
-from .hub import public_dataset as public_dataset
-from .hub import published_run as published_run
-from .hub import push_to_hub as push_to_hub
-from .hub import show_uploads as show_uploads
 from .number_types import DTYPES as DTYPES
 from .number_types import fast_dtype as fast_dtype
 from .number_types import learning_dtype as learning_dtype

@@ -218,3 +218,19 @@ def _peft_settings(path: Path) -> dict[str, Any]:
         return dict(json.loads((path / "adapter_config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def public_dataset(dataset: str) -> str:
+    """The name of a data set, without the directories of this machine.
+
+    >>> public_dataset("elementary+gsm8k:/home/me/data+/home/me/mine.jsonl")
+    'elementary+gsm8k+mine.jsonl'
+    """
+
+    def public(part: str) -> str:
+        name, _, rest = part.partition(":")
+        if name.startswith(("/", ".", "~")) or Path(name).suffix:
+            return Path(name).name
+        return name if "/" in rest else part
+
+    return "+".join(map(public, dataset.split("+")))

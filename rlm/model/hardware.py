@@ -27,6 +27,7 @@ from rlm.model.adapter_info import AdapterInfo
 from rlm.model.number_types import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
+EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # By the GB that a GPU has at least: the largest base that trains there in 16 bits, beside what
 # sampling takes; its licence and its download in GB.
 GPU_MODELS = {
@@ -132,6 +133,11 @@ def model_download(name: str) -> str:
     """Say the licence and the download of a base that `default_setup` may choose; "" of others."""
     known = {model: about for model, *about in GPU_MODELS.values()}
     return "; licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
+
+
+def hub_base(info: AdapterInfo) -> str:
+    """The base model's name on the hub."""
+    return EMBEDDED_HUB_ID if info.base_model == EMBEDDED_MODEL else str(info.base_model)
 
 
 def licence_of(name: str) -> str:

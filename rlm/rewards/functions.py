@@ -19,10 +19,9 @@ from rlm.data import FORMATS, Format
 from rlm.grading import Verdict, has_wrong_equation, parse_number, split_completion
 from rlm.rewards.base import Reward, RewardFunction, adapt_reward, named_columns
 
-_STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|(?:step|шаг)\s+\d+)", re.IGNORECASE)
+_STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•]|step\s+\d+)", re.IGNORECASE)
 _CONNECTIVE = re.compile(
-    r"\b(?:because|therefore|thus|since|so|then|hence|first|next|finally|"
-    r"потому|поэтому|значит|следовательно|сначала|затем|далее|итак)\b",
+    r"\b(?:because|therefore|thus|since|so|then|hence|first|next|finally)\b",
     re.IGNORECASE,
 )
 

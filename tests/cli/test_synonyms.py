@@ -44,14 +44,14 @@ def test_a_synonym_is_taken_on_the_command_line_in_yaml_and_in_python(name, fiel
         assert getattr(config, field) == 7
 
 
-# What the README of seed 002 types, and all other options of its script.
+# What the README of seed 002 types, and all other options of its script; its Russian tags are gone.
 SEED_002 = (
     "--model Qwen/Qwen2.5-1.5B-Instruct --algorithm drgrpo --use_wandb --max_samples 5000",
     "--model Qwen/Qwen2.5-3B-Instruct --use_4bit --batch_size 2 --group_size 4",
     "--dataset_file a.jsonl --train_batch_size 2 --max_new_tokens 512 --temperature 0.7 "
     "--learning_rate 5e-6 --num_epochs 1 --clip_eps 0.2 --kl_weight 0.0 --use_lora --lora_r 16 "
     "--use_8bit --output_dir output/grpo --save_steps 100 --use_wandb --wandb_project homellm-grpo "
-    "--reasoning_format russian --seed 42",
+    "--reasoning_format simple --seed 42",
 )
 
 
@@ -66,7 +66,7 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
     assert (config.clip_eps_low, config.clip_eps_high) == (0.2, 0.2)
     assert config.quantize == "8bit"
     assert (config.tracker, config.wandb_project) == ("wandb", "homellm-grpo")
-    assert (config.reasoning_format, config.kl_weight) == ("russian", 0)
+    assert (config.reasoning_format, config.kl_weight) == ("simple", 0)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_every_pair_of_tags_is_read_wherever_tags_are(name):
     columns = {"reasoning_format": name}
     for reward in (CorrectnessReward(), GSM8KReward(), FormatReward(), ReasoningQualityReward()):
         assert reward(text, "5", **columns) > 0
-    others = {"deepseek": "simple", "simple": "russian", "russian": "deepseek"}
+    others = {"deepseek": "simple", "simple": "deepseek"}
     assert FormatReward()(text, "5", reasoning_format=others[name]) < 0.2  # not all of it
     parser = ReasoningParser(format)
     parts = [parser.feed(letter) for letter in text] + [parser.finish()]
@@ -246,7 +246,7 @@ def test_every_pair_of_tags_is_read_wherever_tags_are(name):
 
 
 def test_tags_that_there_are_not_are_one_line():
-    message = "--reasoning-format: unknown 'xml'; there are deepseek, simple, russian"
+    message = "--reasoning-format: unknown 'xml'; there are deepseek, simple"
     with pytest.raises(UsageError, match=message):
         FormatReward()("", "5", reasoning_format="xml")
     with pytest.raises(ValueError, match=message):

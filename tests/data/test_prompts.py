@@ -96,11 +96,6 @@ def test_what_is_read_and_written_is_what_adapters_were_trained_on():
             "<answer></answer>.",
             "<reasoning>\nso\n</reasoning>\n<answer>2</answer>",
         ),
-        "russian": (
-            "Reason inside <рассуждение></рассуждение>, then give the final number inside "
-            "<ответ></ответ>.",
-            "<рассуждение>\nso\n</рассуждение>\n<ответ>2</ответ>",
-        ),
     }
     kinds = {"choice": "letter of your choice", "text": "final answer", "open": "final answer"}
     for kind, asked in kinds.items():

@@ -422,8 +422,6 @@ def test_reasoning_quality_reward_counts_different_things_once():
     assert reward(f"<think>{'so ' * 500}</think>", "5") == pytest.approx(0.05)
     full = f"1. {words}\n2. therefore it is five, because 2 + 3 = 5"
     assert reward(f"<think>{full}</think>", "5") == pytest.approx(0.3)
-    russian = "Шаг 1: сначала 2\nШаг 2: поэтому 5"
-    assert reward(f"<think>{russian}</think>", "5") == pytest.approx(0.2)
 
 
 def test_a_combined_reward_is_the_weighted_mean():
