@@ -53,6 +53,7 @@ from rlm.model import (
     save_adapter,
 )
 from rlm.runs import RunDirectory, check_resumable, replace_json, writing
+from rlm.sampling import check_architecture
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     ENOUGH_STEPS,
@@ -156,6 +157,7 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
         check_base(config.adapter, config.model, base_hash)
     packing = {"quantize": config.quantize, "attn": config.attn_implementation}
     base = load_base(config.model, device, **packing)
+    check_architecture(base)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:

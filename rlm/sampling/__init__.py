@@ -13,7 +13,7 @@ EXPORTS = {
     "scheduler": "common_prefix_length",
     "tool_tokens": "ToolTokens tool_spans",
     "vllm": "VLLMSampler",
-    "weights": "FUSED_MODEL_TYPES choose_sampling_dtype sampling_dtype",
+    "weights": "FUSED_MODEL_TYPES check_architecture choose_sampling_dtype sampling_dtype",
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__, submod_attrs={file: names.split() for file, names in EXPORTS.items()}
