@@ -245,7 +245,8 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
         ("bloom", {}, "bloom: its attention cannot be replaced"),
         (
             "deepseek_v3",
-            {"num_key_value_heads": 4, "first_k_dense_replace": 2},
+            {"num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 2}
+            | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
             "deepseek_v3: its keys have 4 heads of .* numbers, and the cache holds",
         ),
         ("gpt_oss", {"num_local_experts": 4}, "needs s_aux: unsupported"),
