@@ -52,6 +52,7 @@ from rlm.model import (
     save_adapter,
 )
 from rlm.runs import RunDirectory, check_resumable, replace_json, writing
+from rlm.sampling import check_architecture
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     ENOUGH_STEPS,
@@ -155,6 +156,7 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     if config.adapter:
         check_base(config.adapter, model, base_hash)
     base = load_base(model, device, quantize=config.quantize, attn=config.attn_implementation)
+    check_architecture(base)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)
     else:

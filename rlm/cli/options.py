@@ -213,6 +213,8 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
         option = by_key.get(with_underscores(str(key)))
         if option is None:
             said = hint(str(key), {name: option.name for name, option in by_key.items()})
+            if value == -1 and said.startswith(": "):  # a name of theirs
+                continue
             unknown.append(f"{where}: unknown key {key!r}{said}")
             continue
         if value == -1 and with_underscores(str(key)) != option.name and not option.allows(-1):

@@ -58,8 +58,8 @@ PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
     """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero.
 
-    Routers and experts of a mixture are no linear layers, and stay as they are (PEFT's own
-    "all-linear" takes them too).
+    Routers and experts of a mixture stay as they are (PEFT's own "all-linear" takes them too): they
+    are no linear layers, or subclasses that return more than a product.
 
     Raises:
         UsageError: PEFT cannot put one on this architecture.
@@ -68,19 +68,25 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
     names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        # a router that is a subclass of its architecture's own (phimoe), unlike one of packed bits
+        and not type(module).__module__.startswith("transformers.models.")
     }
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        on = ", ".join(sorted(names))
-        tell(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
-    config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, task_type="CAUSAL_LM"
-    )
+    options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
     try:
-        return get_peft_model(model, config)
+        policy = get_peft_model(model, LoraConfig(target_modules=names, **options))
+        made = policy.peft_config["default"]
+        if made.target_parameters:  # PEFT took names that experts once had too for the experts
+            model, names = policy.unload(), made.target_modules
+            policy = get_peft_model(model, LoraConfig(target_modules=names, **options))
     except ValueError as error:
         why = str(error).partition(". ")[0]
         raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
+    if any(p.ndim > 2 for p in policy.get_base_model().parameters()):
+        on = ", ".join(sorted(names))
+        tell(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
+    return policy
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:

@@ -165,6 +165,9 @@ def load_base(
     if packed:
         freeze_packed_weights(model)
     model.eval().requires_grad_(False)
+    for module in model.modules():  # of older families (GPT-2); an adapter has its own
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     if device.type == "cuda" and device.dtype == torch.float16 and _overflows(model, name):
         terminal.line(f"{name} overflows in fp16, so it is loaded in fp32 (twice the memory)")
         del model
@@ -193,6 +196,8 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Modul
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
+    if base.get_decoder().get_output_embeddings() is not None:
+        raise UsageError(f"{config.model_type} models have no decoder without a head: unsupported")
     return base.get_decoder(), base.get_output_embeddings()
 
 

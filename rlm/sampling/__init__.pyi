@@ -17,5 +17,6 @@ from .tool_tokens import ToolTokens as ToolTokens
 from .tool_tokens import tool_spans as tool_spans
 from .vllm import VLLMSampler as VLLMSampler
 from .weights import FUSED_MODEL_TYPES as FUSED_MODEL_TYPES
+from .weights import check_architecture as check_architecture
 from .weights import choose_sampling_dtype as choose_sampling_dtype
 from .weights import sampling_dtype as sampling_dtype

@@ -23,8 +23,10 @@ from rlm.model import (
     available_memory,
     decoder_and_head,
     fast_dtype,
+    head_dim,
     kernels_for,
     learning_dtype,
+    num_key_value_heads,
     softmax_scale,
 )
 from rlm.sampling.kv_cache import AttentionFunction
@@ -46,7 +48,7 @@ class UnmergedWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         """
         Raises:
-            UsageError: this architecture's attention cannot be led through a cache.
+            UsageError: this architecture's attention cannot go through our cache.
         """
         self._decoder, self.head = decoder_and_head(model)
         self.dtype = model.dtype
@@ -55,6 +57,26 @@ class UnmergedWeights:
             raise UsageError(
                 f"{kind}: its attention cannot be replaced in transformers: unsupported"
             )
+        self._check_attention()
+
+    @torch.no_grad()
+    def _check_attention(self) -> None:
+        """Run one token, which attends to itself alone, through all layers."""
+        config = self._decoder.config
+        expected = num_key_value_heads(config), head_dim(config)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            for name, part in (("keys", k), ("values", v)):
+                found = part.shape[1], part.shape[-1]  # heads, width
+                if found != expected:
+                    raise UsageError(
+                        f"{config.model_type}: its {name} have {found[0]} heads of {found[1]} "
+                        f"numbers, and the cache holds {expected[0]} of {expected[1]}: unsupported"
+                    )
+            return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.head.weight.device)
+        self.forward(token, token, attend)
 
     def refresh(self) -> None:
         """Nothing to do: these are the weights that training changes, and needs."""
@@ -116,6 +138,15 @@ def _through_cache(
 
 
 AttentionInterface.register("rlm_cache", _through_cache)
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """Check that the sampler can run a model, before hours of SFT are spent on it.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    UnmergedWeights(model)
 
 
 def why_not_fused(model: PreTrainedModel) -> str | None:

@@ -80,6 +80,8 @@ class Message(Strict):
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
+    reasoning_details: Any = None
+    id: str | None = None
     annotations: Annotated[Any, Only([], what="an annotation")] = None
     audio: Annotated[Any, Only(what="audio")] = None
     function_call: Annotated[Any, Only(what="a call of a function")] = None
@@ -98,6 +100,8 @@ class Message(Strict):
         for kind in kinds:
             if isinstance(kind, str) and kind in NOT_OFFERED:
                 raise ValueError(f"content: {NOT_OFFERED[kind]} are not offered here, only text")
+            if kind != "text":
+                raise ValueError("content: the type of a part must be text")
         if content is None and message.get("role") != "assistant":
             raise ValueError("content is missing")
         if content is not None and not isinstance(content, str | list):
@@ -117,6 +121,7 @@ def _is_list(value: Any) -> TypeGuard[list[Any]]:
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # padding against listeners; there is none here
 
 
 class TextFormat(Strict):
@@ -145,6 +150,7 @@ class ChatRequest(Strict):
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     # Accepted with what changes nothing. OpenAI's:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
@@ -163,7 +169,13 @@ class ChatRequest(Strict):
     reasoning_effort: Annotated[Any, Only(what="it (send thinking_budget)")] = None
     service_tier: Annotated[Any, Only("auto", "default", what="a tier")] = None
     store: Annotated[Any, Only(False, what="storing")] = None
+    verbosity: Annotated[Any, Only("medium", what="another verbosity")] = None
+    web_search_options: Annotated[Any, Only(what="a search")] = None
     # vLLM's:
+    chat_template_kwargs: Annotated[Any, Only({}, what="an option of the template")] = None
+    ignore_eos: Annotated[Any, Only(False, what="it")] = None
+    length_penalty: Annotated[Any, Only(1, what="a penalty")] = None
+    min_tokens: Annotated[Any, Only(0, what="it")] = None
     best_of: Annotated[Any, Only(1, what="it")] = None
     top_k: Annotated[Any, Only(-1, 0, what="it")] = None
     min_p: Annotated[Any, Only(0, what="it")] = None

@@ -23,6 +23,7 @@ from rlm.model.adapters import (
     new_adapter,
 )
 from rlm.model.export import save_adapter
+from rlm.model.hardware import Device
 from rlm.runs.checkpoints import file_hash
 from rlm.training.fused_layers import use_fused_layers
 
@@ -341,6 +342,9 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     [
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+        ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),  # its router is a Linear
+        # PEFT takes the projections of its shared experts for those of the others.
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
     ],
 )
 def test_a_mixture_of_experts_has_its_adapter_on_linear_layers(family, options, capsys):
@@ -357,6 +361,14 @@ def test_a_mixture_of_experts_has_its_adapter_on_linear_layers(family, options, 
     use_fused_layers(policy)
     torch.testing.assert_close(policy(TOKENS).logits, by_peft, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(by_peft, before)
+
+
+@torch.no_grad()
+def test_a_base_with_dropout_of_its_own_computes_without_it(tmp_path):
+    tiny_model("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64).save_pretrained(tmp_path)
+    base = models.load_base(str(tmp_path), Device("cpu", torch.float32, ""))
+    assert base.config.attn_pdrop == 0.1
+    assert torch.equal(base.train()(TOKENS).logits, base.eval()(TOKENS).logits)
 
 
 def test_an_architecture_that_takes_no_adapter_is_one_line():

@@ -16,7 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
 from rlm.model.adapters import adapter_tensors, new_adapter
-from rlm.sampling import Request, Sampler, SamplingParams, engine, prompt_seed
+from rlm.sampling import (
+    Request,
+    Sampler,
+    SamplingParams,
+    check_architecture,
+    engine,
+    prompt_seed,
+)
 from rlm.sampling.draw import apply_top_k_top_p, sample_tokens, uniforms
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.scheduler import RequestState, Scheduler
@@ -236,9 +243,22 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
         Sampler(a_model("phi"), tokenizer, merged=True)
 
 
-def test_an_architecture_with_attention_of_its_own_is_refused(tokenizer):
-    with pytest.raises(UsageError, match="bloom: its attention cannot be replaced"):
-        Sampler(a_model("bloom"), tokenizer)
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("bloom", {}, "bloom: its attention cannot be replaced"),
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 2}
+            | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+            "deepseek_v3: its keys have 4 heads of .* numbers, and the cache holds",
+        ),
+        ("gpt_oss", {"num_local_experts": 4}, "needs s_aux: unsupported"),
+    ],
+)
+def test_an_architecture_that_the_cache_does_not_hold_is_refused(family, options, said):
+    with pytest.raises(UsageError, match=said):
+        check_architecture(tiny_model(family, **options))
 
 
 def test_layers_that_do_not_attend_through_the_cache_are_noticed(tokenizer, monkeypatch):

@@ -111,10 +111,13 @@ def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
 
 
 OF_VLLM = {"best_of": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": -1}
+OF_VLLM |= {"length_penalty": 1.0, "ignore_eos": False, "min_tokens": 0, "chat_template_kwargs": {}}
+OF_VLLM |= {"web_search_options": None}
 NEUTRAL = {
     "logit_bias": {}, "top_logprobs": None, "functions": [], "function_call": "none",
     "parallel_tool_calls": True, "store": False, "metadata": {"run": "7"}, "service_tier": "auto",
     "modalities": ["text"], "extra_body": OF_VLLM | {"reasoning_effort": None},
+    "verbosity": "medium", "prompt_cache_retention": "24h",
     "frequency_penalty": 0,
     "presence_penalty": 0.0,
     "logprobs": False,
@@ -184,6 +187,7 @@ def last(content, **others):
         ({"n": "two"}, "n: must be a whole number"),
         ({"colour": 1}, "colour: there is no such field"),
         (last([{"type": "image_url", "image_url": {"url": "x"}}]), "images are not offered here"),
+        (last([{"type": "input_text", "text": "x"}]), "content: the type of a part must be text"),
         (last(None), "messages.0: content is missing"),
         (last(7), "messages.0: content must be a text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a message of a tool is not offered"),
@@ -199,7 +203,7 @@ def test_histories_as_frameworks_send_them_back(client, submitted, tokenizer):
         {"role": "user", "content": "one", "name": "ann"},
         {"role": "user", "content": [{"type": "text", "text": "more", "cache_control": {"a": 1}}]},
         {"role": "assistant", "content": None, "tool_calls": [], "annotations": []},
-        {"role": "assistant", "content": "four"},
+        {"role": "assistant", "content": "four", "id": "m1", "reasoning_details": []},
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "two and three"},
     ]
