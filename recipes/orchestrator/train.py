@@ -155,10 +155,15 @@ def as_log(metrics: Mapping[str, float]) -> Log:
 
 
 def load_gsm8k(
-    val_rows: int | None = None,
+    val_rows: int | None = None, path: str | Path | None = None
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Load GSM8K's train, validation (its first `val_rows`) and test problems."""
-    train, validation, test = (load_problems("gsm8k", s) for s in ("train", "validation", "test"))
+    """Load GSM8K's train, validation (its first `val_rows`) and test problems.
+
+    Args:
+        path: a folder with its published files; None: from the hub.
+    """
+    name = f"gsm8k:{path}" if path else "gsm8k"
+    train, validation, test = (load_problems(name, s) for s in ("train", "validation", "test"))
     return train, validation[:val_rows], test
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
 
+from benchmarks.structured_outputs import INTEGER, KINDS, random_schema
 from rlm.cli import UsageError
 from rlm.data import FORMATS
 from rlm.reasoner import ReasoningStream
@@ -17,41 +18,6 @@ from rlm.sampling import GrammarCompiler, Request, Sampler, SamplingParams, Stru
 from rlm.sampling.draw import exclude_tokens, sample_tokens
 
 FORMAT = FORMATS["deepseek"]
-KINDS = ("flat", "nested", "array", "union")
-SMALL = {"type": "integer", "minimum": 0, "maximum": 99}
-
-
-def random_schema(kind: str, rng: random.Random) -> dict:
-    """A schema of a kind, whose values have an end: what is cut off is no JSON."""
-    leaves = [
-        SMALL,
-        {"type": "boolean"},
-        {"type": "null"},
-        {"type": "string", "maxLength": rng.randint(0, 8)},
-        {"type": "string", "pattern": "^[a-c]{1,3}$"},
-        {"enum": ["low", "high", rng.randint(0, 9)]},
-        {"const": f"v{rng.randint(0, 9)}"},
-    ]
-    leaf = lambda: rng.choice(leaves)  # noqa: E731
-
-    def an_object(values: list[dict]) -> dict:
-        names = [f"{rng.choice('abc')}{i}" for i in range(len(values))]
-        needed = [name for name in names if rng.random() < 0.7]
-        fields = {"properties": dict(zip(names, values, strict=True)), "required": needed}
-        return {"type": "object", "additionalProperties": False} | fields
-
-    if kind == "flat":
-        return an_object([leaf() for _ in range(rng.randint(1, 4))])
-    if kind == "nested":
-        inner = an_object([leaf(), leaf()])
-        root = an_object([{"$ref": "#/$defs/inner"}, leaf()])
-        return root | {"$defs": {"inner": inner}}
-    if kind == "array":
-        least = rng.randint(0, 2)
-        return {"type": "array", "items": leaf(), "minItems": least, "maxItems": least + 2}
-    return {
-        "anyOf": [an_object([leaf()]), {"type": "array", "items": SMALL, "maxItems": 2}, leaf()]
-    }
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +119,7 @@ def test_a_neighbour_changes_nothing(sampler):
 
 
 def deep(levels: int) -> dict:
-    schema: dict = SMALL
+    schema: dict = INTEGER
     for _ in range(levels):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     return schema
@@ -175,7 +141,7 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({"json": LIST | {"$ref": "#/$defs/a"}}, "no value ever ends"),
         ({"json": {"type": "nope"}}, "JSON schema: Invalid type: nope"),
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ."not".'),
-        ({"json": {"allOf": [SMALL, {"type": "string"}]}}, "Unsatisfiable schema"),
+        ({"json": {"allOf": [INTEGER, {"type": "string"}]}}, "Unsatisfiable schema"),
         ({"json": {"type": "string", "pattern": "(" * 9}}, "unclosed group"),
         ({"json": {"$ref": "http://example.com/x.json"}}, "Default retriever does not fetch"),
         ({"json": "{"}, "the JSON schema is no JSON"),
