@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.cold_start import train_start_adapter
-from recipes.orchestrator.config import Config, OrchestratorConfig
+from recipes.orchestrator.config import DEFAULT_START, Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_agents, render
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
@@ -132,6 +132,13 @@ class OrchestratorTrainer(GRPOTrainer):
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, object]]:
         """Train, test what is exported, and return the lines of train_logs.csv and the summary."""
+        if self.config.sft_adapter is None and self.distributed.is_main:
+            terminal.line(
+                "warning: the orchestrator starts bare: hardly any of its graphs can be read, and "
+                "the others earn 0. A cold start teaches it the JSON: type python -m "
+                f"recipes.orchestrator.train --steps 1 once, then give {DEFAULT_START} as "
+                "start_adapter (--sft-adapter)"
+            )
         test = fit_prompts(self, test, "test problems")
         summary = self.train(train, validation)
         logs = [as_log(row) for row in self.distributed.broadcast(self.run.metrics())]

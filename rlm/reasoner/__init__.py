@@ -6,7 +6,7 @@ import lazy_loader
 EXPORTS = {
     "answers": (
         "Answer Confidence Sample Thinking Usage Verification VoteCounts length_warnings "
-        "read_answer read_sample trace verify"
+        "read_answer read_sample trace verify without_marks"
     ),
     "local": "HOW_TO_TRAIN Reply TEMPERATURE_OF_SEVERAL ask load_rlm_model",
     "stream": "ReasoningStream",

@@ -38,6 +38,7 @@ SCRIPT = {
     "two and three": ADD,
     "long": LONG,
     "vote": [ADD, ADD, SIX, "no idea"],
+    "marked": FORMAT.completion("total: <<4*6=24>>\n2 * 3 = <<2*3=6>>6", "24"),
     "overruled": [SIX, ADD, ADD],
     "loop": "<think>" + "again " * 100,
     "one line": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>",
@@ -71,6 +72,13 @@ def test_the_first_sample_is_not_shown_if_it_was_overruled(server):
         assert (reply["response"], reply["answer"], reply["final_answer"]) == (ADD, "5", "5")
         assert reply["trace"][-1]["content"] == "5"
         assert reply["verifier"]["correct"]
+
+
+def test_details_and_trace_show_people_no_marks_and_the_reasoning_keeps_them(server):
+    reply = server.post({"prompt": "marked"}).json()
+    assert reply["reasoning"] == "total: <<4*6=24>>\n2 * 3 = <<2*3=6>>6"
+    assert reply["details"]["thinking"] == "total: 4*6=24\n2 * 3 = 6"
+    assert [step["content"] for step in reply["trace"]] == ["total: 4*6=24", "2 * 3 = 6", "24"]
 
 
 def test_a_structured_answer_votes_and_is_told_whole_and_streamed(server):
