@@ -5,6 +5,7 @@
     python inference.py --base "…"     # the same model without the adapter, for comparison
     python inference.py --n 8 "…"      # eight answers; the most frequent one wins
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
+    python inference.py --response-format schema.json "…"  # JSON; also --regex, --choice yes,no
     python inference.py --json "…"     # one JSON object, for programs
     python inference.py --merge merged     # write base and adapter as one model
     python inference.py --gguf rlm.gguf    # write them as a file for llama.cpp and ollama
@@ -38,6 +39,8 @@ from rlm.reasoner import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlm.sampling import StructuredOutputs
 
 GGUF_TYPES = ("f16", "q8_0")
 
@@ -78,6 +81,17 @@ class InferenceConfig:
         choices=ANSWER_TYPES,
         default_text="as in training; number for a base alone",
     )
+    response_format: str | None = flag(
+        None,
+        "the answer has to be JSON: json_object, or a JSON schema (a file, or its text)",
+        default_text="any text",
+    )
+    regex: str | None = flag(
+        None, "the answer has to match this regular expression, whole", default_text="any text"
+    )
+    choice: str | None = flag(
+        None, "the answer has to be one of these: yes,no", default_text="any text"
+    )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "longest completion, in tokens", min=1)
     budget: int | None = flag(
@@ -107,6 +121,8 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if sum(x is not None for x in (self.response_format, self.regex, self.choice)) > 1:
+            raise ValueError("give one of --response-format, --regex and --choice")
         if self.n > 1 and self.temperature == 0:
             raise ValueError("--n above 1 needs a temperature above 0: all answers would be one")
         if self.writes:
@@ -153,6 +169,7 @@ def main(config: InferenceConfig) -> int:
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
     options = {"seed": config.seed, "n": config.n, "budget": config.budget}
     options["answer_type"] = config.answer_type
+    options["structured"] = structured_outputs(config)
     for question in _questions(config):
         if not question.strip():
             raise UsageError("the question is empty")
@@ -168,6 +185,25 @@ def main(config: InferenceConfig) -> int:
     if not config.json and (note := model.rlm_sampler.batch_note):
         terminal.line(note)
     return 0
+
+
+def structured_outputs(config: InferenceConfig) -> StructuredOutputs | None:
+    """What the answer has to be."""
+    from rlm.sampling import StructuredOutputs
+
+    wanted = config.response_format
+    if wanted == "json_object":
+        return StructuredOutputs(json_object=True)
+    if wanted is not None:
+        if not wanted.lstrip().startswith("{"):
+            try:
+                wanted = Path(wanted).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--response-format {wanted} cannot be read: {error}") from error
+        return StructuredOutputs(json=wanted)
+    if config.choice is not None:
+        return StructuredOutputs(choice=[c.strip() for c in config.choice.split(",")])
+    return StructuredOutputs(regex=config.regex) if config.regex is not None else None
 
 
 def write_merged(config: InferenceConfig) -> None:

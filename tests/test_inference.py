@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,43 @@ def test_a_tool_writes_into_the_answer(ask, adapter, scripted, monkeypatch):
     assert "tool_calls" not in json.loads(ask("marked", "--json", "--tool", "none")[0])
     monkeypatch.setattr(inference.terminal.console, "_force_terminal", True)
     assert "".join(f"\x1b[4m{char}\x1b[24m" for char in "5>>") in ask("marked")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--response-format", '{"enum": ["six", "ten"]}'], '"six"|"ten"'),
+        (["--response-format", "schema.json"], "true|false"),
+        (["--regex", "[a-c]{2}"], "[a-c]{2}"),
+        (["--choice", "yes, no"], "yes|no"),
+    ],
+)
+def test_the_answer_is_what_it_has_to_be(ask, scripted, arguments, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"type": "boolean"}')
+    out, code = ask("two and three", *arguments, "--json")
+    reply = json.loads(out)
+    assert code == 0
+    assert re.fullmatch(answer, reply["answer"])
+    assert reply["reasoning"] == "2 + 3 = 5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--regex", "("], "regex: unclosed group"),
+        (["--response-format", "nowhere.json"], "--response-format nowhere.json cannot be read"),
+        (["--response-format", "{"], "the JSON schema is no JSON"),
+        (["--regex", "a", "--choice", "b"], "give one of --response-format, --regex and --choice"),
+        (["--choice", "a,,b"], "choice has an empty text"),
+    ],
+)
+def test_what_the_answer_cannot_be_is_one_line(scripted, adapter, capsys, arguments, said):
+    argv = ["--adapter", str(adapter), *arguments, "two and three"]
+    with pytest.raises(SystemExit) as exit:
+        run_main(inference.main, inference.InferenceConfig, argv=argv)
+    assert exit.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

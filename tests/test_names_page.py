@@ -1,11 +1,14 @@
 """docs/reference/names.md: what it calls taken is taken, what it calls refused is refused."""
 
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rlm.cli.options import UsageError, read_options
+from rlm.cli.options import UsageError, parse, read_options
 from rlm.training import PRESETS, GRPOConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "names.md"
@@ -46,7 +49,39 @@ def test_a_value_that_is_refused_says_why(values, says):
         GRPOConfig(**values)
 
 
-@pytest.mark.parametrize("line", re.findall(r"`(from rlm[^`…]*)`", TEXT))
+CONFIGS = {
+    "recipes.orchestrator.train": "OrchestratorConfig",
+    "recipes.orchestrator.evaluate": "EvaluateConfig",
+    "recipes.experience.train": "TrainConfig",
+}
+COMMANDS = re.findall(r"\| `python (-m recipes[^`]*)`", TEXT)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_a_recipe_is_taken(command):
+    module, *options = command.removeprefix("-m ").split()
+    config = getattr(importlib.import_module(module), CONFIGS[module])
+    assert parse(config, options)
+
+
+@pytest.mark.parametrize(
+    ("typed", "here"),
+    [
+        (["-m", "grpo_training.generator2", "--max-problems", "10"], "train generator 2 "),
+        (["-m", "grpo_training.critic"], "python -m recipes.experience.train critic "),
+        (["train_rl.py"], "python -m recipes.orchestrator.train"),
+    ],
+)
+def test_a_command_of_another_readme_says_what_to_type(typed, here):
+    done = subprocess.run(
+        [sys.executable, *typed], cwd=PAGE.parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert here in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", re.findall(r"`(from (?:rlm|recipes)[^`…]*)`", TEXT))
 def test_its_imports_work(line):
     exec(line, {})
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, cycle
 from pathlib import Path
 from string import Template
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from tqdm import tqdm
 
 from rlm.api_client import (
     FREE,
@@ -37,8 +40,8 @@ from rlm.serving import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
-# python server.py; a small model that has not stopped after 256 tokens seldom does.
-OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 256, "concurrency": 16}
+# python server.py, whose own limit this is: half of it is kept for the JSON of a plan.
+OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 512, "concurrency": 16}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
     "scaffold": "experiences problem",
@@ -127,9 +130,9 @@ def load_endpoints(
         raise UsageError(f"{path} is no JSON object of roles: {error}") from error
     endpoints = {}
     for name, entry in entries.items():
-        for field in ("api_key", "base_url", "model"):
-            if value := environment.get(f"{name}_{field}".upper()):
-                entry[field] = value
+        for key in ("api_key", "base_url", "model"):
+            if value := environment.get(f"{name}_{key}".upper()):
+                entry[key] = value
         if entry or name != "judge":
             own = {} if path.exists() else OWN_SERVER
             endpoints[name] = endpoint = _checked_endpoint(name, entry or own, path)
@@ -146,12 +149,13 @@ def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
     variable = f"{name.upper()}_API_KEY"
-    endpoint._key_source = f"{variable}, or {name} in {path} (copy {path}.example)"
+    advice = f"{path} (copy {API_CONFIG}.example)"
+    endpoint._key_source = f"{variable}, or {name} in {advice}"
     local = is_loopback(urlsplit(endpoint.base_url).hostname or "")
     if not local and not endpoint.api_key.get_secret_value().strip():
         raise UsageError(
-            f"API key not found for {name}: put it into {path} (copy {path}.example) or into the "
-            f"environment variable {variable}"
+            f"API key not found for {name}: put it into {advice} or into the environment variable "
+            f"{variable}" + (", or remove the judge, which is optional" if name == "judge" else "")
         )
     if not endpoint.base_url:
         raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
@@ -170,6 +174,7 @@ class Agent:
     temperature: float
     max_tokens: int
     seed: int | None = None  # of the run; None where the same is asked in every run
+    no_schemas: Event = field(default_factory=Event)  # set once the endpoint has refused one
 
     @cached_property
     def model(self) -> str:
@@ -190,6 +195,7 @@ class Agent:
         seed: str,
         *,
         examples: Sequence[tuple[str, str]] = (),
+        schema: Mapping[str, Any] | None = None,
         **values: str,
     ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same was asked before.
@@ -198,6 +204,7 @@ class Agent:
             stage: the prompt's name.
             seed: whatever tells this request from others; a number made of it is sent.
             examples: earlier turns, (question, answer).
+            schema: what the reply has to be, as JSON schema, where the endpoint can see to that.
             values: for the prompt's placeholders; a $ inside a value stays what it is.
 
         Raises:
@@ -206,13 +213,28 @@ class Agent:
         """
         seed = seed if self.seed is None else f"{self.seed} {seed}"
         prompt = self.prompts[stage].substitute(values).strip()
-        request = {
+        plain = {
             "messages": _conversation([*chain(*examples), prompt]),
             "model": self.model,
             "temperature": self.temperature,
             "max_tokens": self.reply_tokens,
             "seed": int(_sha256(f"{self.name} {stage} {seed}")[:7], 16),
         }
+        if schema is None or self.no_schemas.is_set():
+            return self._send(stage, plain)
+        asked = {"type": "json_schema", "json_schema": {"name": stage, "schema": schema}}
+        try:
+            return self._send(stage, plain | {"response_format": asked})
+        except APIError as error:
+            if error.status not in (400, 422):
+                raise
+            reply = self._send(stage, plain)  # or this is refused as well: it was not the schema
+            if not self.no_schemas.is_set():
+                self.no_schemas.set()
+                tqdm.write(f"  {self.name}: goes on without JSON schemas ({error})", sys.stderr)
+            return reply
+
+    def _send(self, stage: str, request: dict[str, Any]) -> ChatReply:
         key = _sha256(json.dumps([self.name, request], sort_keys=True))
         if row := self.journal.rows.get(key):
             return ChatReply(**row["reply"])

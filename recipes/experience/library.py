@@ -63,6 +63,21 @@ class Library:
         return [item["content"] for item in self.items]
 
     @property
+    def schema(self) -> dict[str, Any]:
+        """What a reply that extracts lessons has to be, where the endpoint can see to that."""
+        fields = {
+            "action": {"enum": ["add", "modify", "delete"]},
+            "id": {"type": "string", "maxLength": 8},
+            "content": {"type": "string", "maxLength": 240},
+            "category": {"enum": list(self.categories)},
+        }
+        operation = {"type": "object", "properties": fields, "required": ["action"]}
+        operation["additionalProperties"] = False
+        operations = {"type": "array", "items": operation, "maxItems": MAX_OPERATIONS}
+        shape = {"properties": {"operations": operations}, "required": ["operations"]}
+        return {"type": "object", "additionalProperties": False} | shape
+
+    @property
     def digest(self) -> str:
         """Hash lessons and counters, not the clock."""
         kept = [{k: v for k, v in item.items() if not k.endswith("_at")} for item in self.items]
@@ -94,7 +109,9 @@ class Library:
         values |= {"room": f"{len(self.items)} of {self._max_items} places are taken"}
         kind = "critic" if self.role == "critic" else "generator"
         try:
-            reply = agent.ask(f"{kind}_experience_extraction", problem.id, **values)
+            reply = agent.ask(
+                f"{kind}_experience_extraction", problem.id, schema=self.schema, **values
+            )
             operations = find_object(reply.text, "operations")["operations"]
             if not isinstance(operations, list):
                 raise ReplyError("schema: operations is no list")

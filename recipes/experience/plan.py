@@ -14,16 +14,27 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+import operator
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any
 
 import networkx
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rlm.grading import split_completion
+from rlm.grading import parse_number, split_completion
 
 MAX_TEXT = 50_000  # characters of a reply that are searched for JSON
 MAX_OPENINGS = 50  # "{" at which an object is looked for
 MAX_RULE = 300  # characters
+MAX_EXPONENT, MAX_BASE = 64, 10**12
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+EXACT_FUNCTIONS = {"abs": abs, "min": min, "max": max, "floor": math.floor, "ceil": math.ceil}
 ARITHMETIC = (ast.BinOp, ast.operator, ast.UnaryOp, ast.USub, ast.UAdd, ast.Call, ast.Constant)
 ARITHMETIC += (ast.Name, ast.Load)
 
@@ -81,6 +92,38 @@ class Plan(_Part):
             graph.add_node(link.effect)
             graph.add_edges_from((cause, link.effect) for cause in link.cause)
         return graph
+
+
+_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,31}$"}
+_RULE = {"type": "string", "pattern": "^[A-Za-z0-9_ .,()+*/%-]{1,80}$"}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    shape = {"properties": properties, "required": list(properties)}
+    return {"type": "object", "additionalProperties": False} | shape
+
+
+def _list_of(items: Any, most: int = 8) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+
+
+# What an endpoint with structured outputs is asked for: a plan that `parse_plan` reads, and that
+# ends (a small model would list quantities until it is cut off).
+PLAN_SCHEMA = _object(
+    target_variable=_NAME,
+    knowns={"type": "object", "additionalProperties": {"type": ["number", "null"]}},
+    causal_graph=_list_of(_object(cause=_list_of(_NAME, 4), effect=_NAME, rule=_RULE)),
+    computation_plan=_list_of(
+        _object(
+            id=_NAME,
+            target=_NAME,
+            inputs=_list_of(_NAME, 4),
+            description={"type": "string", "maxLength": 80},
+        )
+    ),
+    constraints=_list_of({"type": "string", "maxLength": 80}, 2) | {"minItems": 0},
+)
+PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
@@ -144,6 +187,47 @@ def check_plan(plan: Plan) -> dict[str, float]:
         "target_reached": float(plan.target_variable in computed),
         "rules_parse": sum(parses for _, parses in rules) / len(rules),
     }
+
+
+def plan_value(plan: Plan) -> Fraction | None:
+    """Compute the target by the plan's own steps, in exact arithmetic.
+
+    None where that is not possible: something is not known, a formula is none, or it needs more
+    than + - * / // % ** and a few functions that give exact numbers.
+    """
+    values = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
+    rules = {link.effect: link.rule for link in plan.causal_graph}
+    try:
+        for step in plan.computation_plan:
+            (statement,) = ast.parse(rules[step.target].strip()).body
+            values[step.target] = values[step.id] = _evaluate(statement.value, values)
+        return values[plan.target_variable]
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError):
+        return None
+    except (MemoryError, TypeError, ValueError):
+        return None
+
+
+def _evaluate(node: ast.AST, values: Mapping[str, Fraction | None]) -> Fraction:
+    """The value of an expression over names; an exception where it has none."""
+    of = partial(_evaluate, values=values)
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return Fraction(str(number))
+        case ast.Name(id=name):
+            return Fraction(values[name])  # a TypeError for None
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -of(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, exponent = of(left), of(right)
+            if exponent.denominator > 1 or abs(exponent) > MAX_EXPONENT or base > MAX_BASE:
+                raise ValueError("a power that is too large, or a root")
+            return Fraction(base ** int(exponent))
+        case ast.BinOp(left=left, op=op, right=right):
+            return Fraction(OPERATORS[type(op)](of(left), of(right)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            return Fraction(EXACT_FUNCTIONS[name](*map(of, arguments)))
+    raise ValueError(f"{ast.dump(node)} has no exact value")
 
 
 def is_arithmetic(rule: str) -> bool:

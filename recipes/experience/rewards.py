@@ -17,15 +17,22 @@ from typing import Any
 import networkx
 
 from recipes.experience.agent import Agent
-from recipes.experience.plan import Plan, ReplyError, check_plan, find_object
+from recipes.experience.plan import Plan, ReplyError, check_plan, find_object, plan_value
 from rlm.api_client import APIError
 from rlm.cli import UsageError
 from rlm.data import Problem
-from rlm.grading import grade, parse_number
+from rlm.grading import grade, numbers_in, parse_number
 
 GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # of r_ans, r_logic, r_graph
 CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # and of r_fusion
 LOGIC_SCORES = ("coherence", "completeness", "verification", "no_errors", "tool_consistency")
+LOGIC_SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "number", "minimum": 0, "maximum": 1} for name in LOGIC_SCORES},
+    "required": list(LOGIC_SCORES),
+    "additionalProperties": False,
+}
+ROUNDED = Fraction(1, 200)  # an answer with a fraction may be written with two decimals
 NO_CONFLICT = 0.7  # the share of conflicts settled, where the proposals have none
 
 _POWER_OF_TEN = re.compile(r" ?(?:×|x|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-−+]?\d{1,3})\}?")
@@ -147,7 +154,7 @@ def compute_rewards(
     """Compute a rollout's rewards as its record holds them, with who gave them.
 
     Args:
-        judge: asked for r_logic; without one the plan's form is checked.
+        judge: asked for r_logic; without one `logic_checks` computes it.
     """
     correct, answer, reason = grade_answer(solution, problem)
     r_logic, judge_error = 0.0, None
@@ -157,7 +164,7 @@ def compute_rewards(
         except (APIError, ReplyError) as error:
             r_logic, judge_error = None, str(error)
     elif plan:
-        r_logic = fmean(check_plan(plan).values())
+        r_logic = logic_checks(plan, problem, answer)
     rewards = {"r_ans": float(correct), "r_logic": r_logic, "r_graph": graph_reward(plan)}
     rewards |= r_fusion
     return {
@@ -172,10 +179,30 @@ def compute_rewards(
     }
 
 
+def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
+    """Compute r_logic without a judge: does the plan hold together, and does the answer follow?
+
+    The mean of `check_plan` and of the share of the plan's numbers that the problem names; 0 where
+    the plan's formulas, computed exactly, do not give the answer that stands under them.
+    """
+    numbers = [parse_number(str(value)) for value in plan.knowns.values() if value is not None]
+    named = numbers_in(problem.question)
+    given = [number for number in numbers if number is not None]
+    grounded = sum(abs(number) in named for number in given) / len(given) if given else 1.0
+    value, written = plan_value(plan), parse_number(answer)
+    if value is not None and written is not None:
+        rounded = 0 if value.denominator == 1 else ROUNDED
+        tolerance = max(rounded, Fraction(relative_tolerance(problem)) * abs(value))
+        if abs(value - written) > tolerance:
+            return 0.0
+    return fmean([*check_plan(plan).values(), grounded])
+
+
 def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed: str) -> float:
     """Average the judge's five scores, all of which must be there and be scores."""
     values = {"problem": problem.question, "scaffold": plan.text(), "solution": solution}
-    found = find_object(judge.ask("judge_logic", seed, **values).text, LOGIC_SCORES[0])
+    reply = judge.ask("judge_logic", seed, schema=LOGIC_SCHEMA, **values)
+    found = find_object(reply.text, LOGIC_SCORES[0])
     scores = [found.get(name) for name in LOGIC_SCORES]
     if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
         raise ReplyError(f"not five scores from 0 to 1: {str(scores)[:200]}")

@@ -34,7 +34,7 @@ from recipes.experience.agent import (
 from recipes.experience.answers import CostConfig, announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, Library
 from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
-from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path
+from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path, shown_summary
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import (
@@ -200,7 +200,7 @@ def main(config: TrainConfig) -> int:
             for trainer in trainers:
                 shown = trainer.summary()
                 replace_json(config.run_dir / f"{trainer.name}_summary.json", shown)
-                terminal.facts(trainer.name, shown)
+                terminal.facts(trainer.name, shown_summary(shown))
     return 0
 
 

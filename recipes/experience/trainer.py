@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from recipes.experience.agent import GENERATORS, Agent
 from recipes.experience.library import Library
-from recipes.experience.plan import Plan, ReplyError, parse_plan
+from recipes.experience.plan import PLAN_SCHEMA, Plan, ReplyError, parse_plan
 from recipes.experience.rewards import compute_rewards, fusion_reward, graph_reward
 from rlm.api_client import APIError
 from rlm.cli import UsageError
@@ -136,7 +136,7 @@ class Trainer:
     def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
         """Ask for a plan; text that is none is followed as it is."""
         row["scaffold"] = _plan_text(None, "")
-        text = self.agent.ask("scaffold", seed, **values).text
+        text = self.agent.ask("scaffold", seed, schema=PLAN_SCHEMA, **values).text
         plan, row["scaffold_error"] = _read_plan(text)
         row["scaffold"] = _plan_text(plan, text)
         return plan, plan.text() if plan else text, {}
@@ -159,7 +159,8 @@ class Trainer:
                 f"Proposal {number}: {plan.text()}\nIts answer: {answer}"
                 for number, (plan, answer) in enumerate(proposals, 1)
             ]
-            reply = self.agent.ask("fusion", seed, proposals="\n\n".join(shown), **values)
+            values |= {"proposals": "\n\n".join(shown)}
+            reply = self.agent.ask("fusion", seed, schema=PLAN_SCHEMA, **values)
             fused, row["scaffold_error"] = _read_plan(reply.text, acyclic=True)
             r_fusion = fusion_reward(fused, plans) if fused else 0.0
             if fused:
@@ -198,7 +199,10 @@ class Trainer:
         self.library.save()
 
     def summary(self) -> dict[str, object]:
-        """Count what became of rollouts, groups, operations and calls, resumes included."""
+        """Count what became of rollouts, groups, operations and calls, resumes included.
+
+        Numbers, and dicts of numbers; `learned` alone is a sentence.
+        """
         groups = [row for row in self.records if "library_after" in row]
         rollouts = [r for row in self.records for r in row.get("rollouts", [row])]
         planned = [
@@ -210,37 +214,78 @@ class Trainer:
         extractions = [row["extraction"] for row in groups if row["extraction"]]
         operations = [done for extraction in extractions for done in extraction["operations"]]
         agents = filter(None, (self.agent, self.judge))
-        summary = {
+        summary: dict[str, Any] = {
             "problems": len(groups),
-            "rollouts": f"{len(rollouts)}, right: {sum(r['is_correct'] for r in rollouts)}",
+            "rollouts": len(rollouts),
+            "right": sum(r["is_correct"] for r in rollouts),
             "failed calls": sum(r["error"] is not None for r in rollouts),
             "plans": _counts(plan.partition(":")[0] for plan in planned),
             "answers": _counts(r["answer_reason"] for r in rollouts),
             "judge": _counts("failed" if failed else "scored" for failed in judged),
             "fusions": _counts(r["fusion"] for r in rollouts if "fusion" in r),
-            "groups with σ > τ": f"{len(extractions)} of {len(groups)}",
+            "groups with σ > τ": len(extractions),
             "extractions": _counts("failed" if e["error"] else "parsed" for e in extractions),
             "operations": _counts(o["reason"] or "kept" for o in operations),
             "lessons": len(self.library.items),
             "retries of this process": sum(agent.client.retries for agent in agents),
         }
+        summary = {name: value for name, value in summary.items() if value != {}}
         calls: dict[str, list[Row]] = {}
         for call in self.agent.journal.rows.values():
             for name in (f"{call['role']}: {call['stage']}", "in all"):
                 calls.setdefault(name, []).append(call["reply"])
         for name, replies in sorted(calls.items()):
-            read, written, cost = (
-                sum(reply[part] for reply in replies)
-                for part in ("prompt_tokens", "completion_tokens", "cost")
+            parts = ("prompt_tokens", "completion_tokens", "cost")
+            spent = {part: sum(reply[part] for reply in replies) for part in parts}
+            summary[name] = {"calls": len(replies)} | spent
+        return {"learned": self.conclusion(summary)} | summary
+
+    def conclusion(self, summary: Row) -> str:
+        """Say in a sentence what was learned, or why nothing could be, and what to type."""
+        if self.library.items:
+            count = len(self.library.items)
+            lessons = "1 lesson stands" if count == 1 else f"{count} lessons stand"
+            return (
+                f"{lessons} in {self.library.path}; to use them: "
+                f'python inference.py --experiences {self.library.path} "…"'
             )
-            summary[name] = (
-                f"{len(replies)} calls, {read} tokens read, {written} written, cost {cost:.4g}"
+        plans, fusions = summary.get("plans", {}), summary.get("fusions", {})
+        select = "python -m recipes.experience.select (worked examples, for small models)"
+        if not summary["rollouts"]:
+            return "nothing: no problem was practised on"
+        if not plans.get("parsed"):
+            why = ", ".join(f"{count} {name}" for name, count in (plans or fusions).items())
+            return (
+                f"nothing could be learned: no plan could be read ({why or 'none was written'}). "
+                f"Name a model that can write plans in --api-config, or type: {select}"
             )
-        return {name: value for name, value in summary.items() if value != ""}
+        if not summary["groups with σ > τ"]:
+            right = f"{summary['right']} of {summary['rollouts']} attempts were right"
+            return (
+                "nothing could be learned: the attempts at each problem scored alike, σ ≤ "
+                f"{self.tau:g} ({right}). Practise on more or other problems (--max-problems, "
+                f"--dataset), raise --temperature, or type: {select}"
+            )
+        refused = {**summary.get("extractions", {}), **summary.get("operations", {})}
+        why = ", ".join(f"{count} {name}" for name, count in refused.items())
+        return (
+            f"nothing was kept of {summary['groups with σ > τ']} comparisons ({why}). Name a model "
+            f"that writes lessons in --api-config, or type: {select}"
+        )
 
 
-def _counts(names: Iterable[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in Counter(names).most_common())
+def shown_summary(summary: Row) -> dict[str, str]:
+    """The figures of a summary as text, to be printed."""
+    return {
+        name: ", ".join(f"{count:.4g} {what}" for what, count in value.items())
+        if isinstance(value, dict)
+        else str(value)
+        for name, value in summary.items()
+    }
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
 
 
 def _plan_text(plan: Plan | None, text: str) -> str:

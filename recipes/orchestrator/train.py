@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.cold_start import train_start_adapter
-from recipes.orchestrator.config import Config, OrchestratorConfig
+from recipes.orchestrator.config import DEFAULT_START, Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_agents, render
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
@@ -147,6 +147,13 @@ class OrchestratorTrainer(GRPOTrainer):
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, object]]:
         """Train, test what is exported, and return the lines of train_logs.csv and the summary."""
+        if self.config.sft_adapter is None and self.distributed.is_main:
+            terminal.line(
+                "warning: the orchestrator starts bare: hardly any of its graphs can be read, and "
+                "the others earn 0. A cold start teaches it the JSON: type python -m "
+                f"recipes.orchestrator.train --steps 1 once, then give {DEFAULT_START} as "
+                "start_adapter (--sft-adapter)"
+            )
         test = fit_prompts(self.config, self.policy, self.render, test, "test problems")
         summary = self.train(train, validation)
         assert self.run is not None
@@ -172,10 +179,15 @@ def as_log(metrics: Mapping[str, float]) -> Log:
 
 
 def load_gsm8k(
-    val_rows: int | None = None,
+    val_rows: int | None = None, path: str | Path | None = None
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Load GSM8K's train, validation (its first `val_rows`) and test problems."""
-    train, validation, test = (load_problems("gsm8k", s) for s in ("train", "validation", "test"))
+    """Load GSM8K's train, validation (its first `val_rows`) and test problems.
+
+    Args:
+        path: a folder with its published files; None: from the hub.
+    """
+    name = f"gsm8k:{path}" if path else "gsm8k"
+    train, validation, test = (load_problems(name, s) for s in ("train", "validation", "test"))
     return train, validation[:val_rows], test
 
 

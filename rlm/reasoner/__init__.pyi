@@ -10,6 +10,7 @@ from .answers import read_answer as read_answer
 from .answers import read_sample as read_sample
 from .answers import trace as trace
 from .answers import verify as verify
+from .answers import without_marks as without_marks
 from .local import HOW_TO_TRAIN as HOW_TO_TRAIN
 from .local import TEMPERATURE_OF_SEVERAL as TEMPERATURE_OF_SEVERAL
 from .local import Reply as Reply

@@ -16,6 +16,9 @@ from rlm.reasoner.stream import ReasoningStream, ToolCall
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
+_MARK = re.compile(r"<<(?P<inside>[^<>]*=(?P<result>[^<>=]*))>>(?P<again>(?=(?P=result)(?!\d)))?")
+
+
 @dataclass(frozen=True)
 class Thinking:
     """How the reasoning of one completion ended, and how long it was."""
@@ -175,9 +178,18 @@ def length_warnings(stream: ReasoningStream) -> list[str]:
     return found
 
 
+def without_marks(text: str) -> str:
+    """Write a calculator's marks as people read them; the raw text keeps them.
+
+    >>> without_marks("total: <<4*6=24>>"), without_marks("4 * 6 = <<4*6=24>>24 eggs")
+    ('total: 4*6=24', '4 * 6 = 24 eggs')
+    """
+    return _MARK.sub(lambda m: "" if m["again"] is not None else m["inside"], text)
+
+
 def trace(sample: Sample) -> list[str]:
     """Split the reasoning into its lines (or sentences, if it is one line); the answer is last."""
-    reasoning = sample.reasoning or ""
+    reasoning = without_marks(sample.reasoning or "")
     lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
     if len(lines) == 1:
         lines = _SENTENCE_END.split(lines[0])

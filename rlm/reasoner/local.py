@@ -19,7 +19,7 @@ from rlm.tools import Tool, as_tool, load_tool
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlm.sampling import SamplingParams
+    from rlm.sampling import SamplingParams, StructuredOutputs
 
 HOW_TO_TRAIN = (
     f"run: {command_of('train_sft')} && {command_of('train_grpo')}, "
@@ -97,6 +97,7 @@ def ask(
     budget: int | None = None,
     examples: Sequence[tuple[str, str]] = (),
     answer_type: AnswerType | None = None,
+    structured: StructuredOutputs | None = None,
     on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
     """Draw n answers to a question, which vote.
@@ -106,20 +107,29 @@ def ask(
         budget: most tokens of reasoning; None: as many as leave room for an answer.
         examples: earlier turns, (question, completion).
         answer_type: what the answer is to be; None: as in training.
+        structured: what the answer has to be: JSON of a schema, a regex, a choice.
         on_text: called with each new piece of the first answer, and whether a tool wrote it.
     """
     from rlm.sampling import Request, prompt_seed
 
     started, shown = time.monotonic(), 0
     format, sampler = model.rlm_format, model.rlm_sampler
-    format = format.with_answer_type(answer_type or format.answer_type)
+    kind = structured.answer_type if structured else format.answer_type
+    format = format.with_answer_type(answer_type or kind)
+    grammar = sampler.grammars.compile(structured, format) if structured else None
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
     limits = {"n": n, "max_new_tokens": length, "budget": budget}
     stream = ReasoningStream(
-        tokenizer, format, sampler.stop_ids, **limits, tool_tokens=sampler.tool_tokens
+        tokenizer,
+        format,
+        sampler.stop_ids,
+        **limits,
+        tool_tokens=sampler.tool_tokens,
+        grammar=grammar,
     )
-    for token in sampler.stream([Request(prompt, params, prompt_seed(seed), n, stream)]):
+    request = Request(prompt, params, prompt_seed(seed), n, stream, stream.allowed_tokens)
+    for token in sampler.stream([request]):
         stream.add_token(token)
         if token.row == 0:
             state = stream.completions[0]

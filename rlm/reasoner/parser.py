@@ -22,16 +22,17 @@ class ReasoningParser:
     (('1 + 1 = 2', ''), ('', '2'))
     """
 
-    def __init__(self, format: Format, stop: Sequence[str] = ()) -> None:
+    def __init__(self, format: Format, stop: Sequence[str] = (), *, verbatim: bool = False) -> None:
         """
         Args:
             stop: texts that end the answer, themselves not part of it.
+            verbatim: the answer is all between its first tag and the end, spaces and tags included.
         """
         self._format = format
         self._opening = f"<{format.reasoning_tag}>"
         self.closing = f"</{format.reasoning_tag}>"
         self._drop = re.compile("|".join(format.answer_tags))
-        self._stop = tuple(stop)
+        self._stop, self._verbatim = tuple(stop), verbatim
         self.phase = "start"  # then reasoning, answer, done (a stop text was met)
         self.opened = self.closed = False
         self._held = ""  # may begin a tag or a stop text, or is space that may end a part
@@ -56,7 +57,9 @@ class ReasoningParser:
                 self._held, self._begun = after, False
             else:
                 reasoning = self._certain((self.closing,))
-        if self.phase == "answer":
+        if self.phase == "answer" and self._verbatim:
+            answer = self._all_but_the_tags()
+        elif self.phase == "answer":
             self._held = self._stripped(self._drop.sub("", self._held))
             found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
@@ -68,8 +71,22 @@ class ReasoningParser:
             self._held = ""
         return reasoning, answer
 
+    def _all_but_the_tags(self) -> str:
+        opening, closing = self._format.answer_tags
+        if not self._begun and (rest := self._held.lstrip()).startswith(opening):
+            self._held, self._begun = rest[len(opening) :], True
+        if not self._begun:
+            return ""
+        ended = self._held.endswith(closing)  # perhaps: it may stand in the answer, too
+        end = len(self._held) - (len(closing) if ended else _overlap(self._held, closing))
+        answer, self._held = self._held[:end], self._held[end:]
+        return answer
+
     def finish(self) -> tuple[str, str]:
         """What was held back and is no tag after all."""
+        if self.phase == "answer" and self._verbatim:
+            rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
+            return "", rest if self._begun else ""
         rest, self._held = self._stripped(self._held).rstrip(), ""
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 

@@ -12,12 +12,14 @@ from rlm.data import Format, encode_text
 from rlm.reasoner.parser import ReasoningParser
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling import ForceTokens, Token
+    from rlm.sampling import ForceTokens, GrammarMatcher, Token
 
 # Tokens kept for the answer (a quarter of the limit, if that is less).
 ANSWER_RESERVE = 32
+STRUCTURED_RESERVE = 0.5  # share of the limit that is kept for a structured answer
 # In this last part of a budget the end of a line or sentence already closes the reasoning.
 SOFT_SHARE = 0.25
 
@@ -83,20 +85,31 @@ class ReasoningStream:
         budget: int | None = None,
         stop: Sequence[str] = (),
         tool_tokens: ForceTokens | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
+        """
+        Args:
+            grammar: what the answer has to be. No tool writes into it, and no stop text ends it.
+        """
         self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = tokenizer.backend_tokenizer, stop_ids
         after = f"</{format.reasoning_tag}>\n<{format.answer_tag}>"
         self._close_line = encode_text(tokenizer, after)
         self._close_text = encode_text(tokenizer, "\n" + after)
         self._tag_tokens = len(encode_text(tokenizer, f"</{format.reasoning_tag}>"))
-        reserve = min(ANSWER_RESERVE, max_new_tokens // 4) + len(self._close_text)
-        self._last_moment = max_new_tokens - reserve
+        reserve = min(ANSWER_RESERVE, max_new_tokens // 4)
+        if grammar:
+            reserve = int(STRUCTURED_RESERVE * max_new_tokens)
+        self._last_moment = max_new_tokens - reserve - len(self._close_text)
         self.max_new_tokens, self.budget = max_new_tokens, budget
         self._tool_tokens = tool_tokens
+        self._matchers = [grammar.copy() for _ in range(n)] if grammar else []
         self.answer_now = False  # set it to close the reasoning at the next token
         self.completions = [
-            CompletionState(DecodeStream(skip_special_tokens=True), ReasoningParser(format, stop))
+            CompletionState(
+                DecodeStream(skip_special_tokens=True),
+                ReasoningParser(format, stop, verbatim=grammar is not None),
+            )
             for _ in range(n)
         ]
 
@@ -105,8 +118,9 @@ class ReasoningStream:
         state = self.completions[row]
         if state.parser.phase == "done":
             return [min(self._stop_ids)]
-        inserted = self._tool_tokens(row, ids, token) if self._tool_tokens else None
         thinking = state.parser.phase == "reasoning"
+        tool = self._tool_tokens if thinking or not self._matchers else None
+        inserted = tool(row, ids, token) if tool else None
         if inserted and not (thinking and self._is_too_long(state, len(inserted))):
             state.tool_tokens_to_come = len(inserted)
             return inserted
@@ -119,6 +133,15 @@ class ReasoningStream:
         state.reasoning_tokens = len(ids) - state.opened_at
         line_ended = not state.reasoning or self._last_piece(state).endswith("\n")
         return self._close_line if line_ended else self._close_text
+
+    def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
+        """Which tokens the grammar lets come next (`AllowedTokens`); None without a grammar."""
+        if not self._matchers:
+            return None
+        allowed = self._matchers[row].allowed(ids)
+        if self.completions[row].parser.phase == "reasoning":
+            allowed[[*self._stop_ids]] = True  # an end token there closes the reasoning
+        return allowed
 
     def _must_close(self, state: CompletionState, token: int) -> bool:
         used = len(state.ids) - state.opened_at

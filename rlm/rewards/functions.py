@@ -163,6 +163,15 @@ class CombinedReward(RewardFunction):
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: Counter[str] = Counter()
 
+    def get_component_rewards(
+        self, completion: str, reference_answer: str, **columns: Any
+    ) -> dict[str, Reward]:
+        """What each part gives one completion, by its name; of parts that are not awaitable."""
+        return {
+            name: part(completion, reference_answer, **named_columns(part, columns))
+            for name, part in self.parts.items()
+        }
+
     def __call__(
         self, completion: str, reference_answer: str, **columns: Any
     ) -> Reward | Awaitable[Reward]:

@@ -6,6 +6,7 @@ from .managed_vllm import ManagedVLLM as ManagedVLLM
 from .managed_vllm import server_command as server_command
 from .managed_vllm import server_options as server_options
 from .managed_vllm import split_command as split_command
+from .params import AllowedTokens as AllowedTokens
 from .params import Completion as Completion
 from .params import ForceTokens as ForceTokens
 from .params import Request as Request
@@ -13,6 +14,9 @@ from .params import SamplingParams as SamplingParams
 from .params import Token as Token
 from .params import prompt_seed as prompt_seed
 from .scheduler import common_prefix_length as common_prefix_length
+from .structured_outputs import GrammarCompiler as GrammarCompiler
+from .structured_outputs import GrammarMatcher as GrammarMatcher
+from .structured_outputs import StructuredOutputs as StructuredOutputs
 from .tool_tokens import ToolTokens as ToolTokens
 from .tool_tokens import tool_spans as tool_spans
 from .vllm import VLLMSampler as VLLMSampler

@@ -46,6 +46,15 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+def exclude_tokens(logits: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Set the logits (N, V) of tokens that a row does not allow, (V,) bool, to -inf, in place."""
+    rows = [row for row, mask in enumerate(allowed) if mask is not None]
+    if rows:
+        mask = torch.stack([allowed[row] for row in rows]).to(logits.device)
+        logits[rows] = logits[rows].masked_fill(~mask, -torch.inf)
+    return logits
+
+
 def sample_rows(
     logits: torch.Tensor,
     uniform: torch.Tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlm.cli import UsageError
 from rlm.data import stop_token_ids
 from rlm.model import available_memory, kernels_for, release_memory
-from rlm.sampling.draw import sample_rows, uniforms
+from rlm.sampling.draw import exclude_tokens, sample_rows, uniforms
 from rlm.sampling.kv_cache import AttentionFunction, CacheConfig, KVCache, round_up, token_bytes
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.scheduler import (
@@ -33,6 +34,8 @@ from rlm.tools import Tool
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
+
+    from rlm.sampling.structured_outputs import GrammarCompiler
 
 # A stop text is looked for among this many last tokens (and at least as many as it has bytes).
 STOP_WINDOW = 16
@@ -103,6 +106,13 @@ class Sampler:
         else:
             reason = self._kernels.why_no_linear
         return reason and f"a completion may depend on its batch: {reason}"
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Makes the `allowed_tokens` of structured outputs."""
+        from rlm.sampling.structured_outputs import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.stop_ids, self._config.vocab_size)
 
     @property
     def matches_trainer(self) -> bool:
@@ -277,7 +287,7 @@ class Sampler:
             return []
         seeds = [sequence.request.seed + sequence.index for sequence in batch]
         drawn = sample_rows(
-            self._decode(batch),
+            exclude_tokens(self._decode(batch), [sequence.allowed_tokens() for sequence in batch]),
             uniforms(seeds, [len(sequence.ids) for sequence in batch]),
             [sequence.request.params for sequence in batch],
             self._kernels,

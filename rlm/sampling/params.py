@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,9 @@ class SamplingParams:
 # Called after each drawn token with (row, tokens before it, the token): token ids that take its
 # place, one after the other without being drawn, or None to keep it.
 ForceTokens = Callable[[int, Sequence[int], int], Sequence[int] | None]
+# Called before each token is drawn with (row, tokens before it): which tokens of the vocabulary may
+# be drawn, (V,) bool, at least one; or None for any.
+AllowedTokens = Callable[[int, Sequence[int]], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Request:
     seed: int
     n: int = 1
     force_tokens: ForceTokens | None = None
+    allowed_tokens: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -74,9 +82,9 @@ class Completion:
     """A completion of a prompt.
 
     token_ids: the end token included where there is one. logprobs: one per token, under the
-    distribution that was drawn from (under the plain softmax where temperature is 0); NaN where
-    none was drawn. tool_mask: one per token, as in TRL: False where a tool wrote it, True where the
-    model did; empty where there was no tool.
+    distribution that was drawn from, that of the `allowed_tokens` alone (under the plain softmax
+    of these where temperature is 0); NaN where none was drawn. tool_mask: one per token, as in TRL:
+    False where a tool wrote it, True where the model did; empty where there was no tool.
     """
 
     token_ids: list[int]

@@ -6,8 +6,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlm.sampling.params import Request, Token
+
+if TYPE_CHECKING:
+    import torch
 
 # Prompts of one prefill. More saves little: a few hundred tokens already fill a CPU.
 PREFILL_PROMPTS = 8
@@ -54,6 +58,11 @@ class SequenceState:
         if self.forced or not force_tokens:
             return ()
         return force_tokens(self.index, self.ids, token) or ()
+
+    def allowed_tokens(self) -> torch.Tensor | None:
+        """Which tokens may be drawn next, (V,) bool; None for any."""
+        allowed = self.request.allowed_tokens
+        return allowed(self.index, self.ids) if allowed and not self.forced else None
 
     def append(
         self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]

@@ -14,12 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
+from rlm.cli import UsageError
 from rlm.reasoner import ReasoningStream
-from rlm.sampling import CacheConfig, Request, SamplingParams, Token
+from rlm.sampling import CacheConfig, GrammarCompiler, Request, SamplingParams, Token
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
 from rlm.serving.models import Replica, ServedAdapter
+
+if TYPE_CHECKING:
+    import torch
 
 PING_SECONDS = 15.0  # of silence; then a stream says that it is still there
 
@@ -79,6 +84,14 @@ class RunningRequest:
         """Ask thinking budget and tool, for the sampler. An error in it is this request's alone."""
         try:
             return self.stream(row, ids, token)
+        except Exception as error:  # kept: the engine ends the request with it
+            self.error = error
+            return None
+
+    def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
+        """Ask the grammar of a structured answer, for the sampler; errors as above."""
+        try:
+            return self.stream.allowed_tokens(row, ids)
         except Exception as error:  # kept: the engine ends the request with it
             self.error = error
             return None
@@ -175,6 +188,10 @@ class Engine:
         return next(iter(self._replicas.values())).sampler.stop_ids
 
     @property
+    def grammars(self) -> GrammarCompiler:
+        return next(iter(self._replicas.values())).sampler.grammars
+
+    @property
     def batch_note(self) -> str | None:
         """Why an answer may depend on the requests beside it; None if it does not."""
         return next(iter(self._replicas.values())).sampler.batch_note
@@ -226,7 +243,8 @@ class Engine:
 
     def _add(self, request: RunningRequest) -> None:
         name, n = request.adapter.name, request.n
-        drawn = Request(request.prompt, request.params, request.seed, n, request.force_tokens)
+        callbacks = request.force_tokens, request.allowed_tokens
+        drawn = Request(request.prompt, request.params, request.seed, n, *callbacks)
         try:
             handle = self._replicas[name].sampler.add_request(drawn)
         except ValueError as error:  # larger than the cache
@@ -261,6 +279,9 @@ class Engine:
             request = running[handle]
             try:
                 _deliver(request, new)
+            except UsageError as error:  # a grammar that is too complex, which shows only now
+                self._remove(request)
+                request.put(HTTPProblem(422, "validation", str(error)))
             except Exception as error:  # its own text or budget: nobody else's business
                 log_error("request_failed", error, replica=name)
                 self._remove(request)

@@ -23,7 +23,15 @@ from rlm.grading import AnswerType
 from rlm.reasoner import read_answer
 from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
-from rlm.serving.schema import MAX_SAMPLES, PROMPT_CHARS, ReasoningRequest, Stop, Strict
+from rlm.serving.schema import (
+    MAX_SAMPLES,
+    PROMPT_CHARS,
+    ReasoningRequest,
+    ResponseFormat,
+    Stop,
+    Strict,
+    StructuredOutputsFields,
+)
 from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
@@ -124,10 +132,6 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # padding against listeners; there is none here
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
 class ChatRequest(Strict):
     """`POST /v1/chat/completions`. `model` is an adapter's name, or base."""
 
@@ -146,6 +150,7 @@ class ChatRequest(Strict):
     stream_options: StreamOptions | None = None
     thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
     answer_type: AnswerType | None = None  # ours, too
+    structured_outputs: StructuredOutputsFields | None = None  # vLLM's, by `extra_body`
     # These say who asks and why, and change nothing.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
@@ -158,7 +163,7 @@ class ChatRequest(Strict):
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None
     logprobs: Annotated[Any, Only(False, what="a log-probability")] = None
     top_logprobs: Annotated[Any, Only(0, what="a log-probability")] = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     tools: Annotated[Any, Only([], what="a tool")] = None
     tool_choice: Annotated[Any, Only("none", "auto", what="a tool")] = None
     parallel_tool_calls: bool | None = None
@@ -258,6 +263,8 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
         answer_type=request.answer_type,
+        response_format=request.response_format,
+        structured_outputs=request.structured_outputs,
     )
 
 

@@ -21,6 +21,7 @@ from rlm.reasoner import (
     read_sample,
     trace,
     verify,
+    without_marks,
 )
 from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
@@ -142,7 +143,7 @@ def _details(
         "detail": verifier.reason,
     }
     return ours | {
-        "thinking": shown.reasoning,
+        "thinking": shown.reasoning and without_marks(shown.reasoning),
         "answer": shown.answer,
         "has_valid_format": shown.format == "strict",
         "tokens_generated": shown.completion_tokens,

@@ -38,6 +38,43 @@ def _as_text(expected: str | float | None) -> str | None:
     return f"{Decimal(str(expected)):f}" if isinstance(expected, int | float) else expected
 
 
+class JSONSchema(Strict):
+    """OpenAI's: only `schema` counts. `strict` is what it always is here."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: Annotated[str, Field(max_length=PROMPT_CHARS)] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JSONObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JSONSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JSONSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")
+]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
+
+
+class StructuredOutputsFields(Strict):
+    """vLLM's: one of these."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Choices | None = None
+
+
 class ReasoningRequest(Strict):
     """A question, and how to answer it. Only `prompt` is needed."""
 
@@ -67,6 +104,12 @@ class ReasoningRequest(Strict):
     return_samples: bool = Field(False, description="return every sample, not the winner alone")
     answer_type: AnswerType | None = Field(
         None, description="what the answer is to be (none: as the adapter was trained)"
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="what the answer has to be, as at OpenAI: text, JSON, JSON of a schema"
+    )
+    structured_outputs: StructuredOutputsFields | None = Field(
+        None, description="the same as vLLM has it: json, json_object, regex or choice"
     )
     expected_answer: ExpectedText | ExpectedInt | ExpectedFloat | None = Field(
         None, description="the right answer, a text or a number, to be verified against"

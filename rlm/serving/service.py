@@ -11,14 +11,21 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from rlm.cli import UsageError
 from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
-from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
+from rlm.sampling import (
+    GrammarMatcher,
+    SamplingParams,
+    StructuredOutputs,
+    ToolTokens,
+    prompt_seed,
+)
 from rlm.serving.engine import Engine, Limits, RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
-from rlm.serving.schema import ReasoningRequest
+from rlm.serving.schema import JSONSchemaFormat, ReasoningRequest, TextFormat
 
 
 class Service:
@@ -75,7 +82,10 @@ class Service:
         self._admit(0)
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
-        format = adapter.format.with_answer_type(asked.answer_type or adapter.format.answer_type)
+        format, structured = adapter.format, structured_outputs(asked)
+        kind = structured.answer_type if structured else format.answer_type
+        format = format.with_answer_type(asked.answer_type or kind)
+        grammar = await self._compile(structured, format) if structured else None
         prompt, used = await self._render(asked.prompt, format, examples, system)
         self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
         running = RunningRequest(
@@ -94,6 +104,7 @@ class Service:
                 budget=asked.thinking_budget,
                 stop=asked.stop,
                 tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
+                grammar=grammar,
             ),
             timeout=self.limits.seconds,
             experiences=used,
@@ -171,6 +182,13 @@ class Service:
             raise HTTPProblem(422, "validation", "n above 1 needs a temperature above 0", param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
+    async def _compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
+        compile = partial(self.engine.grammars.compile, structured, format)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, compile)
+        except UsageError as error:
+            raise HTTPProblem(422, "validation", str(error), param="response_format") from None
+
     async def _render(
         self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str
     ) -> tuple[list[int], tuple[str, ...]]:
@@ -184,6 +202,31 @@ class Service:
             if len(prompt) <= self.limits.prompt_tokens:
                 return prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
+
+
+def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
+    """What the answer has to be, by either of the two fields that say it; None for any text."""
+    by_format, by_name = asked.response_format, asked.structured_outputs
+    if isinstance(by_format, TextFormat):
+        by_format = None
+    if by_format is None and by_name is None:
+        return None
+    problem = partial(HTTPProblem, 422, "validation")
+    if by_format and by_name:
+        raise problem("give response_format or structured_outputs", param="response_format")
+    if asked.stop:
+        raise problem("stop: a structured answer ends by itself, not at a text", param="stop")
+    try:
+        if isinstance(by_format, JSONSchemaFormat):
+            return StructuredOutputs(json=by_format.json_schema.json_schema)
+        if by_format:
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(
+            by_name.json_schema, by_name.json_object, by_name.regex, by_name.choice
+        )
+    except UsageError as error:
+        name = "response_format" if by_format else "structured_outputs"
+        raise problem(str(error), param=name) from None
 
 
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> HTTPProblem:

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,7 +19,14 @@ from scripted_model import write_problems
 from recipes.experience import train
 from recipes.experience.agent import PLACEHOLDERS, PROMPTS, load_prompts
 from recipes.experience.library import Library, count_tokens, reveals_gold, shorten
-from recipes.experience.plan import Plan, ReplyError, check_plan, is_arithmetic, parse_plan
+from recipes.experience.plan import (
+    Plan,
+    ReplyError,
+    check_plan,
+    is_arithmetic,
+    parse_plan,
+    plan_value,
+)
 from recipes.experience.rewards import (
     CRITIC_WEIGHTS,
     GENERATOR_WEIGHTS,
@@ -27,6 +35,7 @@ from recipes.experience.rewards import (
     fusion_reward,
     grade_answer,
     graph_reward,
+    logic_checks,
     weighted_mean,
 )
 from recipes.experience.trainer import ROUNDING, group_statistics
@@ -154,6 +163,43 @@ CHAIN = {
 )
 def test_r_logic_without_a_judge(changes, failed):
     assert check_plan(plan_of(**changes)) == dict.fromkeys(ALL_CHECKS, 1.0) | failed
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [
+        ("pens * boxes", Fraction(2232)),
+        ("pens / boxes - 0.1", Fraction(31, 72) - Fraction(1, 10)),
+        ("max(pens, -boxes) ** 2 % 1000 // 7", Fraction(961 % 1000 // 7)),
+        ("pens ** 1000", None),  # too large
+        ("sqrt(pens)", None),  # no exact number
+        ("pens / (boxes - 72)", None),
+        ("crates * 2", None),
+        ("pens.bit_length()", None),
+        ("(" * 5000, None),
+        ("pens; boxes", None),
+    ],
+)
+def test_a_plan_is_computed_exactly_or_not_at_all(rule, value):
+    knowns = {"pens": 31, "boxes": "72 boxes"}
+    links = [link(["pens", "boxes"], "total", rule)]
+    assert plan_value(plan_of(knowns=knowns, causal_graph=links)) == value
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "knowns", "score"),
+    [
+        ("31 pens in each of 72 boxes?", "2232", {"pens": 31, "boxes": 72}, 1.0),
+        ("31 pens in each of 72 boxes?", "2,232.0", {"pens": 31, "boxes": 72}, 1.0),
+        ("31 pens in each of 72 boxes?", "", {"pens": 31, "boxes": 72}, 1.0),  # nothing to compare
+        ("31 pens in each of 72 boxes?", "2233", {"pens": 31, "boxes": 72}, 0.0),  # not its result
+        ("A game for Ana and Bob.", "204", {"pens": 3, "boxes": 4}, 0.0),  # a nonsense plan
+        ("A game for Ana and Bob.", "12", {"pens": 3, "boxes": 4}, 0.75),  # and its own answer
+    ],
+)
+def test_r_logic_asks_whether_the_answer_follows_from_the_plan(question, answer, knowns, score):
+    plan = plan_of(knowns=knowns, causal_graph=[link(["pens", "boxes"], "total", "pens * boxes")])
+    assert logic_checks(plan, Problem("p", question, "7"), answer) == score
 
 
 @pytest.mark.parametrize(

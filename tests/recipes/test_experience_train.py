@@ -98,7 +98,8 @@ class Place:
         """All that was written, without the clock; journals sorted, for threads race."""
         found = {}
         for file in sorted([*self.run_dir.glob("[!.]*"), *self.libraries.glob("[!.]*")]):
-            lines = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "T", file.read_text()).splitlines()
+            text = file.read_text().replace(str(self.libraries), "LIBRARIES")
+            lines = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "T", text).splitlines()
             found[file.name] = "\n".join(sorted(lines) if "_calls" in file.name else lines)
         return found
 
@@ -149,7 +150,7 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
             assert (r["r_logic"], r["r_graph"]) == (1.0, 1.0)
             assert r["r_total"] == pytest.approx(0.5 * r["r_ans"] + 0.5)
             assert r["scored_by"] == {"answer": "exact", "logic": "checks"}
-    assert place.summary()["plans"] == "30 parsed"
+    assert place.summary()["plans"] == {"parsed": 30}
     assert place.items()
     for number, item in enumerate(place.items(), 1):
         assert item["id"] == f"G1-{number:03d}"
@@ -209,7 +210,7 @@ def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, weights, said):
     assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
     assert len(place.asked("generator_extraction")) == len(place.lessons()) == taught
     assert said in capsys.readouterr().err
-    assert place.summary()["groups with σ > τ"] == f"{taught:d} of 1"
+    assert place.summary()["groups with σ > τ"] == taught
 
 
 def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
@@ -222,7 +223,7 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
             assert (r["r_logic"], r["r_graph"]) == (0.0, 0.0)
             assert r["r_total"] == 0.5 * r["is_correct"]
     assert "First multiply, then be done." in prompt_of(place.asked("answer")[0])
-    assert place.summary()["plans"] == "6 no_json"
+    assert place.summary()["plans"] == {"no_json": 6}
 
 
 def test_what_no_file_can_hold_ends_no_run(place, model):
@@ -249,10 +250,11 @@ def test_operations_are_told_recorded_and_counted_as_proposed_parsed_kept(place,
     )
     assert place.run("generator", 1, "--rollouts", 5, "--max-problems", 5) == 0
     summary = place.summary()
-    assert summary["groups with σ > τ"] == "5 of 5"  # the seeds give each both kinds of plan
-    assert summary["extractions"] == "3 parsed, 2 failed"
-    assert summary["operations"] == "1 kept, 1 duplicate, 1 gold_leak"
+    assert summary["groups with σ > τ"] == 5  # the seeds give each both kinds of plan
+    assert summary["extractions"] == {"parsed": 3, "failed": 2}
+    assert summary["operations"] == {"kept": 1, "duplicate": 1, "gold_leak": 1}
     assert summary["lessons"] == 1
+    assert summary["learned"].startswith("1 lesson stands in ")
     assert place.lessons() == ("Check it.",)
     (refused,) = place.rows()[3]["extraction"]["operations"]
     assert (refused["kept"], refused["reason"]) == (False, "gold_leak")
@@ -278,7 +280,7 @@ def test_the_critic_writes_three_lines_a_problem_and_reads_its_lessons(place):
         assert r["r_total"] == pytest.approx(total)
         # Equal to proposals that agree: 0.3 + 0.3 · 0.7 + 0.2 + 0.2 · 0.5
         assert r["r_fusion"] == pytest.approx(0.81)
-    assert place.summary("critic")["fusions"] == "18 fused"
+    assert place.summary("critic")["fusions"] == {"fused": 18}
     assert place.lessons("critic")[0] in prompt_of(place.asked("fusion")[-1])
     assert place.items("critic")[0]["id"] == "C-001"
     critics = place.asked("fusion", "critic_extraction")
@@ -305,8 +307,8 @@ def test_a_fusion_that_is_none_is_refused_with_a_reason(place, model, fusion, re
         assert row["scaffold_error"].startswith(reason)
         assert row["rewards"]["r_fusion"] == 0.0
         assert parse_plan(row["fused_scaffold"])  # the best proposal
-    assert place.summary("critic")["fusions"] == "3 best_of"
-    assert place.summary("critic")["plans"] == "3 " + reason.strip(": ")
+    assert place.summary("critic")["fusions"] == {"best_of": 3}
+    assert place.summary("critic")["plans"] == {reason.strip(": "): 3}
 
 
 def test_too_few_valid_proposals_are_not_called_a_fusion(place, model):
@@ -367,7 +369,7 @@ def test_a_judge_that_fails_is_null_and_counted(place, model):
         assert {r["r_logic"] for r in row["rollouts"]} == {None}
         assert {r["judge_error"] for r in row["rollouts"]} == {"no_json: the reply holds no {"}
         assert (row["mean"], row["std"]) == (None, 0.0)
-    assert place.summary()["judge"] == "6 failed"
+    assert place.summary()["judge"] == {"failed": 6}
     assert place.asked("generator_extraction") == []
 
 
@@ -399,9 +401,40 @@ def test_429_twice_and_then_success(place):
     assert len(place.rows()) == 1
 
 
+def test_plans_are_asked_for_by_schema_until_the_endpoint_refuses_one(place, capsys):
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+    asked = {stage_of(body): body.get("response_format") for body in place.asked()}
+    for stage in ("scaffold", "generator_extraction"):
+        shape = asked[stage]["json_schema"]["schema"]
+        assert (asked[stage]["type"], shape["type"]) == ("json_schema", "object")
+    assert asked["answer"] is None
+    assert "JSON schemas" not in capsys.readouterr().err
+    place.server.script(refuse(422, "response_format is not offered"))
+    assert place.run("generator", 1, "--max-problems", 3) == 0
+    assert capsys.readouterr().err.count("goes on without JSON schemas") == 1
+    assert "response_format" not in place.asked("scaffold")[-1]
+    assert place.summary()["failed calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("scaffold", "why"),
+    [
+        (lambda prompt, seed: "no plan", "nothing could be learned: no plan could be read (6 no_"),
+        (lambda prompt, seed: json.dumps(plan(*numbers(prompt))), "σ ≤ 0.05 (0 of 6 attempts"),
+    ],
+)
+def test_a_run_that_learned_nothing_says_why_and_what_to_type(place, model, capsys, scaffold, why):
+    model.scaffold, model.answer = scaffold, lambda prompt, seed: "Final answer: 1"
+    assert place.run("generator", 1, "--max-problems", 2) == 0
+    learned = place.summary()["learned"]
+    assert why in learned
+    assert "python -m recipes.experience.select" in learned
+    assert learned in capsys.readouterr().out
+
+
 def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     place.configure(attempts=1)
-    place.server.script(refuse(400, "prompt too long"))
+    place.server.script(refuse(413, "prompt too long"))
     assert place.run("generator", 1, "--max-problems", 1) == 0
     (row,) = place.rows()
     failed = [r for r in row["rollouts"] if r["error"]]
@@ -441,7 +474,7 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
     paid = len(place.asked())
     assert 5 * paid <= 83
     assert 5 * (paid + 2) > 83  # what could not pass the cap was sent
-    assert f"cost {5 * paid}" in place.summary()["in all"]
+    assert place.summary()["in all"]["cost"] == 5 * paid
     assert place.run(*options, "--max-cost", 83) == 2  # spent is spent
     assert len(place.asked()) == paid
     assert place.run(*options, "--max-cost", 1000) == 0
@@ -469,13 +502,14 @@ def test_costs_are_accounted_by_role_and_stage(place):
     assert place.run("generator", 1, "--max-problems", 2) == 0
     summary = place.summary()
     # 10 tokens read for 0.001 each, 5 written for 0.1 each, of 6 requests.
-    expected = "6 calls, 60 tokens read, 30 written, cost 3.06"
+    expected = {"calls": 6, "prompt_tokens": 60, "completion_tokens": 30}
+    expected["cost"] = pytest.approx(3.06)
     for name in ("generator_1: scaffold", "generator_1: answer", "judge: judge_logic"):
         assert summary[name] == expected
     assert {body["temperature"] for body in place.asked("judge_logic")} == {0.0}
     rollouts = [r for row in place.rows() for r in row["rollouts"]]
     assert {(r["r_logic"], r["scored_by"]["logic"]) for r in rollouts} == {(0.75, "judge")}
-    assert summary["judge"] == "6 scored"
+    assert summary["judge"] == {"scored": 6}
     assert place.run("generator", 1, "--max-problems", 2) == 0
     assert place.summary()["in all"] == summary["in all"]  # the run's, not the process's
 
@@ -716,7 +750,7 @@ def test_flags_that_make_no_sense(arguments):
 def test_the_example_has_every_role_and_the_real_file_is_ignored():
     example = ROOT / "data/api_keys/api_config.json.example"
     roles = json.loads(example.read_text())
-    assert set(roles) >= set(ROLES)
+    assert set(roles) == {*ROLES, "judge"}
     for entry in roles.values():
         assert Endpoint.model_validate(entry).api_key.get_secret_value() == ""
     if (ROOT / ".git").exists():

@@ -693,7 +693,7 @@ def read_block(source):
 @pytest.mark.parametrize(
     "source", ["README", pytest.param("description", marks=needs_shared("seeds"))]
 )
-def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
+def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
     """Changed only in where names come from and in model ids (and sizes, to be quick)."""
     block = read_block(source)
     data = {"train": PROBLEMS[:27], "validation": PROBLEMS[27:32], "test": PROBLEMS[32:35]}
@@ -722,6 +722,13 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source):
     assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test"]["total"] == 3
+    assert "warning: the orchestrator starts bare" in capsys.readouterr().out
+
+
+def test_gsm8k_is_read_from_a_folder(monkeypatch):
+    monkeypatch.setattr(recipe, "load_problems", lambda name, split: [name, split])
+    train, validation, _ = recipe.load_gsm8k(1, path="files")
+    assert (train, validation) == (["gsm8k:files", "train"], ["gsm8k:files"])
 
 
 def test_the_published_api_can_start_from_a_cold_start(base, start):

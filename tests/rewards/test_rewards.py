@@ -763,3 +763,11 @@ def test_a_reward_from_a_file(tmp_path):
     }.items():
         with pytest.raises(UsageError, match=message):
             load_reward(spec)
+
+
+def test_the_parts_of_a_combined_reward_are_seen_one_by_one():
+    reward = CombinedReward([FormatReward(weight=1.0), (lambda completion, answer: 0.25, 2.0)])
+    text = "<think>\nso\n</think>\n<answer>4</answer>"
+    found = reward.get_component_rewards(text, "4")
+    assert list(found.values()) == [FormatReward()(text, "4"), 0.25]
+    assert not reward.pop_metrics()  # looking counts nothing

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+
+import jsonschema
 import openai
 import pytest
 from live_server import ADD, live, make_service
@@ -10,7 +14,14 @@ from rlm.data.prompts import FORMATS
 from rlm.serving.routes_openai import ChatRequest, reasoning_request
 from rlm.serving.schema import ReasoningRequest
 
-SCRIPT = {"again": ADD.replace("5", "8"), "two and three": ADD, "vote": [ADD, "nothing"]}
+IN_JSON = '<think>so</think>\n<answer>{"a": "<answer>b</answer>"}</answer>'
+SCRIPT = {
+    "never thinks": "<answer>5",
+    "in JSON": IN_JSON,
+    "again": ADD.replace("5", "8"),
+    "two and three": ADD,
+    "vote": [ADD, "nothing"],
+}
 KEY = "a-key-of-some-length"
 
 
@@ -148,7 +159,8 @@ def test_what_is_taken(client, asked, content):
     [
         {"frequency_penalty": 0.5},
         {"logprobs": True},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "no_schema"}}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"max_tokens": 5, "max_completion_tokens": 5},
         {"stop": ["x", "</answer>"]},  # could end nothing
@@ -162,6 +174,70 @@ def test_what_we_do_not_have_is_refused(client, asked):
         ask(client, **asked)
     assert refused.value.code == "validation"
     assert refused.value.type == "invalid_request_error"
+
+
+SUM = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}}
+SUM |= {"required": ["sum"], "additionalProperties": False}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "valid"),
+    [
+        ({"response_format": BY_SCHEMA}, lambda text: jsonschema.validate(json.loads(text), SUM)),
+        ({"extra_body": {"structured_outputs": {"json": SUM}}}, json.loads),
+        ({"extra_body": {"structured_outputs": {"json": json.dumps(SUM)}}}, json.loads),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "[5-9]{1,4}!"}}},
+            re.compile("[5-9]{1,4}!").fullmatch,
+        ),
+        ({"extra_body": {"structured_outputs": {"choice": ["6", "5"]}}}, "5".index),
+    ],
+)
+@pytest.mark.parametrize("script", ["two and three", "never thinks"])
+def test_answers_are_structured_whole_streamed_and_of_several(client, script, asked, valid):
+    """The reasoning is what the model writes; its answer would be 5, or go on without an end."""
+    thought = "2 + 3 = 5" if script == "two and three" else None
+    options = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 200} | asked
+    whole = ask(client, script, **options).choices
+    assert [choice.finish_reason for choice in whole] == ["stop", "stop"]
+    streamed = [""] * 2
+    for chunk in ask(client, script, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    for choice, text in zip(whole, streamed, strict=True):
+        assert choice.message.reasoning == thought
+        assert choice.message.content == text
+        assert valid(text) is not None or asked == {"response_format": BY_SCHEMA}
+
+
+def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
+    """Tags inside it, too, which in other answers are dropped."""
+    assert ask(client, "in JSON").choices[0].message.content == '{"a": "b"}'
+    by_format = ask(client, "in JSON", response_format={"type": "json_object"})
+    assert by_format.choices[0].message.content == '{"a": "<answer>b</answer>"}'
+    assert by_format.choices[0].message.reasoning == "so"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"response_format": BY_SCHEMA, "stop": "}"}, "stop: a structured answer ends by itself"),
+        (
+            {"response_format": BY_SCHEMA, "structured_outputs": {"regex": "a"}},
+            "give response_format or structured_outputs",
+        ),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "exactly one of json"),
+        ({"structured_outputs": {}}, "exactly one of json"),
+        ({"structured_outputs": {"regex": "("}}, "regex: unclosed group"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar: there is no such"),
+        ({"structured_outputs": {"json": SUM | {"not": {}}}}, 'Unimplemented keys: ["not"]'),
+        ({"structured_outputs": {"regex": "a" * 16_001}}, "16001 characters; the limit is 16000"),
+        ({"guided_json": SUM}, "guided_json: there is no such field"),
+    ],
+)
+def test_structured_outputs_that_cannot_be_are_refused_in_a_line(client, asked, said):
+    assert said in said_of(client, **asked)
 
 
 def said_of(client, **body):

@@ -18,6 +18,7 @@ from itertools import product
 import pytest
 from live_server import ADD, FORMAT, LIMITS, events, live, make_service, wait_until
 
+from rlm.cli import UsageError
 from rlm.data.experiences import Experience
 from rlm.data.prompts import render_prompt
 from rlm.reasoner.stream import ReasoningStream
@@ -37,6 +38,7 @@ SCRIPT = {
     "two and three": ADD,
     "long": LONG,
     "vote": [ADD, ADD, SIX, "no idea"],
+    "marked": FORMAT.completion("total: <<4*6=24>>\n2 * 3 = <<2*3=6>>6", "24"),
     "overruled": [SIX, ADD, ADD],
     "loop": "<think>" + "again " * 100,
     "one line": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>",
@@ -70,6 +72,43 @@ def test_the_first_sample_is_not_shown_if_it_was_overruled(server):
         assert (reply["response"], reply["answer"], reply["final_answer"]) == (ADD, "5", "5")
         assert reply["trace"][-1]["content"] == "5"
         assert reply["verifier"]["correct"]
+
+
+def test_details_and_trace_show_people_no_marks_and_the_reasoning_keeps_them(server):
+    reply = server.post({"prompt": "marked"}).json()
+    assert reply["reasoning"] == "total: <<4*6=24>>\n2 * 3 = <<2*3=6>>6"
+    assert reply["details"]["thinking"] == "total: 4*6=24\n2 * 3 = 6"
+    assert [step["content"] for step in reply["trace"]] == ["total: 4*6=24", "2 * 3 = 6", "24"]
+
+
+def test_a_structured_answer_votes_and_is_told_whole_and_streamed(server):
+    body = {"prompt": "overruled", "n": 3, "expected_answer": "5", "return_samples": True}
+    body |= {"structured_outputs": {"choice": ["5", "7", "6"]}}
+    streamed = events(server.post(body | {"stream": True}).text)
+    whole = server.post(body).json()
+    for reply in (whole, streamed[-1][1] if isinstance(streamed[-1][1], dict) else whole):
+        assert (reply["answer"], reply["answer_type"]) == ("5", "text")
+        assert reply["vote"]["counts"] == {"5": 2, "6": 1}
+        assert reply["verifier"]["correct"]
+    as_json = {"prompt": "long", "response_format": {"type": "json_object"}, "temperature": 1.0}
+    reply = server.post(as_json | {"max_new_tokens": 300}).json()
+    assert (reply["answer_type"], reply["reasoning"][:9]) == ("open", "word word")
+    assert reply["answer"].startswith("{")
+    assert json.loads(reply["answer"]) is not None or reply["finish_reason"] == "length"
+
+
+def test_a_grammar_that_fails_while_it_runs_ends_its_request_alone(server, monkeypatch):
+    def too_complex(self, row, ids):
+        raise UsageError("structured outputs: it is too complex")
+
+    monkeypatch.setattr(ReasoningStream, "allowed_tokens", too_complex)
+    reply = server.post({"prompt": "two and three", "structured_outputs": {"choice": ["5"]}})
+    assert (reply.status_code, reply.json()["detail"]) == (
+        422,
+        "structured outputs: it is too complex",
+    )
+    monkeypatch.undo()
+    assert server.post({"prompt": "two and three"}).json()["answer"] == "5"
 
 
 OPEN = "the answers here are open, and only the reward of training could judge them"

@@ -1,0 +1,232 @@
+"""Structured outputs: an answer that fits a JSON schema or a regex, or is one of a few choices.
+
+llguidance turns the whole completion, tags included, into a grammar, and says after each token
+which ones may follow. All others get probability 0, so tokens are drawn, and their
+log-probabilities computed, from what is left of the distribution. The reasoning stays free.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rlm.cli import UsageError
+from rlm.data import Format
+from rlm.grading import AnswerType
+
+MAX_CHARS = 16_000  # of a schema, a regex or a list of choices
+# A mask takes microseconds, and with these at most a tenth of a second, whatever was asked for.
+LIMITS = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
+ASCII_ONLY = "d"  # \d: nobody means the digits of 70 scripts; \w and \s stay Unicode's
+# Python's default separators. A model that may write any spaces sometimes writes nothing else.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_BEFORE_REASON = re.compile(
+    r'^(at \d+\(\d+\)|failed to [^:]*|invalid regex ".*?" \(in regex\)|lexer error|Parser Error): '
+)
+# Reasoning may be cut in the middle of a character, so its bytes need not be UTF-8.
+GRAMMAR = """%llguidance {{"allow_invalid_utf8": true}}
+start: (reasoning "\\n")? {opening} {answer}
+reasoning[suffix={closes}]: {opens} /(?s-u:.*)/
+"""
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What answers have to be. The names are those of vLLM's `structured_outputs`.
+
+    Raises:
+        UsageError: not exactly one is given, or it is too long.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    json_object: bool = False
+    regex: str | None = None  # the whole answer
+    choice: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in vars(self).values() if value is not None and value is not False]
+        if len(given) != 1:
+            raise UsageError("give exactly one of json, json_object, regex and choice")
+        if self.choice is not None and not self.choice:
+            raise UsageError("choice is empty")
+        if self.choice is not None and "" in self.choice:
+            raise UsageError("choice has an empty text")
+        try:
+            length = len(given[0] if isinstance(given[0], str) else json.dumps(given[0]))
+        except RecursionError:
+            raise UsageError("the JSON schema is nested too deeply") from None
+        if length > MAX_CHARS:
+            raise UsageError(f"structured outputs of {length} characters; the limit is {MAX_CHARS}")
+
+    @property
+    def answer_type(self) -> AnswerType:
+        """What such an answer is where nothing else is asked for: JSON is compared with nothing."""
+        return "text" if self.regex is not None or self.choice else "open"
+
+    @cached_property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema; None for a regex or a choice.
+
+        Raises:
+            UsageError: it is no JSON object, or no finite value can fit it.
+        """
+        if self.regex is not None or self.choice:
+            return None
+        schema = {"type": "object"} if self.json_object else self.json
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"the JSON schema is no JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise UsageError("a JSON schema is a JSON object")
+        if _is_endless(schema, schema, ()):
+            raise UsageError("the JSON schema needs itself inside itself: no value ever ends")
+        return schema | {"x-guidance": JSON_OPTIONS}
+
+    def grammar(self, format: Format) -> str:
+        """The grammar of a whole completion, in llguidance's variant of Lark."""
+        opening, closing = map(_quote, format.answer_tags)
+        tags = {"opens": f"<{format.reasoning_tag}>", "closes": f"</{format.reasoning_tag}>"}
+        if self.choice:
+            answer = f"({' | '.join(map(_quote, self.choice))}) {closing}"
+        elif self.regex is not None:  # one terminal: a greedy regex would never end before the tag
+            answer = "ANSWER"
+            regex = regex_to_lark(self.regex.removeprefix("^").removesuffix("$"), ASCII_ONLY)
+            rules = f"ANSWER: /(?u:{regex})/ {closing}\n"
+        else:
+            answer, rules = f"value {closing}", f"value: %json {json.dumps(self.schema)}\n"
+        quoted = {name: _quote(tag) for name, tag in tags.items()}
+        text = GRAMMAR.format(opening=opening, answer=answer, **quoted)
+        return text if self.choice else text + rules
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_endless(schema: Any, root: dict[str, Any], open: tuple[str, ...]) -> bool:
+    """Whether every value of a schema holds a smaller one of itself, and so on without an end.
+
+    Args:
+        open: the references that lead here, through properties that have to be there.
+    """
+    if not isinstance(schema, dict):
+        return False
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference in open:
+            return True
+        target: Any = root
+        for name in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(name) if isinstance(target, dict) else None
+        if reference.startswith("#") and _is_endless(target, root, (*open, reference)):
+            return True
+    for name in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(name)
+        if isinstance(parts, list) and parts:
+            every = any if name == "allOf" else all
+            if every(_is_endless(part, root, open) for part in parts):
+                return True
+    required, properties = schema.get("required"), schema.get("properties")
+    inside = []
+    if isinstance(required, list) and isinstance(properties, dict):
+        inside = [properties.get(name) for name in required if isinstance(name, str)]
+    if isinstance(least := schema.get("minItems"), int) and least > 0:
+        inside.append(schema.get("items"))
+    return any(_is_endless(part, root, open) for part in inside)
+
+
+class GrammarMatcher:
+    """Follows one completion: which tokens may come next."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+        self._matcher, self._vocabulary, self._consumed = matcher, vocabulary, 0
+
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary)
+
+    def allowed(self, ids: Sequence[int]) -> torch.Tensor:
+        """Which tokens may follow `ids`, those of the last call and what has come since: (V,) bool.
+
+        Raises:
+            UsageError: the grammar turned out to be too complex.
+        """
+        self._matcher.consume_tokens(list(ids[self._consumed :]))
+        self._consumed = len(ids)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise UsageError(f"structured outputs: {reason(self._matcher.get_error())}")
+        mask = np.unpackbits(bits, bitorder="little")[: self._vocabulary]
+        return torch.from_numpy(mask.astype(bool))
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer, whose vocabulary it reads first: a second, once."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], vocabulary: int
+    ) -> None:
+        """
+        Args:
+            vocabulary: the model's, which may be larger than the tokenizer's.
+        """
+        self._tokenizer, self._stop_ids = tokenizer, sorted(stop_ids)
+        self._vocabulary = vocabulary
+
+    @cached_property
+    def _vocabulary_trie(self) -> LLTokenizer:
+        try:
+            return from_tokenizer(self._tokenizer, self._vocabulary, self._stop_ids)
+        except ValueError as error:
+            raise UsageError(
+                f"this model's tokenizer is not one that structured outputs can read ({error})"
+            ) from error
+
+    def compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
+        """Compile what answers of a format have to be.
+
+        Raises:
+            UsageError: the schema or regex is invalid, too complex, asks for what llguidance does
+                not support, or nothing can fit it.
+        """
+        grammar = structured.grammar(format)
+        matcher = LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=LIMITS)
+        trial = matcher.deep_copy()
+        # Part of the work is left for the first tokens: here it keeps nobody waiting.
+        opening = format.answer_tags[0].encode()
+        trial.consume_tokens(self._vocabulary_trie.tokenize_bytes(opening))
+        bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
+        if not trial.is_error():
+            trial.consume_token(int(bits.argmax()))
+            trial.compute_bitmask()
+        if trial.is_error():
+            what = "regex" if structured.regex is not None else "JSON schema"
+            what = "choice" if structured.choice else what
+            raise UsageError(f"{what}: {reason(trial.get_error())}")
+        return GrammarMatcher(matcher, self._vocabulary)
+
+
+def reason(error: str) -> str:
+    """llguidance's message in one line, without the grammar that it was raised for.
+
+    >>> reason('at 3(9): failed to compile JSON schema: Invalid type: nope\\n   1 | start: "a"\\n')
+    'Invalid type: nope'
+    """
+    if "too many expressions" in error or "too complex" in error or "items; max is" in error:
+        return "it is too complex"
+    if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of the regex parser
+        return found[1]
+    line, before = error.split("\n", 1)[0], ""
+    while line != before:  # what was being done, from the outside in
+        before, line = line, _BEFORE_REASON.sub("", line)
+    return line.strip()[:300]
