@@ -55,6 +55,7 @@ def contents(results: Results) -> dict[str, Any]:
     pass_at = f"pass@{min(8, results.settings['samples'])}"
     best = BEST if BEST in results.arms else OURS
     arms = sorted(results.arms, key=lambda arm: arm != best)
+    main = [a for a in arms if a == best or ARMS[a].role in ("", "rival")]
     seconds = [c["training"].get("wall", 0) + c["judging_seconds"] for c in results.cells]
     return {
         "ARMS": ARMS,
@@ -67,6 +68,7 @@ def contents(results: Results) -> dict[str, Any]:
         "tests": results.cells[0]["tests"],
         "machines": machines(results),
         "arms": arms,
+        "main": main,
         "best": best,
         "beside_best": [
             arm
@@ -75,11 +77,7 @@ def contents(results: Results) -> dict[str, Any]:
         ],
         "controls": [a for a in arms if ARMS[a].role == "control" and share(a, START)],
         "learned": [
-            arm
-            for arm in arms
-            if ARMS[arm].kind not in ("base", "sft")
-            and (ARMS[arm].role not in ("control", "algorithm", "choice") or arm == best)
-            and share(START, arm)
+            arm for arm in main if ARMS[arm].kind not in ("base", "sft") and share(START, arm)
         ],
         "hours": sum(seconds) / 3600,
     }
