@@ -56,7 +56,28 @@ OBJECTS = (  # module, name, methods
 
 def options_page() -> str:
     os.environ["COLUMNS"] = "4000"  # an option a line
-    return "\n".join([OPTIONS, *map(_options_of, (*SCRIPTS, *MODULES))])
+    trained = _options_of("train_grpo.py")
+    sections = [
+        trained if script == "train_grpo.py" else _options_of(script)
+        for script in (*SCRIPTS, *MODULES)
+    ]
+    known = {row for row in trained.splitlines() if row.startswith("| `--")}
+    place = (*SCRIPTS, *MODULES).index("recipes.orchestrator.train")
+    sections[place] = _without(known, sections[place])
+    return "\n".join([OPTIONS, *sections])
+
+
+def _without(known: set[str], section: str) -> str:
+    """A section without the options that train_grpo.py has just the same, and a line about them."""
+    rows = [row for row in section.splitlines() if row not in known]
+    text = "\n".join(rows)
+    empty = r"(?:^### [^\n]*\n\n)?^\| option [^\n]*\n\|---[^\n]*\n(?!\|)"
+    text = re.sub(empty, "", text, flags=re.M)
+    said = "It also takes these options of [train_grpo.py](#train_grpopy), with the same defaults:"
+    names = sorted(re.findall(r"`--([\w-]+)", "\n".join(known & set(section.splitlines()))))
+    title, _, rest = text.partition("\n")
+    listed = ", ".join(f"`--{name}`" for name in names)
+    return f"{title}\n\n{said} {listed}.\n{rest}"
 
 
 def _options_of(script: str) -> str:

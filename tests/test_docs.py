@@ -1,6 +1,11 @@
-"""README and the pages of docs/: links lead somewhere, named files exist, options are options."""
+"""README and the pages of docs/: links lead somewhere, named files and options exist, commands are
+parsed by the real parser, quoted messages and figures are those of the code and of the results."""
 
+import ast
+import dataclasses
+import json
 import re
+import shlex
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -8,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from rlm.cli.flags import flags_of
+from rlm.cli.options import read_options
 from rlm.cli.synonyms import with_underscores
+from rlm.training import PRESETS, GRPOConfig, SFTConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *ROOT.glob("*.md"),
-    *(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "failures"),
+    *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "recipes").rglob("*.md"),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "data", "weights")),
 ]
@@ -100,25 +107,30 @@ def options_of(script: str) -> set[str]:
 
 
 def commands_of(page: Path):
+    """(script, words) of each command in a block, with files that are there."""
     for block in FENCE.findall(text_of(page)):
         for script, rest in COMMAND.findall(block.replace("\\\n", " ")):
-            yield script, re.sub(r"'[^']*'|\"[^\"]*\"|(?<!\S)#.*", "", rest)
+            rest = rest.replace("mine.yaml", str(ROOT / "examples/my_task.yaml"))
+            yield script, [word for word in shlex.split(rest, comments=True) if word != "…"]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if name_of(p) not in OLD], ids=name_of)
-def test_commands_have_options_that_exist(page: Path):
-    for script, rest in commands_of(page):
-        for option in re.findall(r"(?<!\S)--([\w-]+)", rest):
-            plain = with_underscores(option)
-            plain = plain.removeprefix("no_") if plain.startswith("no_") else plain
-            assert plain in options_of(script), f"{script}.py --{option}"
+COMMANDS = [
+    pytest.param(script, words, id=f"{name_of(page)}: {script} {' '.join(words)}")
+    for page in PAGES
+    if name_of(page) not in OLD
+    for script, words in commands_of(page)
+]
+
+
+@pytest.mark.parametrize(("script", "words"), COMMANDS)
+def test_a_command_is_parsed(script: str, words: list[str]):
+    module, name = SCRIPT_CONFIGS[script]
+    config = getattr(import_module(module), name)
+    read_options(config, words, presets=PRESETS if script == "train_grpo" else None)
 
 
 def test_there_are_commands_to_check():
-    found = [command for page in PAGES for command in commands_of(page)]
-    assert len(found) > 60
-    assert "learning_rate" in options_of("train_grpo")
-    assert "no_such" not in options_of("train_grpo")
+    assert len(COMMANDS) > 60
 
 
 @pytest.mark.parametrize("name", NAMING_OPTIONS)
@@ -137,3 +149,129 @@ def test_every_page_is_in_the_index_and_on_the_site():
             name = f"{folder}/{page.name}"
             assert f"]({name})" in index, name
             assert f"- {name}\n" in site, name
+
+
+# --- the code that pages speak of --------------------------------------------------------------
+
+
+def texts_of(tree: ast.AST):
+    """The strings of a module, with … for what is filled in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"\{[^{}]*\}", "…", node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+            yield "".join(parts)
+
+
+@cache
+def messages() -> str:
+    files = [*ROOT.glob("*.py"), *(ROOT / "rlm").rglob("*.py")]
+    texts = (text for file in files for text in texts_of(ast.parse(file.read_text("utf-8"))))
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+TROUBLESHOOTING = text_of(ROOT / "docs/how-to/troubleshooting.md")
+
+
+@pytest.mark.parametrize("message", re.findall(r"^> (.+)$", TROUBLESHOOTING, re.M))
+def test_a_quoted_message_is_one_of_the_code(message: str):
+    # The end of one line is worded by the system.
+    parts = message.removesuffix(": Address already in use").split("…")
+    parts = [part.strip() for part in parts]
+    pattern = ".{0,60}?".join(re.escape(part) for part in parts if len(part) > 2)
+    assert re.search(pattern, messages()), message
+
+
+def names_in(code: str) -> set[str]:
+    """The names that a module defines, a class's methods as Class.method."""
+    found = set()
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+            found |= {f"{node.name}.{method.name}" for method in methods}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+ARCHITECTURE = text_of(ROOT / "docs/explanation/architecture.md").splitlines()
+
+
+@pytest.mark.parametrize("row", [row for row in ARCHITECTURE if row[:1] == "|" and "`" in row])
+def test_what_a_row_of_the_architecture_names_is_there(row: str):
+    cells = [re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split("|")]
+    files = [name for cell in cells for name in cell if "/" in name or name.endswith(".py")]
+    for file in files:
+        assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists(), file
+    if len(files) == 1 and files[0].endswith(".py"):
+        defined = names_in((ROOT / files[0]).read_text(encoding="utf-8"))
+        column = next(i for i, cell in enumerate(cells) if files[0] in cell)
+        for name in cells[column + 1] if column + 1 < len(cells) else []:
+            assert name in defined, f"{files[0]} has no {name}"
+
+
+NAMES = text_of(ROOT / "docs/reference/names.md")
+
+
+@pytest.mark.parametrize("line", re.findall(r"`(from rlm[^`…]*)`", NAMES))
+def test_an_import_of_the_names_page_works(line: str):
+    exec(line, {})
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_the_demo_are_those_of_the_file():
+    readme = text_of(ROOT / "README.md")
+    figures = json.loads((ROOT / "docs/results/demo/summary.json").read_text())
+
+    def greedy(row):
+        verdicts = figures["accuracy"][row]["strict"]
+        return f"{100 * verdicts['correct'] / verdicts['total']:.1f}"
+
+    assert f"| base | {greedy('base')} | – |" in readme
+    for row, title in (("sft", "after SFT"), ("grpo", "after GRPO")):
+        sampled = 100 * figures["sampled_accuracy"][row]["strict"]["mean"]
+        assert f"| {title} | {greedy(row)} | {sampled:.1f} |" in readme
+    gain = figures["gain"]
+    assert f"gains {gain['points']:+.1f} points" in readme
+    assert f"{gain['low']:+.1f} to {gain['high']:+.1f}" in readme
+
+
+@pytest.mark.parametrize("grid", ["choices", "six", "sixty"])
+def test_the_leads_of_the_evidence_page_are_those_of_the_results(grid: str):
+    """Each lead of the page with its interval stands in one of the generated pages."""
+    evidence = text_of(ROOT / "docs/explanation/evidence.md")
+    rows = text_of(ROOT / f"docs/results/{grid}/README.md")
+    found = re.findall(r"[+−]\d+\.\d \([+−]?\d+\.\d to [+−]?\d+\.\d\)", rows)
+    quoted = [lead for lead in found if lead in evidence]
+    assert len(quoted) >= 2
+
+
+def test_the_defaults_in_the_table_of_coming_from_are_ours_and_trls():
+    import trl
+
+    page = text_of(ROOT / "docs/how-to/coming-from.md")
+    theirs = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
+    sft = {f.name: f.default for f in dataclasses.fields(trl.SFTConfig)}
+    ours = GRPOConfig()
+    assert (theirs["learning_rate"], sft["learning_rate"]) == (1e-6, 2e-5)
+    assert (theirs["loss_type"], theirs["max_completion_length"]) == ("dapo", 512)
+    assert f"| `algorithm {ours.algorithm}`:" in page
+    assert f"| 1e-6 | {ours.learning_rate:.0e} |".replace("e-0", "e-") in page
+    assert f"| 2e-5 | {SFTConfig().learning_rate:.0e} |".replace("e-0", "e-") in page
+    assert f"| 512 | {ours.max_new_tokens} |" in page
+
+
+def test_the_figures_of_the_lm_eval_page_are_those_of_the_run():
+    page = text_of(ROOT / "docs/how-to/evaluate-with-lm-eval.md")
+    record = json.loads((ROOT / "docs/results/lm_eval.json").read_text())
+    cells = re.findall(r"^\| .*? \| (\d+) of 200 \| (\d+) of 200 .*? \| (\d+) \|$", page, re.M)
+    rows = [
+        [row[k] for k in ("lm_eval", "evaluate", "different_verdicts")] for row in record["rows"]
+    ]
+    assert [[int(cell) for cell in row] for row in cells] == rows

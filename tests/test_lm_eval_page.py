@@ -8,20 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-import eval as evaluate
-from inference import InferenceConfig
-from rlm.cli.options import read_options
 from rlm.data import FORMATS
-from server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/how-to/evaluate-with-lm-eval.md").read_text(encoding="utf-8")
 TASK = yaml.safe_load((ROOT / "examples/lm_eval/rlm_numbers.yaml").read_text(encoding="utf-8"))
-CLASSES = {
-    "server.py": ServerConfig,
-    "inference.py": InferenceConfig,
-    "eval.py": evaluate.EvaluateConfig,
-}
 
 
 def blocks(language):
@@ -32,14 +23,6 @@ def blocks(language):
 
 def commands():
     return [shlex.split(line) for block in blocks("") for line in block.splitlines()]
-
-
-def test_our_commands_are_parsed():
-    ours = [words for words in commands() if words[0] == "python"]
-    scripts = [words[1] for words in ours]
-    assert scripts == ["server.py", "eval.py", "inference.py", "eval.py"]
-    for _, script, *argv in ours:
-        assert read_options(CLASSES[script], argv)
 
 
 def test_lm_eval_is_given_this_task_and_the_system_prompt_of_training():
@@ -78,12 +61,3 @@ def test_the_filter_takes_the_last_number(text, number):
     ((first, _),) = [each["filter"] for each in TASK["filter_list"]]
     found = re.findall(first["regex_pattern"], text)
     assert (found[-1] if found else None) == number
-
-
-def test_the_figures_of_the_page_are_those_of_the_run():
-    record = json.loads((ROOT / "docs/results/lm_eval.json").read_text())
-    cells = re.findall(r"^\| .*? \| (\d+) of 200 \| (\d+) of 200 .*? \| (\d+) \|$", TEXT, re.M)
-    rows = [
-        [row[k] for k in ("lm_eval", "evaluate", "different_verdicts")] for row in record["rows"]
-    ]
-    assert [[int(cell) for cell in row] for row in cells] == rows

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from benchmarks.evidence.intervals import Interval, Scores, crossed_bootstrap, difference, scores
-from benchmarks.evidence.plan import ARMS, OURS, START, EvidenceConfig, read_json
-from benchmarks.evidence.pools import OTHER, TITLES, WORDS
+from benchmarks.evidence.plan import ARMS, EvidenceConfig, read_json
+from benchmarks.evidence.pools import OTHER, WORDS
 from rlm.cli import UsageError
+from rlm.runs import replace_file
 
 Result = dict[str, Any]  # a cell's result.json
 Sets = Sequence[str] | None  # test sets; None: the pooled ones
@@ -32,7 +32,8 @@ class Results:
         Raises:
             UsageError: cells of different settings lie side by side.
         """
-        found = [read_json(file) for file in sorted(folder.glob("*.json"))]
+        files = sorted(folder.glob("*.json"))
+        found = [cell for file in files for cell in json.loads(file.read_text(encoding="utf-8"))]
         for one in found[1:]:
             mine, first = one["settings"], found[0]["settings"]
             if any(mine[name] != first[name] for name in mine.keys() & first.keys()):
@@ -86,12 +87,6 @@ class Results:
         """By how much `arm` is ahead of `over`, on the seeds and problems that both have."""
         return difference(*self.paired(over, arm, metric, grading, sets))
 
-    def lead_where_sampled(self, arm: str, over: str, grading: str = "strict") -> Interval:
-        """The greedy lead on those problems alone that are sampled, too: the first of each set."""
-        tests = self.arms[arm][0]["tests"]
-        sampled = {name: len(tests[name]["sampled"][grading]) for name in self.pooled}
-        return difference(*self.paired(over, arm, "greedy", grading, first=sampled))
-
     def shared(self, a: str, b: str) -> list[list[Result]]:
         """Both arms' cells of the seeds that both have; the base stands beside each."""
         rows = [self.arms.get(a, []), self.arms.get(b, [])]
@@ -110,14 +105,10 @@ class Results:
         metric: str,
         grading: str = "strict",
         sets: Sets = None,
-        first: Mapping[str, int] | None = None,
     ) -> tuple[Scores, Scores]:
         """Both arms' scores where both have them: same seeds, same problems (prefixes of each set).
 
         The base samples fewer problems than the others.
-
-        Args:
-            first: how many problems of each set, where not all.
 
         Raises:
             ValueError: no seed is done for both.
@@ -127,65 +118,10 @@ class Results:
         left, right = [], []
         for name in sets or self.pooled:
             mine, theirs = (matrix(side, [name], metric, grading) for side in self.shared(a, b))
-            count = first[name] if first else min(mine.shape[1], theirs.shape[1])
+            count = min(mine.shape[1], theirs.shape[1])
             left.append(mine[:, :count])
             right.append(theirs[:, :count])
         return np.concatenate(left, axis=1), np.concatenate(right, axis=1)
-
-    def lead_if_any(self, arm: str, over: str, metric: str) -> str:
-        """The lead in points, or a dash where the arms share no seed."""
-        return self.lead(arm, over, metric).points if self.share_a_seed(arm, over) else "–"
-
-    def best_rival(self, rivals: Sequence[str], metric: str, grading: str) -> str:
-        """The one over which GRPO leads least, each on the seeds that it shares with GRPO.
-
-        A mean over other seeds would compare seeds.
-        """
-        return min(rivals, key=lambda arm: self.lead(OURS, arm, metric, grading).mean)
-
-    def families(self, metric: str) -> dict[tuple[str, str], list[Interval]]:
-        """(family, title of its test set) → before GRPO, after it, change; [] if not measured."""
-        found: dict[tuple[str, str], list[Interval]] = {}
-        for name in self.sets:
-            old, new = self.paired(START, OURS, metric, sets=[name])
-            of = self.arms[OURS][0]["tests"][name]["families"]
-            for family in sorted(set(of)):
-                columns = [i for i in range(old.shape[1]) if of[i] == family]
-                before, after = old[:, columns], new[:, columns]
-                row = found[family or name, TITLES.get(name, name)] = []
-                if columns:
-                    row += [crossed_bootstrap(before), crossed_bootstrap(after)]
-                    row.append(difference(before, after))
-        return found
-
-    # --- what the samples look like -----------------------------------------------------------
-
-    def sampled_mean(self, arm: str, key: str) -> float:
-        """Mean of a rate of the samples over an arm's cells and the pooled test sets."""
-        return mean(test[key] for test in self._sampled(arm))
-
-    def watched(self, arm: str, key: str, weight: str = "completions", scale: int = 100) -> str:
-        """Mean of a sign of reward hacking over an arm's samples; "–" where nobody looked for it.
-
-        Older cells hold such signs; new ones are not searched for them.
-
-        Args:
-            weight: of what it is a share: "completions" or the "right" ones among them.
-            scale: 100 for a share.
-        """
-        if not all("watch" in test for test in self._sampled(arm)):
-            return "–"
-        tests = [test["watch"] for test in self._sampled(arm)]
-        total = sum(test[key] * test[weight] for test in tests)
-        return f"{scale * total / max(1, sum(test[weight] for test in tests)):.1f}"
-
-    def _sampled(self, arm: str) -> list[dict[str, Any]]:
-        return [c["tests"][name]["sampled"] for c in self.arms[arm] for name in self.pooled]
-
-    @property
-    def completions(self) -> float:
-        """How many completions GRPO learned from, in the mean over its seeds."""
-        return mean(cell["training"]["samples"] for cell in self.arms[OURS])
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
@@ -203,11 +139,22 @@ def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: s
 
 
 def copy_results(config: EvidenceConfig) -> None:
-    """Copy the results of the grid's finished cells to where they are committed."""
+    """Copy the results of the grid's finished cells to where they are committed, a file an arm.
+
+    Seeds that are there already and that this grid does not have are kept.
+    """
     target = config.docs / "evidence"
-    target.mkdir(parents=True, exist_ok=True)
-    for file in (config.grid / "cells").glob("*/result.json"):  # whatever seeds are asked for now
-        shutil.copy(file, target / f"{file.parent.name}.json")
+    found: dict[str, list[Result]] = {}
+    for file in sorted((config.grid / "cells").glob("*/result.json")):
+        result = read_json(file)  # whatever seeds are asked for now
+        found.setdefault(result["arm"], []).append(result)
+    for arm, new in found.items():
+        file = target / f"{arm}.json"
+        old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        cells = {cell["seed"]: cell for cell in [*old, *new]}
+        lines = ",\n".join(json.dumps(cells[seed], ensure_ascii=False) for seed in sorted(cells))
+        target.mkdir(parents=True, exist_ok=True)
+        replace_file(file, f"[\n{lines}\n]\n")
 
 
 def machine_name(cell: Result) -> str:
