@@ -175,7 +175,7 @@ def test_the_table_has_every_program_and_package_that_the_code_calls():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 wanted.add(node.module.split(".")[0])
     ours = {file.stem for file in ROOT.glob("*.py")} | {"rlm", "recipes"}
-    third = wanted - set(sys.stdlib_module_names) - ours
+    third = wanted - set(sys.stdlib_module_names) - ours - {"_typeshed"}  # type checkers' own
     optional = {
         name
         for name in third

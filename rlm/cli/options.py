@@ -27,7 +27,7 @@ from rlm.cli.flags import (
     with_dashes,
 )
 from rlm.cli.option_groups import place_of
-from rlm.cli.synonyms import hint, with_underscores
+from rlm.cli.synonyms import hint, read_table, with_underscores
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
@@ -212,9 +212,9 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
     for where, key, value in rows:
         option = by_key.get(with_underscores(str(key)))
         if option is None:
-            said = hint(str(key), {name: option.name for name, option in by_key.items()})
-            if value == -1 and said.startswith(": "):  # a name of theirs
+            if value == -1 and with_underscores(str(key)) in read_table("synonyms"):
                 continue
+            said = hint(str(key), {name: option.name for name, option in by_key.items()})
             unknown.append(f"{where}: unknown key {key!r}{said}")
             continue
         if value == -1 and with_underscores(str(key)) != option.name and not option.allows(-1):

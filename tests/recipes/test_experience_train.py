@@ -147,8 +147,9 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
             assert isinstance(json.loads(r["scaffold"]), dict)
             assert r["is_correct"] is (r["answer"] == problem["answer"])
             assert r["r_ans"] == float(r["is_correct"])
-            assert (r["r_logic"], r["r_graph"]) == (1.0, 1.0)
-            assert r["r_total"] == pytest.approx(0.5 * r["r_ans"] + 0.5)
+            # The plan is right, so an answer that is wrong does not follow from it.
+            assert (r["r_logic"], r["r_graph"]) == (r["r_ans"], 1.0)
+            assert r["r_total"] == pytest.approx(0.75 * r["r_ans"] + 0.25)
             assert r["scored_by"] == {"answer": "exact", "logic": "checks"}
     assert place.summary()["plans"] == {"parsed": 30}
     assert place.items()
@@ -200,11 +201,11 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
 
 @pytest.mark.parametrize(
     ("weights", "said"),
-    [("0.1,0.2,0.7", "σ=0.050 → Skip (σ≤τ)"), ("0.1002,0.2,0.6998", "σ=0.050 → Extract (σ>τ)")],
+    [("0.06,0.04,0.9", "σ=0.050 → Skip (σ≤τ)"), ("0.0602,0.04,0.8998", "σ=0.050 → Extract (σ>τ)")],
     ids=["0.05", "0.0501"],
 )
 def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, weights, said):
-    """One attempt right, one wrong: the totals differ by the weight of r_ans, and σ is half."""
+    """One attempt right, one wrong: the weights of r_ans and r_logic part them, and σ is half."""
     assert place.run_group("--weights", weights) == 0
     taught = "Extract" in said
     assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
