@@ -110,7 +110,6 @@ def commands_of(page: Path):
     """(script, words) of each command in a block, with files that are there."""
     for block in FENCE.findall(text_of(page)):
         for script, rest in COMMAND.findall(block.replace("\\\n", " ")):
-            rest = rest.replace("mine.yaml", str(ROOT / "examples/my_task.yaml"))
             yield script, [word for word in shlex.split(rest, comments=True) if word != "…"]
 
 

@@ -231,7 +231,7 @@ class Agent:
             reply = self._send(stage, plain)  # or this is refused as well: it was not the schema
             if not self.no_schemas.is_set():
                 self.no_schemas.set()
-                tqdm.write(f"  {self.name}: goes on without JSON schemas ({error})", sys.stderr)
+                tqdm.write(f"  {self.name}: continues without JSON schemas ({error})", sys.stderr)
             return reply
 
     def _send(self, stage: str, request: dict[str, Any]) -> ChatReply:

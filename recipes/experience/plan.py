@@ -34,6 +34,11 @@ OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+# What parsing and computing a formula of a model's raise where it has no exact value.
+NOT_COMPUTABLE = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
+    TypeError, ValueError,
+)  # fmt: skip
 EXACT_FUNCTIONS = {"abs": abs, "min": min, "max": max, "floor": math.floor, "ceil": math.ceil}
 ARITHMETIC = (ast.BinOp, ast.operator, ast.UnaryOp, ast.USub, ast.UAdd, ast.Call, ast.Constant)
 ARITHMETIC += (ast.Name, ast.Load)
@@ -202,9 +207,7 @@ def plan_value(plan: Plan) -> Fraction | None:
             (statement,) = ast.parse(rules[step.target].strip()).body
             values[step.target] = values[step.id] = _evaluate(statement.value, values)
         return values[plan.target_variable]
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError):
-        return None
-    except (MemoryError, TypeError, ValueError):
+    except NOT_COMPUTABLE:
         return None
 
 

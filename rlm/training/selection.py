@@ -16,9 +16,8 @@ from rlm.evaluation import t_interval
 CONFIDENCE = 0.95
 # Even if all of them agree, fewer problems are no evidence: a sign test of 5 has p = 2 / 2⁵ > 0.05.
 MIN_PROBLEMS = 6
-ProblemScores = Sequence[
-    float | None
-]  # of each problem the mean of its completions; None: no verdict
+# Each problem's mean over its completions; None: no completion had a verdict.
+ProblemScores = Sequence[float | None]
 
 
 @dataclass(frozen=True)

@@ -412,7 +412,7 @@ def test_plans_are_asked_for_by_schema_until_the_endpoint_refuses_one(place, cap
     assert "JSON schemas" not in capsys.readouterr().err
     place.server.script(refuse(422, "response_format is not offered"))
     assert place.run("generator", 1, "--max-problems", 3) == 0
-    assert capsys.readouterr().err.count("goes on without JSON schemas") == 1
+    assert capsys.readouterr().err.count("continues without JSON schemas") == 1
     assert "response_format" not in place.asked("scaffold")[-1]
     assert place.summary()["failed calls"] == 0
 
