@@ -44,6 +44,7 @@ from rlm.model import (
     prepare_process,
     release_memory,
 )
+from rlm.ops import use_fused_layers
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
 from rlm.sampling import SamplingParams
 from rlm.tools import Tool
@@ -77,7 +78,6 @@ from rlm.training import (
     summary_card,
     timer,
     token_logprobs,
-    use_fused_layers,
     validation_measure,
     without_copies,
 )

@@ -51,6 +51,7 @@ from rlm.model import (
     prepare_process,
     save_adapter,
 )
+from rlm.ops import use_fused_layers
 from rlm.runs import RunDirectory, check_resumable, replace_json, writing
 from rlm.sampling import check_architecture
 from rlm.tools import Calculator, load_tool
@@ -61,7 +62,6 @@ from rlm.training import (
     show_counts,
     show_example,
     to_examples,
-    use_fused_layers,
 )
 
 if TYPE_CHECKING:

@@ -30,13 +30,12 @@ from rlm.evaluation import show_table
 from rlm.model import (
     Device,
     decoder_and_head,
-    kernels_for,
     load_adapter,
     load_base,
     load_tokenizer,
     prepare_process,
 )
-from rlm.ops import Kernels
+from rlm.ops import Ops, ops_for
 from rlm.sampling import Completion, Sampler, SamplingParams, fused_linear, prompt_seed
 
 GROUP = 8  # completions of a prompt
@@ -65,15 +64,13 @@ class BatchInvarianceConfig(harness.BenchmarkConfig):
             raise ValueError(f"--completions must be a multiple of {GROUP}, those of a prompt")
 
 
-def decoding_products(
-    model: PreTrainedModel, kernels: Kernels | None, dtype: torch.dtype
-) -> Products:
+def decoding_products(model: PreTrainedModel, ops: Ops, dtype: torch.dtype) -> Products:
     """Make the products of a decoding step as the sampler has them, with what belongs to them."""
     decoder, head = decoder_and_head(model)
     made = []
 
     def add(*layers: nn.Linear, **options: Any) -> None:
-        product = fused_linear(*layers, kernels=kernels, dtype=dtype, **options)
+        product = fused_linear(*layers, ops=ops, dtype=dtype, **options)
         made.append((product, layers[0].in_features))
 
     for layer in decoder.layers:
@@ -86,11 +83,9 @@ def decoding_products(
     return made
 
 
-def by_onednn(kernels: Kernels | None) -> Kernels | None:
+def by_onednn(ops: Ops) -> Ops:
     """The same compiled passes, with oneDNN's products between them."""
-    if kernels is None:
-        return None
-    others = copy.copy(kernels)
+    others = copy.copy(ops)
     others.has_linear = False
     return others
 
@@ -121,13 +116,13 @@ def product_cells(
 ) -> list[dict[str, Any]]:
     """Time and compare the products in a number type: a cell for some threads and rows."""
     dtype = getattr(torch, name)
-    kernels, compiled = kernels_for(model, dtype)
-    arms = {ONEDNN: decoding_products(model, by_onednn(kernels), dtype)}
-    if kernels and kernels.has_linear:
-        arms = {harness.OURS: decoding_products(model, kernels, dtype)} | arms
-        terminal.line(f"{name}: ours {'with' if kernels.has_tiles else 'without'} AMX tiles")
+    ops = ops_for(model, dtype)
+    arms = {ONEDNN: decoding_products(model, by_onednn(ops), dtype)}
+    if ops.has_linear:
+        arms = {harness.OURS: decoding_products(model, ops, dtype)} | arms
+        terminal.line(f"{name}: ours {'with' if ops.has_tiles else 'without'} AMX tiles")
     else:
-        terminal.line(f"{name}: none of ours, {kernels.why_no_linear if kernels else compiled}")
+        terminal.line(f"{name}: none of ours, {ops.batch_note}")
     generator, most = torch.Generator().manual_seed(config.seed), max(*config.rows, COMPARED_ROWS)
     inputs = {
         width: torch.randn(most, width, generator=generator).to(dtype)

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.harness import timed
+from rlm.ops import TorchOps
 from rlm.sampling import fused_linear
 
 REPEATS = 7
@@ -160,7 +161,7 @@ def measure(device: str, dtype: torch.dtype) -> dict[str, float]:
         b = torch.randn(columns, inner, device=device, dtype=dtype)
         ways = [lambda a=a, b=b: torch.nn.functional.linear(a, b)]
         if device == "cpu":  # torch's fp32 is MKL's, which is slow on AMD: oneDNN's, packed, too
-            ways.append(partial(fused_linear(_layer(b)), a))
+            ways.append(partial(fused_linear(_layer(b), ops=TorchOps()), a))
         seconds = min(_best(way) for way in ways)
         flops = max(flops, 2 * rows * inner * columns / seconds)
     return {"bytes_per_second": bandwidth, "flops_per_second": flops}

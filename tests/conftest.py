@@ -34,7 +34,7 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
-from rlm.ops import Kernels, load_kernels
+from rlm.ops.kernels import Kernels, load_ops
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
@@ -96,9 +96,9 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
 
 def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     """What is compiled for this CPU; that nothing can be is no failure."""
-    made, why = load_kernels(dtype, queries, width)
-    if made is None:
-        pytest.skip(why)
+    made = load_ops(dtype, queries, width)
+    if not isinstance(made, Kernels):
+        pytest.skip(made.description)
     return made
 
 
@@ -114,11 +114,11 @@ def tile_kernels(queries: int, width: int) -> Kernels:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RLM_TILES", "1")
             patch.setenv("CC", command)
-            made, why = load_kernels.__wrapped__(torch.bfloat16, queries, width)
-        if made and made.has_tiles:
+            made = load_ops.__wrapped__(torch.bfloat16, queries, width)
+        if made.has_tiles:
             return made
-    assert made is None, "tiles were asked for and are not there"
-    pytest.skip(why)
+    assert not isinstance(made, Kernels), "tiles were asked for and are not there"
+    pytest.skip(made.description)
 
 
 @pytest.fixture(scope="module", autouse=True)

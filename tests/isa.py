@@ -43,13 +43,13 @@ SETTINGS = {
 }
 # Kernels, sampling, the learning pass, goldens, answers, the choice of a number type.
 NUMBERS = (
-    "ops", "sampling/test_linear.py", "sampling/test_engine.py",
+    "ops", "sampling/test_engine.py",
     "training/test_batches.py",
     "training/test_logprobs.py", "training/test_loss.py", "training/test_same_completions.py",
     "training/test_tool_mask.py", "test_goldens.py", "test_goldens_texts.py", "test_inference.py",
     "test_train_grpo.py",
 )  # fmt: skip
-QUICK = ("ops/test_kernels.py", "sampling/test_linear.py", "test_goldens.py")
+QUICK = ("ops/test_kernels.py", "ops/test_linear.py", "test_goldens.py")
 
 
 def cpu_flags() -> set[str]:

@@ -25,6 +25,7 @@ from rlm.data import longest_prompts
 from rlm.model.adapters import load_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base
 from rlm.model.hardware import Device, pick_device
+from rlm.ops import TorchOps
 from rlm.sampling.draw import sample_rows
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.params import SamplingParams
@@ -211,12 +212,12 @@ def test_logits_that_are_not_finite_are_noticed_in_the_one_transfer(bad, tempera
     with pretended_cards(*T4):
         on_card = logits.to("cuda")
         with Reads():
-            drawn = sample_rows(on_card, uniform, params)
-        assert drawn == sample_rows(logits, uniform, params)
+            drawn = sample_rows(on_card, uniform, params, TorchOps())
+        assert drawn == sample_rows(logits, uniform, params, TorchOps())
         assert len(reads) == 1
         on_card[1, 7] = bad
         with pytest.raises(UsageError, match="not finite"):
-            sample_rows(on_card, uniform, params)
+            sample_rows(on_card, uniform, params, TorchOps())
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])

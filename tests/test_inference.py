@@ -18,6 +18,7 @@ import server
 from rlm.cli.main import run_main
 from rlm.data.prompts import render_prompt
 from rlm.model import AdapterInfo
+from rlm.ops import TorchOps
 from rlm.reasoner import local
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed, sampling_dtype
 from tests.test_server import weights  # noqa: F401 (a fixture)
@@ -193,8 +194,8 @@ def test_tokens_are_drawn_as_asked_for(ask, scripted, arguments, drawn):
 
 
 def test_one_line_says_that_other_code_multiplies(ask, scripted, monkeypatch):
-    monkeypatch.setattr("rlm.sampling.engine.kernels_for", lambda *_: (None, "not compiled here"))
-    note = "a completion may depend on its batch: not compiled here"
+    monkeypatch.setattr("rlm.sampling.engine.ops_for", lambda *_: TorchOps("a test"))
+    note = "a completion may depend on its batch: passes between products not compiled: a test"
     assert ask("two and three")[0].splitlines()[-1] == note
     assert note not in ask("two and three", "--json")[0]
 

@@ -16,7 +16,9 @@ from rlm.conformance import comparison
 from rlm.evaluation.audit import MathVerify
 from rlm.model import hardware
 from rlm.model.base import model_directory
-from rlm.ops import kernels_digest, load_kernels
+from rlm.ops import TorchOps
+from rlm.ops.build import kernels_digest
+from rlm.ops.kernels import load_ops
 from rlm.runs.trackers import open_tracker
 from rlm.sampling.managed_vllm import split_command
 from rlm.serving.tunnel import TunnelError, find_agent
@@ -43,9 +45,9 @@ def no_programs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setenv("RLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    load_kernels.cache_clear()
+    load_ops.cache_clear()
     yield
-    load_kernels.cache_clear()
+    load_ops.cache_clear()
 
 
 @pytest.fixture
@@ -75,9 +77,9 @@ def test_a_run_that_finds_no_program_exports_its_adapter_and_resumes(
 
 
 def without_a_compiler(tmp_path: Path) -> None:
-    made, why = load_kernels(hardware.torch.float32, 2, 8)
-    assert made is None
-    assert "not compiled" in why
+    made = load_ops(hardware.torch.float32, 2, 8)
+    assert isinstance(made, TorchOps)
+    assert "not compiled" in made.description
     assert kernels_digest() == "none"
 
 

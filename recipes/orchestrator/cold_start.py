@@ -35,6 +35,7 @@ from rlm.model import (
     save_adapter,
     set_gradient_checkpointing,
 )
+from rlm.ops import use_fused_layers
 from rlm.training import (
     MixedPrecisionAdapter,
     Rollout,
@@ -43,7 +44,6 @@ from rlm.training import (
     make_micro_batches,
     micro_batch_tokens,
     token_logprobs,
-    use_fused_layers,
 )
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlm.data import Problem
+from rlm.ops import TorchOps
 from rlm.sampling import Completion, SamplingParams, sample_tokens
 from rlm.training import (
     Group,
@@ -70,7 +71,7 @@ def _scoring_logprobs(given: SimpleNamespace) -> Tensor:
     head = nn.Linear(vocabulary, vocabulary, bias=False)
     head.weight.data = torch.eye(vocabulary)
     hidden = logits.expand(vocabulary, -1).contiguous()
-    scored, _ = score_tokens(hidden, head, torch.arange(vocabulary), given.temperature, None)
+    scored, _ = score_tokens(hidden, head, torch.arange(vocabulary), given.temperature, TorchOps())
     return scored[None]
 
 
@@ -78,7 +79,7 @@ def _sampling_logprobs(given: SimpleNamespace) -> Tensor:
     logits = torch.tensor(given.logits).expand(64, -1)
     uniform = torch.arange(64, dtype=torch.float64) / 64  # every token is drawn
     params = SamplingParams(1, temperature=given.temperature)
-    tokens, logprobs = sample_tokens(logits, uniform, params)
+    tokens, logprobs = sample_tokens(logits, uniform, params, TorchOps())
     found = dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
     return torch.tensor([[found[token] for token in range(logits.shape[1])]])
 

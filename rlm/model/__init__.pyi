@@ -11,7 +11,6 @@ from .adapters import adapter_mismatch as adapter_mismatch
 from .adapters import adapter_tensors as adapter_tensors
 from .adapters import check_base as check_base
 from .adapters import load_adapter as load_adapter
-from .adapters import lora_layers as lora_layers
 from .adapters import merged_weight as merged_weight
 from .adapters import new_adapter as new_adapter
 from .adapters import same_weights as same_weights
@@ -21,12 +20,9 @@ from .adapters import using_reference as using_reference
 from .base import base_model_hash as base_model_hash
 from .base import context_window as context_window
 from .base import decoder_and_head as decoder_and_head
-from .base import head_dim as head_dim
-from .base import kernels_for as kernels_for
 from .base import load_base as load_base
 from .base import load_tokenizer as load_tokenizer
 from .base import model_directory as model_directory
-from .base import num_key_value_heads as num_key_value_heads
 from .export import check_new as check_new
 from .export import check_output as check_output
 from .export import merge_adapter as merge_adapter

@@ -320,11 +320,6 @@ def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def lora_layers(model: nn.Module) -> list[LoraLayer]:
-    """The layers that have an adapter."""
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
 @torch.no_grad()
 def merged_weight(linear: nn.Module) -> torch.Tensor:
     """Merge a linear layer's weight, (out, in), with its active adapters, in a new tensor.

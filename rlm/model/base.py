@@ -25,7 +25,6 @@ from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -33,7 +32,7 @@ from transformers import (
 from rlm.cli import UsageError, terminal
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
-from rlm.ops import ATTN_IMPLEMENTATION, Kernels, load_kernels
+from rlm.ops import ATTN_IMPLEMENTATION
 from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
@@ -203,29 +202,6 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Modul
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
     """The most tokens that the model can read and write; None where it has no such limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def num_key_value_heads(config: PretrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def kernels_for(
-    model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None
-) -> tuple[Kernels | None, str]:
-    """Compile the kernels for a model's shapes; None and the reason where torch does it all.
-
-    Args:
-        dtype: number type to compute in (None: the model's).
-    """
-    if model.device.type != "cpu":
-        return None, f"passes between products not compiled: no code for {model.device.type}"
-    config = model.config.get_text_config()
-    queries = config.num_attention_heads // num_key_value_heads(config)
-    return load_kernels(dtype or model.dtype, queries, head_dim(config))
 
 
 def _cannot_load(name: str, error: Exception) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from rlm.cli import UsageError
 from rlm.data import end_of_turn_id
-from rlm.model.base import head_dim, num_key_value_heads
+from rlm.ops import head_dim, num_key_value_heads
 from rlm.runs import check_space, writing_beside
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""What makes a CPU fast: C code compiled at first use, attention, number types by measurement."""
+"""What sampling and training compute, behind one interface: multiply, attend, sample, score.
+
+`ops_for(model)` returns `Kernels`, C code compiled for this CPU, or `TorchOps`, the same in torch.
+"""
 
 import lazy_loader
 

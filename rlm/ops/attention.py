@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import eager_mask
 
 from rlm.cli import UsageError
@@ -194,6 +194,14 @@ def softmax_scale(
         if options.get(name) is not None:
             raise UsageError(f"this model's attention needs {name}: {advice}")
     return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def attention_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that this attention holds of a block of queries at a time, if it is the config's:
+    weights and scores, and their gradients."""
+    if config._attn_implementation != ATTN_IMPLEMENTATION:
+        return 0
+    return 4 * config.num_attention_heads * min(tokens, QUERY_BLOCK) * tokens * dtype.itemsize
 
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, attention_forward)

@@ -3,8 +3,8 @@
 decode.c has what stands between the products of a decoding step, learn.c and attention.c of the
 learning pass, logits.c draws and scores tokens, products.c multiplies: in fp32, and in bf16 where
 the CPU does it with pairs, or with AMX tiles if RLM_TILES=1 is set.
-Without a compiler torch does the same in many small passes, and oneDNN the products: equal up to
-rounding, and slower.
+Without a compiler `TorchOps` does the same in many small passes, and oneDNN the products: equal up
+to rounding, and slower.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlm.ops.build import BuildError, load_library
+from rlm.ops.torch_ops import (
+    VOCAB_BLOCK,
+    AttentionFunction,
+    LinearFunction,
+    Store,
+    TorchOps,
+    packed_linear,
+)
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION_BLOCK = 16  # tokens; attention.c's TOKENS
-VOCAB_BLOCK = 256  # tokens; blocks of a vocabulary and tokens of a block are about equally many
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # The arguments of each C function, but for its last, the number of threads.
@@ -74,28 +86,50 @@ class _Product(ctypes.Structure):
     )
 
 
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def num_key_value_heads(config: PretrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def ops_for(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> Ops:
+    """Return what computes for a model of these shapes: compiled on a CPU, or else torch.
+
+    Args:
+        dtype: number type to compute in (None: the model's).
+    """
+    if model.device.type != "cpu":
+        return TorchOps(f"no code for {model.device.type}", "sums on a GPU do")
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads // num_key_value_heads(config)
+    return load_ops(dtype or model.dtype, queries, head_dim(config))
+
+
 @functools.cache
-def load_kernels(dtype: torch.dtype, queries: int, head_dim: int) -> tuple[Kernels | None, str]:
-    """Compile and load the kernels for a number type and a shape of heads; or say why not.
+def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
+    """Compile and load the kernels for a number type and a shape of heads; torch if they cannot be.
 
     Args:
         queries: query heads per key-value head.
     """
-    missing = "passes between products not compiled: "
     if dtype not in (torch.float32, torch.bfloat16):
-        return None, f"{missing}no code for {str(dtype).removeprefix('torch.')}"
+        return TorchOps(f"no code for {str(dtype).removeprefix('torch.')}")
     macros = [f"QUERIES={queries}", f"WIDTH={head_dim}", f"DRAWN={VOCAB_BLOCK}"]
     if dtype == torch.bfloat16:
         macros += ["BF16", "TILES"] if os.environ.get("RLM_TILES") == "1" else ["BF16"]
     try:
         library = load_library(macros)
     except BuildError as error:
-        return None, f"{missing}{error}"
-    return Kernels(library, dtype, (queries, head_dim)), "passes between products compiled"
+        return TorchOps(str(error))
+    return Kernels(library, dtype, (queries, head_dim))
 
 
 class Kernels:
     """The functions of the C files, for tensors on the CPU."""
+
+    description = "passes between products compiled"
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, head_shape: tuple[int, int]
@@ -107,15 +141,16 @@ class Kernels:
         self.has_linear = self._columns > 0
         self.has_tiles = bool(library.uses_tiles())  # whether AMX multiplies
         # How many inputs they take at a time.
-        self.multiplied_together = 4 // dtype.itemsize
+        self._multiplied_together = 4 // dtype.itemsize
+        self.logit_bytes = dtype.itemsize  # read as they are
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name != "multiply" or self.has_linear:
                 getattr(library, name).argtypes = (*arguments, ctypes.c_int)
 
     @property
-    def why_no_linear(self) -> str | None:
-        """Say why products are not compiled; None if they are."""
+    def batch_note(self) -> str | None:
+        """Why a row's numbers may depend on other rows; None where no bit of them does."""
         if self.has_linear:
             return None
         if self.dtype == torch.float32:
@@ -134,7 +169,7 @@ class Kernels:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor] | None,
         epsilon: float | None = None,
-    ) -> Callable[..., Tensor]:
+    ) -> LinearFunction:
         """Make a linear layer's function: x (rows, inputs)[, residual (rows, outputs) to add] →
         (rows, outputs).
 
@@ -143,6 +178,8 @@ class Kernels:
             biases: (outputs,) of each.
             epsilon: if given, rows are divided by their root mean square first.
         """
+        if not self.has_linear or weights[0].shape[1] % self._multiplied_together:
+            return packed_linear(weights, biases, epsilon, self.rms_norm)
         kept = self._in_blocks(weights)
         shifts = None if biases is None else self._in_columns(biases).float()
         outputs, inputs = weights[0].shape
@@ -177,21 +214,44 @@ class Kernels:
         whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
         return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
 
+    def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate keys or values; what no row has written is never read."""
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    def prefill_attention(
+        self, stores: Sequence[Store], slots: Sequence[int], tokens: int, prefix: int
+    ) -> AttentionFunction:
+        """Make the attention that prefills prompts; see `TorchOps.prefill_attention`.
+
+        It is the code that decodes: each token of a prompt is a row. So a token's attention is one
+        sum in one order, wherever its prompt was cut and whatever was read beside it.
+        """
+        before, (keys, values) = stores
+        where, rows = torch.tensor(slots), len(slots) * tokens
+        read = self.decode_attention(
+            (before, before, (keys, values)),
+            ([0] * rows, [0] * rows, [slot for slot in slots for _ in range(tokens)]),
+            ([prefix] * rows, [0] * rows, [*range(1, tokens + 1)] * len(slots)),
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            keys[layer][where, :, :, :tokens] = k.mT
+            values[layer][where, :, :tokens] = v
+            queries = q.transpose(1, 2).flatten(0, 1)[:, :, None]  # (B·T, heads, 1, D)
+            out = read(layer, queries, None, None, scale)
+            return out.view(len(slots), tokens, *out.shape[1:2], -1).transpose(1, 2)
+
+        return attend
+
     def decode_attention(
         self,
-        stores: Sequence[tuple[Tensor, Tensor]],
+        stores: Sequence[Store],
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
-    ) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
-        """Make the attention of rows of one token each: a function of (layer, q, k, v, scale).
+    ) -> Callable[[int, Tensor, Tensor | None, Tensor | None, float], Tensor]:
+        """Make the attention of rows of one token each; see `TorchOps.decode_attention`.
 
-        Without k and v (None) the new tokens' are stored already, as those of prompts.
-
-        Args:
-            stores: keys (L, slots, H, D, T) and values (L, slots, H, T, D) of each segment; the
-                new token's are written to the last, at its length less one.
-            slots: in each segment, where each row reads.
-            lengths: in each segment, how many tokens each row reads.
+        There are three segments. Without k and v (None) the new tokens' are stored already.
         """
         numbers = [[torch.tensor(part) for part in parts] for parts in (slots, lengths)]
         step = _Step(rows=len(slots[0]), heads=stores[0][0].shape[2])
@@ -356,3 +416,6 @@ class Kernels:
 def _heads_together(rows: Tensor) -> Tensor:
     """(N, heads, D) whose heads lie side by side."""
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+
+
+Ops = TorchOps | Kernels

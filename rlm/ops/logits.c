@@ -51,7 +51,7 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
     return last;
 }
 
-/* One token of each row of logits (rows, vocabulary), and its log-probability: as in draw.py, by
+/* One token of each row of logits (rows, vocabulary), and its log-probability: as in torch_ops.py, by
  * the running sum over blocks of the vocabulary, then within the one that is hit; where `cold`, the
  * first of the likeliest. Returns 1 if a row's logits are not finite. */
 int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,

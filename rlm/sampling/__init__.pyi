@@ -1,7 +1,6 @@
 from .draw import sample_tokens as sample_tokens
 from .engine import Sampler as Sampler
 from .kv_cache import CacheConfig as CacheConfig
-from .linear import fused_linear as fused_linear
 from .managed_vllm import ManagedVLLM as ManagedVLLM
 from .managed_vllm import server_command as server_command
 from .managed_vllm import server_options as server_options
@@ -20,7 +19,7 @@ from .structured_outputs import StructuredOutputs as StructuredOutputs
 from .tool_tokens import ToolTokens as ToolTokens
 from .tool_tokens import tool_spans as tool_spans
 from .vllm import VLLMSampler as VLLMSampler
-from .weights import FUSED_MODEL_TYPES as FUSED_MODEL_TYPES
 from .weights import check_architecture as check_architecture
 from .weights import choose_sampling_dtype as choose_sampling_dtype
+from .weights import fused_linear as fused_linear
 from .weights import sampling_dtype as sampling_dtype

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from rlm.cli import UsageError
-from rlm.ops import VOCAB_BLOCK
+from rlm.ops import Ops, TorchOps
 from rlm.sampling.params import SamplingParams
-
-if TYPE_CHECKING:
-    from rlm.ops import Kernels
 
 # Below it logits overflow, and nothing is left but the likeliest token anyway.
 MIN_TEMPERATURE = 1e-30
@@ -59,7 +54,7 @@ def sample_rows(
     logits: torch.Tensor,
     uniform: torch.Tensor,
     params: Sequence[SamplingParams],
-    kernels: Kernels | None = None,
+    ops: Ops,
 ) -> list[tuple[int, float]]:
     """Draw a token, with its log-probability, for each row by the row's own parameters."""
     members: dict[tuple, list[int]] = {}
@@ -72,7 +67,7 @@ def sample_rows(
             logits if every else logits[rows],
             (uniform if every else uniform[rows]).to(logits.device),
             params[rows[0]],
-            kernels,
+            ops,
         )
         if logits.is_cuda:  # one transfer, for which the whole batch waits, instead of three
             ids, values = torch.stack([tokens.double(), logprobs.double()]).tolist()
@@ -87,82 +82,25 @@ def sample_rows(
 
 
 def sample_tokens(
-    logits: torch.Tensor,
-    uniform: torch.Tensor,
-    params: SamplingParams,
-    kernels: Kernels | None = None,
+    logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw token ids (N,), with their log-probabilities (N,), from logits (N, V).
 
-    Inverse transform: one uniform number a row, scaled by the total mass, is looked up in the
-    running sum. It costs about what reading the logits costs: the running sum is made over blocks
-    of the vocabulary, then within the one block that is hit. (`torch.multinomial` draws N × V
-    random numbers on one thread.)
-
     Args:
-        kernels: what is compiled for the number type of the logits, if anything is.
+        ops: what computes in the number type of the logits.
 
     Raises:
         UsageError: a row's logits are not finite: nothing can be drawn from them.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
-    if kernels and not params.top_k and params.top_p == 1:
-        drawn = kernels.sample(logits, uniform, temperature)
-        if drawn is None:
-            raise UsageError(NOT_FINITE)
-        return drawn
-    logits = logits.float()
-    if temperature == 0:
-        tokens = logits.argmax(-1)
-        mass = logits.logsumexp(-1)
-        _check_finite(mass)
-        return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - mass
-    if temperature != 1:
-        logits = logits / temperature
-    logits = apply_top_k_top_p(logits, params)
-    probabilities = logits.softmax(-1)
-    tokens, total = _sample(probabilities, uniform)
-    chosen = probabilities.gather(-1, tokens[:, None]) / total  # which is one, but for rounding
-    return tokens, chosen.log().squeeze(-1).float()
-
-
-def _check_finite(mass: torch.Tensor) -> None:
-    # On a GPU that would wait for it: `sample_rows` looks at the log-probabilities that follow.
-    if not mass.is_cuda and not mass.isfinite().all():
+    if params.top_k or params.top_p < 1:
+        logits, ops = logits.float(), TorchOps()
+        if temperature:
+            logits, temperature = apply_top_k_top_p(logits / temperature, params), 1.0
+    drawn = ops.sample(logits, uniform, temperature)
+    if drawn is None:
         raise UsageError(NOT_FINITE)
-
-
-def _sample(
-    probabilities: torch.Tensor, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw tokens (N,) from probabilities (N, V); also their total (N, 1), in double."""
-    rows, vocabulary = probabilities.shape
-    missing = -vocabulary % VOCAB_BLOCK
-    mass = F.pad(probabilities, (0, missing)) if missing else probabilities
-    mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
-    # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
-    blocks = mass.sum(-1).double()
-    before = blocks.cumsum(-1)
-    total = before[:, -1:]
-    _check_finite(total)
-    wanted = uniform.to(total)[:, None] * total
-    block = _search(before, wanted)
-    wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
-    inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-    tokens = block * VOCAB_BLOCK + _search(inside, wanted)
-    # Of sums that are not finite, until that is noticed, the last index: a GPU would not survive
-    # one beyond it.
-    return tokens.clamp(max=vocabulary - 1).squeeze(-1), total
-
-
-def _search(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Find where running sums (N, K) pass the wanted mass (N, 1): always at a step up.
-
-    Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
-    """
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    found = torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
-    return found.clamp(max=sums.shape[1] - 1)
+    return drawn
 
 
 def apply_top_k_top_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError
 from rlm.data import stop_token_ids
-from rlm.model import available_memory, kernels_for, release_memory
+from rlm.model import available_memory, release_memory
+from rlm.ops import AttentionFunction, ops_for, round_up
 from rlm.sampling.draw import exclude_tokens, sample_rows, uniforms
-from rlm.sampling.kv_cache import AttentionFunction, CacheConfig, KVCache, round_up, token_bytes
+from rlm.sampling.kv_cache import CacheConfig, KVCache, token_bytes
 from rlm.sampling.params import Completion, Request, SamplingParams, Token
 from rlm.sampling.scheduler import (
     PREFILL_PROMPTS,
@@ -83,28 +84,24 @@ class Sampler:
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
         dtype = dtype or model.dtype
-        self._kernels, compiled = kernels_for(model, dtype)
-        self._weights, weights = choose_weights(model, merged, self._kernels, dtype, share)
+        self._ops = ops_for(model, dtype)
+        self._weights, weights = choose_weights(model, merged, self._ops, dtype, share)
         self.dtype = self._weights.dtype
         if self.dtype != dtype:
-            self._kernels, compiled = kernels_for(model)
-        self.batch_note = self._batch_note(compiled)
-        self.description = "; ".join(filter(None, (f"{weights}, {compiled}", self.batch_note)))
+            self._ops = ops_for(model)
+        self.batch_note = self._batch_note()
+        parts = f"{weights}, {self._ops.description}", self.batch_note
+        self.description = "; ".join(filter(None, parts))
         self._cache: KVCache | None = None
         self._scheduler = Scheduler(0, 0)
         self._prefix: tuple[int, ...] = ()
         self._next_id = 0
 
-    def _batch_note(self, compiled: str) -> str | None:
+    def _batch_note(self) -> str | None:
         """Say why a completion may depend on what shares its batch; None if no bit of it does."""
-        if self.model.device.type != "cpu":
-            reason = "sums on a GPU do"
-        elif isinstance(self._weights, UnmergedWeights):
+        reason = self._ops.batch_note
+        if isinstance(self._weights, UnmergedWeights) and self.model.device.type == "cpu":
             reason = "the model itself multiplies"
-        elif self._kernels is None:
-            reason = compiled
-        else:
-            reason = self._kernels.why_no_linear
         return reason and f"a completion may depend on its batch: {reason}"
 
     @cached_property
@@ -195,9 +192,7 @@ class Sampler:
         """
         config = self._fit_memory(self._cache_config(n, prompt_tokens, new_tokens))
         cache = config.tokens * token_bytes(self._config, self.dtype)
-        # Compiled code reads logits as they are; torch holds them in fp32, with exponentials.
-        each = self.dtype.itemsize if self._kernels else 3 * 4
-        logits = config.max_num_seqs * self._config.vocab_size * each
+        logits = config.max_num_seqs * self._config.vocab_size * self._ops.logit_bytes
         return cache + logits + self._weights.copied_bytes
 
     def start(self) -> None:
@@ -235,7 +230,7 @@ class Sampler:
         self._cache = None  # the old one goes first
         config = self._fit_memory(config)
         model = self.model
-        self._cache = KVCache(self._config, config, self.dtype, model.device, self._kernels)
+        self._cache = KVCache(self._config, config, self.dtype, model.device, self._ops)
         self._scheduler = Scheduler(config.max_num_seqs, config.prompt_slots)
         self._prefix = tuple(prefix)
         if prefix:
@@ -290,7 +285,7 @@ class Sampler:
             exclude_tokens(self._decode(batch), [sequence.allowed_tokens() for sequence in batch]),
             uniforms(seeds, [len(sequence.ids) for sequence in batch]),
             [sequence.request.params for sequence in batch],
-            self._kernels,
+            self._ops,
         )
         pairs = list(zip(batch, drawn, strict=True))
         # All of them first: if a request's own function raises, no token has been appended yet.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,20 +22,26 @@ from rlm.model import (
     active_lora_tensors,
     available_memory,
     decoder_and_head,
-    head_dim,
-    kernels_for,
-    num_key_value_heads,
+    merged_weight,
 )
-from rlm.ops import Kernels, fast_dtype, learning_dtype, softmax_scale
-from rlm.sampling.kv_cache import AttentionFunction
-from rlm.sampling.linear import TorchOps, fused_linear
+from rlm.ops import (
+    FUSED_MODEL_TYPES,
+    AttentionFunction,
+    LinearFunction,
+    Ops,
+    fast_dtype,
+    head_dim,
+    learning_dtype,
+    num_key_value_heads,
+    ops_for,
+    softmax_scale,
+)
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
 
 DECODED_ROWS = 64  # at which the number types are compared
 _SWITCH = threading.Lock()  # held while a model's config names another attention
-FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class UnmergedWeights:
@@ -169,14 +176,14 @@ class MergedWeights:
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
-        kernels: Kernels | None = None,
+        ops: Ops,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._model, self.dtype = model, dtype or model.dtype
-        self._kernels = kernels
+        self._ops = ops
         self._decoder, self._head = decoder_and_head(model)
         # Adapters do not reach the head: copied once.
-        self.head = fused_linear(self._head, kernels=kernels, dtype=self.dtype)
+        self.head = fused_linear(self._head, ops=ops, dtype=self.dtype)
         self.copied_bytes = copy_bytes(model, self.dtype)
         self.release()
 
@@ -190,7 +197,7 @@ class MergedWeights:
         if same and all(torch.equal(tensor, self._seen[key]) for key, tensor in adapters.items()):
             return
         self.release()  # the old copy goes first
-        what = self._kernels, self.dtype
+        what = self._ops, self.dtype
         self._layers = [_FusedLayer(layer, *what) for layer in self._decoder.layers]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
@@ -207,15 +214,15 @@ class MergedWeights:
         shape, x = ids.shape, x.flatten(0, 1)
         for layer in self._layers:
             x = layer(x, shape, rotary, attend)
-        final, ops = self._decoder.norm, self._kernels or TorchOps
+        final = self._decoder.norm
         weight = final.weight.to(self.dtype)
-        return ops.rms_norm(x, weight, final.variance_epsilon).unflatten(0, shape)
+        return self._ops.rms_norm(x, weight, final.variance_epsilon).unflatten(0, shape)
 
 
 def choose_weights(
     model: PreTrainedModel | PeftModel,
     merged: bool | None,
-    kernels: Kernels | None,
+    ops: Ops,
     dtype: torch.dtype,
     share: float = 1.0,
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
@@ -239,10 +246,47 @@ def choose_weights(
         reason = f"a merged copy would take {gb}, {free / 2**30:.1f} GB are free"
     if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
-    how = ", products compiled" if kernels and kernels.has_linear else ""
+    how = ", products compiled" if ops.has_linear else ""
     if dtype != model.dtype:
         how = f" in {str(dtype).removeprefix('torch.')}{how}"
-    return MergedWeights(model, kernels, dtype), f"a merged copy of the weights ({gb}){how}"
+    return MergedWeights(model, ops, dtype), f"a merged copy of the weights ({gb}){how}"
+
+
+@torch.no_grad()
+def fused_linear(
+    *layers: nn.Module,
+    ops: Ops,
+    norm: nn.Module | None = None,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
+) -> LinearFunction:
+    """Fuse linear layers of the same input into one, adapters merged, with the norm before them.
+
+    Args:
+        gated: of two layers, compute silu(first(x)) · second(x).
+        dtype: number type to compute in, that of `ops` (None: the layers').
+    """
+    has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
+    parts = [[layer] for layer in layers] if gated else [layers]
+    weights = [_joined_weight(part, norm) for part in parts]
+    weights = [weight.to(dtype or weight.dtype) for weight in weights]
+    biases = [_joined_bias(part, weights[0]) for part in parts] if has_bias else None
+    return ops.linear(weights, biases, None if norm is None else norm.variance_epsilon)
+
+
+def _joined_weight(layers: Sequence[nn.Module], norm: nn.Module | None) -> Tensor:
+    """Weight (outputs of all, inputs), adapters added and the norm's weight multiplied in."""
+    weights = [merged_weight(layer) for layer in layers]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    return weight if norm is None else weight * norm.weight
+
+
+def _joined_bias(layers: Sequence[nn.Module], weight: Tensor) -> Tensor:
+    """Bias (outputs of all), of the weight's number type; zeros where a layer has none."""
+    biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
+    return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases]).to(
+        weight.dtype
+    )
 
 
 class _FusedLayer:
@@ -253,15 +297,15 @@ class _FusedLayer:
     norms, residual sums and the gating belong to products.
     """
 
-    def __init__(self, layer: nn.Module, kernels: Kernels | None, dtype: torch.dtype) -> None:
-        self.ops, what = kernels or TorchOps, {"kernels": kernels, "dtype": dtype}
+    def __init__(self, layer: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
+        self.ops, linear = ops, partial(fused_linear, ops=ops, dtype=dtype)
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = fused_linear(*projections, norm=layer.input_layernorm, **what)
-        self.out = fused_linear(attention.o_proj, **what)
+        self.qkv = linear(*projections, norm=layer.input_layernorm)
+        self.out = linear(attention.o_proj)
         norm, gate_up = layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)
-        self.gated = fused_linear(*gate_up, norm=norm, gated=True, **what)
-        self.down = fused_linear(mlp.down_proj, **what)
+        self.gated = linear(*gate_up, norm=norm, gated=True)
+        self.down = linear(mlp.down_proj)
         # Qwen3 normalises each head's queries and keys.
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.index = attention.layer_idx
@@ -315,7 +359,7 @@ def choose_sampling_dtype(
     layer, config = decoder_and_head(model)[0].layers[0], model.config.get_text_config()
 
     def one_layer(dtype: torch.dtype) -> Callable[[], object]:
-        fused = _FusedLayer(layer, kernels_for(model, dtype)[0], dtype)
+        fused = _FusedLayer(layer, ops_for(model, dtype), dtype)
         x = torch.ones(DECODED_ROWS, config.hidden_size, dtype=dtype)
         attended = torch.ones(DECODED_ROWS, layer.self_attn.o_proj.in_features, dtype=dtype)
 

@@ -18,7 +18,6 @@ from .config import GRPOConfig as GRPOConfig
 from .distributed import Distributed as Distributed
 from .doctor import Doctor as Doctor
 from .dry_run import DryRun as DryRun
-from .fused_layers import use_fused_layers as use_fused_layers
 from .logprobs import reference_logprobs as reference_logprobs
 from .logprobs import score_tokens as score_tokens
 from .logprobs import set_constant_logprobs as set_constant_logprobs

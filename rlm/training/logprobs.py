@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from rlm.model import decoder_and_head, kernels_for, using_reference
-from rlm.ops import Kernels
+from rlm.model import decoder_and_head, using_reference
+from rlm.ops import Ops, ops_for
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
 
 # Logits of this many tokens are made in one product and held at once.
 LOGITS_CHUNK = 128
-# On a CPU torch makes fp32 of so many at once: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and
-# the allocator finds such a block again. 25 MB it often maps anew, page fault by page fault.
-WIDE_ROWS = 16
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,10 +55,9 @@ def token_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, S, hidden)
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
-    kernels, _ = kernels_for(model)
-    logprobs, entropy = score_tokens(hidden, head, batch.targets, temperature, kernels)
+    scored = score_tokens(hidden, head, batch.targets, temperature, ops_for(model))
     logprobs, entropy = (
-        pad_sequence(flat.split(batch.lengths), batch_first=True) for flat in (logprobs, entropy)
+        pad_sequence(flat.split(batch.lengths), batch_first=True) for flat in scored
     )
     return logprobs, entropy
 
@@ -110,7 +106,7 @@ def score_tokens(
     head: nn.Module,
     targets: Tensor,
     temperature: float,
-    kernels: Kernels | None,
+    ops: Ops,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target after its hidden state, and the entropy: two (M,).
 
@@ -118,11 +114,11 @@ def score_tokens(
         hidden: (M, hidden), contiguous.
         head: the output embeddings, frozen.
         targets: (M,) of token ids.
-        kernels: what is compiled for the model, if anything is.
+        ops: what computes for the model.
     """
     chunks = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     scored = [
-        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature, kernels)
+        _ScoreTokens.apply(part, head.weight, head.bias, wanted, temperature, ops)
         for part, wanted in chunks
     ]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
@@ -147,14 +143,11 @@ class _ScoreTokens(torch.autograd.Function):
         bias: Tensor | None,  # (V,), frozen
         targets: Tensor,  # (M,)
         temperature: float,
-        kernels: Kernels | None,
+        ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
         slopes = ctx.needs_input_grad[0]  # they then take the place of the logits
-        if kernels:
-            logprobs, entropy = kernels.token_logprobs(logits, targets, temperature, slopes)
-        else:
-            logprobs, entropy = _score(logits, targets, temperature, slopes)
+        logprobs, entropy = ops.token_logprobs(logits, targets, temperature, slopes)
         if slopes:
             ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)
         ctx.mark_non_differentiable(entropy)
@@ -164,25 +157,3 @@ class _ScoreTokens(torch.autograd.Function):
     def backward(ctx: Any, by_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope,) = ctx.saved_tensors
         return by_logprob[:, None].to(slope.dtype) * slope, *[None] * 5
-
-
-def _score(
-    logits: Tensor, targets: Tensor, temperature: float, slopes: bool
-) -> tuple[Tensor, Tensor]:
-    """`Kernels.token_logprobs` in torch."""
-    rows = WIDE_ROWS if logits.device.type == "cpu" else LOGITS_CHUNK
-    logprobs, entropies = [], []
-    for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
-        wide = part.float()
-        if temperature != 1:
-            wide = wide / temperature
-        wide = wide.log_softmax(-1)  # log-probabilities of all tokens
-        logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
-        probabilities = wide.exp()
-        # As a product of a row and a column: no further (rows, V).
-        entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
-        if slopes:
-            coefficients = probabilities.neg_()
-            coefficients[torch.arange(len(wanted), device=wanted.device), wanted] += 1
-            part.copy_(coefficients)
-    return torch.cat(logprobs), torch.cat(entropies)

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
 from rlm.model import available_memory, set_gradient_checkpointing
-from rlm.ops import ATTN_IMPLEMENTATION, QUERY_BLOCK
+from rlm.ops import attention_bytes, score_bytes
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
-from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
+from rlm.training.logprobs import LOGITS_CHUNK, token_logprobs
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,9 +38,6 @@ PROBE_TOKENS = 64
 CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}  # tokens
 GPU_MICRO_BATCH = 8192
 SMALLEST_MICRO_BATCH = 64
-LOGITS_COPIES = 3  # in fp32, of those that are scored at once: themselves and their exponentials
-# What `attention` holds of a block of queries at a time: weights and scores, their gradients.
-ATTENTION_COPIES = 4
 HEADROOM = 0.9  # of what is available
 # What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
 # holes between what is kept for the backward pass, which glibc hardly fills again (docs/log.md).
@@ -229,14 +226,9 @@ def _learning_bytes(
         per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
     else:  # gradients of the layer at work
         per_token += per_token // layers
-    by_products = model._attn_implementation == ATTN_IMPLEMENTATION
-    heads = model.num_attention_heads if by_products else 0
-    tokens = max(tokens, longest_sequence)
-    scored = WIDE_ROWS if policy.device.type == "cpu" else LOGITS_CHUNK
-    bytes_each = LOGITS_CHUNK * policy.dtype.itemsize + LOGITS_COPIES * scored * 4
-    logits = model.vocab_size * bytes_each
-    attending = ATTENTION_COPIES * heads * min(tokens, QUERY_BLOCK) * tokens
-    return tokens * per_token + logits + attending * policy.dtype.itemsize
+    tokens, dtype = max(tokens, longest_sequence), policy.dtype
+    logits = score_bytes(model.vocab_size, LOGITS_CHUNK, dtype, policy.device.type)
+    return tokens * per_token + logits + attention_bytes(model, tokens, dtype)
 
 
 def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:

@@ -19,13 +19,12 @@ from rlm.model.adapters import (
     check_adapter,
     exported_tensors,
     load_adapter,
-    lora_layers,
     new_adapter,
 )
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
+from rlm.ops import use_fused_layers
 from rlm.runs.checkpoints import file_hash
-from rlm.training.fused_layers import use_fused_layers
 
 
 @pytest.fixture
@@ -352,10 +351,11 @@ def test_a_mixture_of_experts_has_its_adapter_on_linear_layers(family, options, 
     base = tiny_model(family, **options)
     before = base(TOKENS).logits
     policy = new_adapter(base, r=2, alpha=4)
-    assert {type(layer.get_base_layer()) for layer in lora_layers(policy)} == {torch.nn.Linear}
-    assert len(lora_layers(policy)) == 2 * 4
+    adapted = [module for module in policy.modules() if hasattr(module, "lora_A")]
+    assert {type(layer.get_base_layer()) for layer in adapted} == {torch.nn.Linear}
+    assert len(adapted) == 2 * 4
     assert "LoRA is on k_proj, o_proj, q_proj, v_proj; experts" in capsys.readouterr().err
-    for layer in lora_layers(policy):
+    for layer in adapted:
         layer.lora_B["default"].weight.normal_()
     by_peft = policy(TOKENS).logits
     use_fused_layers(policy)

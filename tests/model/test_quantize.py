@@ -19,9 +19,9 @@ from rlm.cli.options import UsageError, parse
 from rlm.model.adapters import merged_weight, new_adapter
 from rlm.model.base import load_base
 from rlm.model.quantize import QUANTIZATIONS, dequantized_weight
+from rlm.ops import use_fused_layers
 from rlm.sampling import Sampler, SamplingParams
 from rlm.training.config import GRPOConfig
-from rlm.training.fused_layers import use_fused_layers
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
 from train_grpo import GRPOTrainer

@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_model
 
 from rlm.model import pick_device
-from rlm.ops import build, dtypes
+from rlm.ops import TorchOps, build, dtypes
 from rlm.sampling import Sampler, SamplingParams, sampling_dtype
 
 
@@ -140,7 +140,7 @@ def test_the_clock_takes_the_faster_for_faster():
 def test_a_merged_copy_in_bf16_draws_for_a_model_in_fp32(family, compiled, tokenizer, monkeypatch):
     """The same as a model in bf16 draws: the copy is rounded once, after the adapter is merged."""
     if not compiled:
-        monkeypatch.setattr("rlm.sampling.engine.kernels_for", lambda *_: (None, "a test"))
+        monkeypatch.setattr("rlm.sampling.engine.ops_for", lambda *_: TorchOps())
     model, params = tiny_model(family), SamplingParams(12, 1.0)
     mixed = Sampler(model, tokenizer, dtype=torch.bfloat16)
     assert (mixed.dtype, model.dtype) == (torch.bfloat16, torch.float32)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import kernels, tiny_model
 
-from rlm.ops import load_kernels
-from rlm.sampling import Sampler, SamplingParams, engine
-from rlm.sampling.linear import TorchOps
+from rlm.ops import TorchOps
+from rlm.ops.kernels import load_ops
+from rlm.sampling import Sampler, SamplingParams
 
 # Relative: bf16 has 8 bits, and torch's passes round more than once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
@@ -93,11 +93,11 @@ def test_the_passes_are_those_of_torch(rows, dtype, threads):
     torch.manual_seed(0)
     made = kernels(dtype)
     x = (3 * torch.randn(rows, 577)).to(dtype)
-    close(made.rms_norm(x, None, 1e-5), TorchOps.rms_norm(x.double(), None, 1e-5))
+    close(made.rms_norm(x, None, 1e-5), TorchOps().rms_norm(x.double(), None, 1e-5))
     heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a part, as queries and keys are
     angles = torch.rand(rows, 32).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    wanted = TorchOps.rotary_embedding(heads.double(), cos.double(), sin.double())
+    wanted = TorchOps().rotary_embedding(heads.double(), cos.double(), sin.double())
     close(made.rotary_embedding(heads, cos, sin), wanted)
     assert torch.equal(made.rotary_embedding(heads.clone(), cos, 0 * sin), heads * cos[:, None])
 
@@ -243,8 +243,8 @@ def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch
     with_compiler = Sampler(model, tokenizer)
     monkeypatch.setenv("CC", compiler)
     # What was built or was not is remembered: here by a memory that ends with the test.
-    forgetful = functools.cache(load_kernels.__wrapped__)
-    monkeypatch.setattr("rlm.model.base.load_kernels", forgetful)
+    forgetful = functools.cache(load_ops.__wrapped__)
+    monkeypatch.setattr("rlm.ops.kernels.load_ops", forgetful)
     without = Sampler(model, tokenizer)
     assert "not compiled" in without.description
     assert said in without.description
@@ -255,8 +255,9 @@ def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch
 
 
 def test_a_number_type_without_code_is_left_to_torch():
-    made, why = load_kernels(torch.float16, 3, 64)
-    assert (made, "no code for float16" in why) == (None, True)
+    made = load_ops(torch.float16, 3, 64)
+    assert isinstance(made, TorchOps)
+    assert "no code for float16" in made.description
 
 
 def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
@@ -264,5 +265,5 @@ def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
     model = tiny_model()
     sampler = Sampler(model, tokenizer)
     assert "passes between products compiled" in sampler.description
-    monkeypatch.setattr(engine.KVCache, "_decode_in_torch", None)
+    monkeypatch.setattr(TorchOps, "decode_attention", None)
     sampler.sample([[1, 2]], 2, SamplingParams(5), [0])

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
 from rlm.model.adapters import adapter_tensors, new_adapter
+from rlm.ops import TorchOps
 from rlm.sampling import (
     Request,
     Sampler,
@@ -60,7 +61,7 @@ def a_model(kind):
 def passes(request, monkeypatch):
     """Between the products: compiled code where there is a compiler, and what takes its place."""
     if request.param == "torch":
-        monkeypatch.setattr(engine, "kernels_for", lambda *_: (None, "a test"))
+        monkeypatch.setattr(engine, "ops_for", lambda *_: TorchOps())
 
 
 @pytest.fixture(
@@ -70,8 +71,8 @@ def passes(request, monkeypatch):
 def drawing(request):
     """`sample_tokens` in compiled code and in torch, of each number type."""
     how, dtype = request.param
-    made = kernels(dtype, 1, 8) if how == "compiled" else None
-    return lambda logits, *rest: sample_tokens(logits.to(dtype), *rest, kernels=made)
+    made = kernels(dtype, 1, 8) if how == "compiled" else TorchOps()
+    return lambda logits, *rest: sample_tokens(logits.to(dtype), *rest, made)
 
 
 def some_prompts(count, seed=0, longest=24):
@@ -129,7 +130,7 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer
     they are not, the sampler says so."""
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     made = tile_kernels(2, 32) if kind == "tiles" else kernels(dtype, 2, 32)
-    monkeypatch.setattr(engine, "kernels_for", lambda model, dtype=None: (made, ""))
+    monkeypatch.setattr(engine, "ops_for", lambda model, dtype=None: made)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     model = tiny_model(**sizes).to(dtype)
     beginning = [[], *[list(range(40))] * 5]
@@ -542,7 +543,7 @@ def test_top_k_and_top_p_are_exact():
     assert kept(top_p=0.6) == [False, True, False, True]
     assert kept(top_p=0.81) == [True, True, False, True]
     assert kept(top_p=1e-300) == [False, True, False, False]  # zero in single precision
-    _, logprob = sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1))
+    _, logprob = sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1), TorchOps())
     assert logprob.item() == pytest.approx(0)  # under the distribution that was drawn from
 
 

@@ -13,6 +13,7 @@ from conftest import byte_tokenizer, tiny_model
 from benchmarks.structured_outputs import INTEGER, KINDS, random_schema
 from rlm.cli import UsageError
 from rlm.data import FORMATS
+from rlm.ops import TorchOps
 from rlm.reasoner import ReasoningStream
 from rlm.sampling import GrammarCompiler, Request, Sampler, SamplingParams, StructuredOutputs
 from rlm.sampling.draw import exclude_tokens, sample_tokens
@@ -107,7 +108,7 @@ def test_a_row_is_masked_by_itself_and_scored_by_what_is_left():
     mask = torch.tensor([True, False, True, False])
     masked = exclude_tokens(logits.clone(), [None, mask])
     assert torch.equal(masked[0], logits[0])
-    token, logprob = sample_tokens(masked, torch.tensor([0.5, 0.0]), SamplingParams(1))
+    token, logprob = sample_tokens(masked, torch.tensor([0.5, 0.0]), SamplingParams(1), TorchOps())
     assert int(token[1]) == 0
     assert float(logprob[1]) == pytest.approx(-torch.tensor(1 + 2.718281828**2).log().item())
 

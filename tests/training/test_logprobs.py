@@ -10,12 +10,11 @@ import torch
 from conftest import kernels, tiny_model
 
 from rlm.model.adapters import adapter_tensors, new_adapter
-from rlm.model.base import kernels_for
-from rlm.ops import Kernels, attention
+from rlm.ops import TorchOps, attention, ops_for, use_fused_layers
+from rlm.ops.kernels import Kernels
 from rlm.training.advantages import group_advantages
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import make_micro_batches, row_weights
-from rlm.training.fused_layers import use_fused_layers
 from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
 from rlm.training.loss import policy_loss
 from rlm.training.mixed_precision import MixedPrecisionAdapter
@@ -172,7 +171,9 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     assert calls.keys() <= {"score_targets"}
     use_fused_layers(policy)
     got = outcome()
-    if kernels_for(policy)[0]:  # every one in 2 layers, 3 passes forward and 2 backward
+    if isinstance(
+        ops_for(policy), Kernels
+    ):  # every one in 2 layers, 3 passes forward and 2 backward
         norms = 2 * (4 if family == "qwen3" else 2) + 1
         first = 2  # nothing before the first norm is trained
         assert (calls["norm"], calls["norm_back"]) == (3 * norms, 2 * norms - first)
@@ -196,7 +197,7 @@ def test_a_confident_token_keeps_its_gradient_in_bf16(with_kernels):
         head = torch.nn.Linear(32, 64, bias=False)
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         hidden = hidden.clone().requires_grad_()
-        made = kernels(weight.dtype) if with_kernels else None
+        made = kernels(weight.dtype) if with_kernels else TorchOps()
         logprobs, _ = score_tokens(hidden, head, targets, 1.0, made)
         logprobs.sum().backward()
         return logprobs.exp().item(), hidden.grad.float()
@@ -248,9 +249,9 @@ def test_log_probabilities_and_gradients_equal_those_of_plain_rows(
     policy = a_policy(family)
     if with_kernels:
         kernels(policy.dtype)
-        assert kernels_for(policy)[0]
+        assert isinstance(ops_for(policy), Kernels)
     else:
-        monkeypatch.setattr("rlm.training.logprobs.kernels_for", lambda model: (None, "a test"))
+        monkeypatch.setattr("rlm.training.logprobs.ops_for", lambda model: TorchOps())
     rollouts = some_rollouts()
     factors = torch.randn(64, generator=torch.Generator().manual_seed(1))
     expected = []

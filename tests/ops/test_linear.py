@@ -8,9 +8,9 @@ import torch
 from conftest import tiny_model
 from torch import Tensor, nn
 
-from rlm.ops import Kernels
-from rlm.sampling.linear import fused_linear
-from rlm.sampling.weights import MergedWeights, UnmergedWeights
+from rlm.ops import TorchOps
+from rlm.ops.kernels import Kernels
+from rlm.sampling.weights import MergedWeights, UnmergedWeights, fused_linear
 
 BF16 = torch.bfloat16
 KINDS = ("fp32", "bf16", "tiles")  # of products
@@ -22,7 +22,7 @@ def kernels(kind: str) -> Kernels:
         return conftest.tile_kernels(2, 8)
     made = conftest.kernels(BF16 if kind == "bf16" else torch.float32, 2, 8)
     if not made.has_linear:
-        pytest.skip(made.why_no_linear)
+        pytest.skip(made.batch_note)
     return made
 
 
@@ -88,11 +88,11 @@ def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, kind, t
     made = layers(inputs, outputs, bias, dtype)
     x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, sum(outputs)).to(dtype)
     wanted = torch.cat([double(layer, x) for layer in made], 1)
-    rounded_once(fused_linear(*made, kernels=how)(x), wanted)
-    rounded_once(fused_linear(*made, kernels=how)(x, residual), wanted + residual.double())
+    rounded_once(fused_linear(*made, ops=how)(x), wanted)
+    rounded_once(fused_linear(*made, ops=how)(x, residual), wanted + residual.double())
     norm = ones(inputs, dtype)
     wanted = torch.cat([double(layer, norm(x)) for layer in made], 1)
-    rounded_once(fused_linear(*made, norm=norm, kernels=how)(x), wanted)
+    rounded_once(fused_linear(*made, norm=norm, ops=how)(x), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 64])
@@ -105,7 +105,7 @@ def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, kind, thre
     gate, up = layers(inputs, [outputs, outputs], bias, dtype)
     norm, x = ones(inputs, dtype), (9 * torch.randn(rows, inputs)).to(dtype)
     wanted = nn.functional.silu(double(gate, norm(x))) * double(up, norm(x))
-    rounded_once(fused_linear(gate, up, norm=norm, gated=True, kernels=kernels(kind))(x), wanted)
+    rounded_once(fused_linear(gate, up, norm=norm, gated=True, ops=kernels(kind))(x), wanted)
 
 
 @pytest.mark.parametrize("compiled_too", [False, True])
@@ -114,18 +114,18 @@ def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, kind, thre
 @pytest.mark.parametrize("biases", [(), (0,), (0, 1)])
 def test_every_path_computes_the_same(inputs, biases, kind, compiled_too):
     torch.manual_seed(0)
-    dtype, how = dtype_of(kind), kernels(kind) if compiled_too else None
+    dtype, how = dtype_of(kind), kernels(kind) if compiled_too else TorchOps()
     first, second = layers(inputs, [40, 40], True, dtype)
     for i, layer in enumerate((first, second)):
         if i not in biases:
             layer.bias = None
     norm, x = Norm(torch.rand(inputs).to(dtype) + 0.5), torch.randn(9, inputs).to(dtype)
     residual = torch.randn(9, 40).to(dtype)
-    near(fused_linear(first, kernels=how)(x, residual), double(first, x) + residual.double())
+    near(fused_linear(first, ops=how)(x, residual), double(first, x) + residual.double())
     wanted = torch.cat([double(layer, norm(x)) for layer in (first, second)], 1)
-    near(fused_linear(first, second, norm=norm, kernels=how)(x), wanted)
+    near(fused_linear(first, second, norm=norm, ops=how)(x), wanted)
     wanted = nn.functional.silu(double(first, norm(x))) * double(second, norm(x))
-    near(fused_linear(first, second, norm=norm, gated=True, kernels=how)(x), wanted)
+    near(fused_linear(first, second, norm=norm, gated=True, ops=how)(x), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,8 +133,8 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kind, thr
     torch.manual_seed(0)
     dtype, how = dtype_of(kind), kernels(kind)
     gate, up = layers(576, [200, 200], True, dtype)
-    linear = fused_linear(gate, kernels=how)
-    gated = fused_linear(gate, up, norm=ones(576, dtype), gated=True, kernels=how)
+    linear = fused_linear(gate, ops=how)
+    gated = fused_linear(gate, up, norm=ones(576, dtype), gated=True, ops=how)
     x, residual = torch.randn(77, 576).to(dtype), torch.randn(77, 200).to(dtype)
     sums, gates = linear(x, residual), gated(x)
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kind, thr
 def test_at_the_small_models_shapes_no_bit_depends_on_the_number_of_rows(inputs, outputs, kind):
     torch.manual_seed(0)
     dtype = dtype_of(kind)
-    linear = fused_linear(*layers(inputs, [outputs], False, dtype), kernels=kernels(kind))
+    linear = fused_linear(*layers(inputs, [outputs], False, dtype), ops=kernels(kind))
     x = torch.randn(65, inputs).to(dtype)
     together = linear(x)
     for start, end in [(0, 1), (1, 3), (3, 10), (10, 27), (27, 60), (0, 64), (33, 65)]:
@@ -163,9 +163,9 @@ def test_what_is_not_a_number_stays_in_its_row(kind):
     torch.manual_seed(0)
     (layer,) = layers(64, [50], False, BF16)
     x = torch.randn(20, 64).to(BF16)
-    usual = fused_linear(layer, norm=ones(64, BF16), kernels=kernels(kind))(x)
+    usual = fused_linear(layer, norm=ones(64, BF16), ops=kernels(kind))(x)
     x[3, 7], x[11, 0] = torch.nan, torch.inf
-    found = fused_linear(layer, norm=ones(64, BF16), kernels=kernels(kind))(x)
+    found = fused_linear(layer, norm=ones(64, BF16), ops=kernels(kind))(x)
     assert found[3].isnan().all()
     assert not found[11].isfinite().all()
     rest = [i for i in range(20) if i not in (3, 11)]
@@ -176,7 +176,7 @@ def test_what_is_not_a_number_stays_in_its_row(kind):
 def test_rows_may_lie_apart_and_nothing_is_written_but_the_answer(kind):
     torch.manual_seed(0)
     (layer,) = layers(64, [50], False, BF16)
-    made = fused_linear(layer, kernels=kernels(kind))
+    made = fused_linear(layer, ops=kernels(kind))
     wide, other = torch.randn(9, 100).to(BF16), torch.randn(9, 80).to(BF16)
     before = wide.clone(), other.clone(), layer.weight.clone()
     found = made(wide[:, 20:84], other[:, 10:60])

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlm.model import decoder_and_head, kernels_for, lora_layers
-from rlm.ops import ATTN_IMPLEMENTATION, Kernels, block_attention
-from rlm.sampling import FUSED_MODEL_TYPES
+from rlm.ops.attention import ATTN_IMPLEMENTATION, block_attention
+from rlm.ops.kernels import Kernels, ops_for
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+if TYPE_CHECKING:
     from peft import PeftModel
 
+FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 Module = Any  # of transformers or PEFT: what it holds is declared nowhere
 
 
@@ -26,13 +26,14 @@ def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
     """Let the policy compute with fused adapters and, where they can be compiled, fused norms,
     gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
     module: Module
-    for module in lora_layers(policy):
-        module.forward = partial(_lora, module)
-    kernels, _ = kernels_for(policy)
-    if kernels is None:
+    for module in policy.modules():
+        if hasattr(module, "lora_A"):
+            module.forward = partial(_lora, module)
+    kernels = ops_for(policy)
+    if not isinstance(kernels, Kernels):
         return
-    decoder: Module
-    decoder, _ = decoder_and_head(policy)
+    base: Module = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    decoder = base.get_decoder()
     if decoder.config.model_type not in FUSED_MODEL_TYPES:
         return
     for module in decoder.modules():

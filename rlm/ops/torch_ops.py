@@ -1,0 +1,361 @@
+"""The operations of sampling and scoring in torch, on any device. `Kernels` has the same, compiled.
+
+Letters: N rows, V vocabulary; of a cache: L layers, P prompt slots, H key-value heads, Q queries
+per such head, D head width, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# linear(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
+LinearFunction = Callable[..., Tensor]
+# attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
+AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+# Keys (L, slots, H, D, T) and values (L, slots, H, T, D).
+Store = tuple[Tensor, Tensor]
+# Tokens; blocks of a vocabulary and tokens of a block are about equally many.
+VOCAB_BLOCK = 256
+# On a CPU torch makes fp32 of so many at once: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and
+# the allocator finds such a block again. 25 MB it often maps anew, page fault by page fault.
+WIDE_ROWS = 16
+PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows may be multiplied
+
+
+class TorchOps:
+    """What a sampler and a trainer compute, in torch: multiply, attend, sample, score."""
+
+    has_linear = False  # whether our own code multiplies, and sums each row by itself
+    has_tiles = False
+    logit_bytes = 3 * 4  # while a token is drawn: in fp32, with exponentials and running sums
+
+    def __init__(self, reason: str = "torch was asked for", batch_note: str | None = None) -> None:
+        """
+        Args:
+            reason: why nothing is compiled.
+            batch_note: why a row's numbers may depend on other rows (None: the same reason).
+        """
+        self.description = f"passes between products not compiled: {reason}"
+        self.batch_note = batch_note or self.description
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        """weight · x / rms(x), the quotient made in fp32; without a weight, of 1."""
+        wide = x.float()
+        square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        unit = (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
+        return unit if weight is None else unit * weight
+
+    def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama.
+
+        Args:
+            x: (rows, heads, D).
+            cos, sin: (rows, D).
+        """
+        low, high = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+
+    def linear(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] | None,
+        epsilon: float | None = None,
+    ) -> LinearFunction:
+        """Make a linear layer's function; see `Kernels.linear`."""
+        return packed_linear(weights, biases, epsilon, self.rms_norm)
+
+    def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate keys or values. Products multiply what is masked too, and 0 · NaN is NaN."""
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def prefill_attention(
+        self, stores: Sequence[Store], slots: Sequence[int], tokens: int, prefix: int
+    ) -> AttentionFunction:
+        """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
+
+        Args:
+            stores: of the shared prefix, and the one to write to.
+            prefix: tokens of the shared prefix that stand before the prompts (0 for none).
+        """
+        (before_keys, before_values), (keys, values) = stores
+        where = torch.tensor(slots, device=keys.device)
+        shape = (tokens, prefix + tokens)
+        seen = torch.ones(shape, dtype=torch.bool, device=keys.device).tril(prefix)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            keys[layer][where, :, :, :tokens] = k.mT
+            values[layer][where, :, :tokens] = v
+            if not prefix:
+                return F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scale, enable_gqa=True
+                )
+            before = before_keys[layer, 0, ..., :prefix].mT, before_values[layer, 0, :, :prefix]
+            parts = [
+                torch.cat((old.expand(len(new), -1, -1, -1), new), 2)
+                for old, new in zip(before, (k, v), strict=True)
+            ]
+            shares = q.shape[1] // k.shape[1]
+            if q.is_cuda and shares > 1:  # no fused kernel there takes a mask and grouped heads
+                parts, shares = [part.repeat_interleave(shares, 1) for part in parts], 1
+            return F.scaled_dot_product_attention(
+                q, *parts, attn_mask=seen, scale=scale, enable_gqa=shares > 1
+            )
+
+        return attend
+
+    def decode_attention(
+        self,
+        stores: Sequence[Store],
+        slots: Sequence[Sequence[int]],
+        lengths: Sequence[Sequence[int]],
+    ) -> AttentionFunction:
+        """Make the attention of rows of one token each.
+
+        A store that rows share is multiplied with the queries of all its rows in one product.
+
+        Args:
+            stores: keys and values of each segment; the new token's are written to the last, at
+                its length less one.
+            slots: in each segment, where each row reads; in the last, rows 0…N-1.
+            lengths: in each segment, how many tokens each row reads.
+        """
+        own_keys, own_values = stores[-1]
+        device, heads = own_keys.device, own_keys.shape[2]
+        sizes = [
+            round_up(max(part), 64, keys.shape[-1])
+            for part, (keys, _) in zip(lengths, stores, strict=True)
+        ]
+        read = [torch.tensor(part, device=device) for part in lengths]
+        mask = _mask(read, sizes, own_keys.dtype)
+        rows, last = torch.arange(len(slots[-1]), device=device), read[-1] - 1
+        # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
+        products = [_shared_product(where, heads, device) for where in slots[:-1]]
+        products.append(torch.bmm)
+        # Of all layers at once, because a thousand views a step take as long as some products:
+        # of each layer (P·H, D, T), and values (P·H, T, D).
+        segments = []
+        for product, store, where, size in zip(products, stores, slots, sizes, strict=True):
+            if size:
+                keys, values = (part[:, : max(where) + 1].flatten(1, 2) for part in store)
+                segments.append(
+                    (product, keys[..., :size].unbind(), values[..., :size, :].unbind())
+                )
+        sizes = [size for size in sizes if size]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            own_keys[layer][rows, :, :, last] = k[:, :, 0]
+            own_values[layer][rows, :, last] = v[:, :, 0]
+            (n, heads, width), shared = q[:, :, 0].shape, k.shape[1]
+            # Queries that share a key-value head become rows of one matrix.
+            q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
+            scores = torch.cat([product(q, keys[layer]) for product, keys, _ in segments], -1)
+            # (N·H, Q, T). A softmax of 16-bit numbers is computed in fp32, and rounded in the end.
+            weights = (scores.unflatten(0, (n, shared)) + mask).softmax(-1).flatten(0, 1)
+            parts = zip(segments, weights.split(sizes, -1), strict=True)
+            out = [product(part, values[layer]) for (product, _, values), part in parts]
+            return sum(out[1:], start=out[0]).view(n, heads, 1, width)
+
+        return attend
+
+    def sample(
+        self, logits: Tensor, uniform: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draw a token of each row: ids (N,) and log-probabilities; None if a logit is not finite.
+
+        Inverse transform: one uniform number a row, scaled by the total mass, is looked up in the
+        running sum. It costs about what reading the logits costs: the running sum is made over
+        blocks of the vocabulary, then within the one block that is hit. (`torch.multinomial` draws
+        N × V random numbers on one thread.)
+
+        On a GPU, where asking would wait, the log-probabilities are not finite instead.
+        """
+        logits = logits.float()
+        if temperature == 0:
+            tokens = logits.argmax(-1)
+            mass = logits.logsumexp(-1)
+            logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - mass
+            return (tokens, logprobs) if _is_finite(mass) else None
+        if temperature != 1:
+            logits = logits / temperature
+        probabilities = logits.softmax(-1)
+        rows, vocabulary = probabilities.shape
+        missing = -vocabulary % VOCAB_BLOCK
+        mass = F.pad(probabilities, (0, missing)) if missing else probabilities
+        mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
+        # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
+        blocks = mass.sum(-1).double()
+        before = blocks.cumsum(-1)
+        total = before[:, -1:]
+        if not _is_finite(total):
+            return None
+        wanted = uniform.to(total)[:, None] * total
+        block = _search(before, wanted)
+        wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
+        inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
+        # Of sums that are not finite, until that is noticed, the last index: a GPU would not
+        # survive one beyond it.
+        tokens = (block * VOCAB_BLOCK + _search(inside, wanted)).clamp(max=vocabulary - 1)
+        chosen = probabilities.gather(-1, tokens) / total  # which is one, but for rounding
+        return tokens.squeeze(-1), chosen.log().squeeze(-1).float()
+
+    def token_logprobs(
+        self, logits: Tensor, targets: Tensor, temperature: float, gradients: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Score each row; see `Kernels.token_logprobs`."""
+        rows = WIDE_ROWS if logits.device.type == "cpu" else len(logits)
+        logprobs, entropies = [], []
+        for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
+            wide = part.float()
+            if temperature != 1:
+                wide = wide / temperature
+            wide = wide.log_softmax(-1)  # log-probabilities of all tokens
+            logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
+            probabilities = wide.exp()
+            # As a product of a row and a column: no further (rows, V).
+            entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
+            if gradients:
+                coefficients = probabilities.neg_()
+                coefficients[torch.arange(len(wanted), device=wanted.device), wanted] += 1
+                part.copy_(coefficients)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def round_up(length: int, multiple: int, at_most: int) -> int:
+    """Round a length up to a multiple, but not beyond `at_most`.
+
+    Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
+    megabyte, up to a thousand of them.
+    """
+    return min(-(-length // multiple) * multiple, at_most)
+
+
+def score_bytes(vocabulary: int, tokens: int, dtype: torch.dtype, device_type: str) -> int:
+    """Bytes that scoring so many tokens at once takes at most: their logits, and in fp32 those of
+    the rows at work, their exponentials and gradients."""
+    rows = WIDE_ROWS if device_type == "cpu" else tokens
+    return vocabulary * (tokens * dtype.itemsize + 3 * rows * 4)
+
+
+def packed_linear(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    epsilon: float | None,
+    rms_norm: Callable[[Tensor, Tensor | None, float], Tensor],
+) -> LinearFunction:
+    """`Kernels.linear` by oneDNN's products, or torch's where it has none."""
+    linears = [
+        _linear(*pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)
+    ]
+
+    def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if epsilon is not None:
+            x = rms_norm(x, None, epsilon)
+        if len(linears) == 2:
+            # (oneDNN's own SiLU tail is slower than this extra pass.)
+            return linears[1](x, F.silu(linears[0](x), inplace=True), "mul")
+        return linears[0](x, residual)
+
+    return multiply
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
+    """Make linear(x[, other, how]) → (rows, outputs), to which `other` is added or multiplied.
+
+    Where it can, oneDNN multiplies: in its own blocked layout, which a row-major matrix is
+    rearranged into in every single product, and with `other` in the same pass.
+    """
+    if not _can_pack(weight):
+
+        def multiply(x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
+            out = F.linear(x, weight, bias)
+            if other is None:
+                return out
+            return out + other if how == "add" else out * other
+
+        return multiply
+
+    weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+
+    def multiply_packed(x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
+        if other is None:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, how)
+
+    return multiply_packed
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies this number type on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
+def _is_finite(mass: Tensor) -> bool:
+    """Whether all of it is; on a GPU, which the answer would wait for, it is not asked."""
+    return mass.is_cuda or bool(mass.isfinite().all())
+
+
+def _search(sums: Tensor, wanted: Tensor) -> Tensor:
+    """Find where running sums (N, K) pass the wanted mass (N, 1): always at a step up.
+
+    Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
+    """
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    found = torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
+    return found.clamp(max=sums.shape[1] - 1)
+
+
+def _mask(lengths: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """(N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
+    beyond = [
+        torch.arange(size, device=length.device) >= length[:, None]
+        for length, size in zip(lengths, sizes, strict=True)
+    ]
+    beyond = torch.cat(beyond, 1)
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
+    return mask.masked_fill_(beyond, -torch.inf)[:, None, None]
+
+
+def _shared_product(
+    slots: Sequence[int], heads: int, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make (N·H, Q, A) times (P·H, A, B) → (N·H, Q, B): one product per slot and head."""
+    grid, place = (part.to(device) for part in _grid(slots, heads))
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        (queries, inner), outer = left.shape[1:], right.shape[-1]
+        together = len(grid) // len(right) * queries
+        stacked = left.index_select(0, grid).view(len(right), together, inner)
+        return torch.bmm(stacked, right).view(len(grid), queries, outer).index_select(0, place)
+
+    return product
+
+
+def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
+    """Sort the (row, head) pairs by slot, head, row: where each goes, and back.
+
+    Returns:
+        grid: (P·H·R,), for each place the pair (row · H + head); R is the most rows of a prompt,
+            unused places name pair 0, and what is computed there is never read.
+        place: (N·H,), for each pair its place.
+
+    >>> [part.tolist() for part in _grid([1, 0, 1], 1)]
+    [[1, 0, 0, 2], [2, 0, 3]]
+    """
+    used = [0] * (max(slots) + 1)  # rows of each slot so far
+    ranks = []
+    for slot in slots:
+        ranks.append(used[slot])
+        used[slot] += 1
+    first = torch.tensor(slots)[:, None] * heads + torch.arange(heads)  # (N, H)
+    place = (first * max(used) + torch.tensor(ranks)[:, None]).flatten()
+    grid = torch.zeros(len(used) * heads * max(used), dtype=torch.long)
+    grid[place] = torch.arange(len(place))
+    return grid, place
