@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rlm.cli import UsageError
 from rlm.grading import evaluate_expression
-from rlm.tools import Calculator, as_tool, load_tool
-from rlm.tools.calculator import MAX_LENGTH
+from rlm.tools import MAX_LENGTH, Calculator, as_tool, load_tool
 
 ask = Calculator()
 
