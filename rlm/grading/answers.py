@@ -1,16 +1,20 @@
 """Final answers: find one in a completion and compare it with the gold, exactly.
 
-Two gradings share one reader (`numbers`; `text` for letters and words). *Strict*
-is the training reward: the completion is exactly one non-empty `<think>` block, then one `<answer>`
-that holds one number. *Lenient* asks whether the model knows the answer whatever it wrapped it in,
-and is only ever reported. In both at most one value can be claimed, so a text that lists guesses is
-wrong, and nothing inside the thinking counts. Every pattern is linear and sizes are bounded:
-hostile text costs milliseconds, and no str raises.
+Two gradings share one reader (`numbers` for numbers, `read_choice` and `read_text` for letters and
+words). *Strict* is the training reward: the completion is exactly one non-empty `<think>` block,
+then one `<answer>` that holds one number. *Lenient* asks whether the model knows the answer
+whatever it wrapped it in, and is only ever reported. In both at most one value can be claimed, so a
+text that lists guesses is wrong, and nothing inside the thinking counts. Every pattern is linear
+and sizes are bounded: hostile text costs milliseconds, and no str raises.
 """
 
+from __future__ import annotations
+
 import re
-from collections.abc import Hashable
+import unicodedata
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from rlm.grading.numbers import (
     MAX_CLAIMS,
@@ -20,7 +24,62 @@ from rlm.grading.numbers import (
     parse_number,
     read_number,
 )
-from rlm.grading.text import READERS, AnswerType, read_text
+
+# What an answer is. An open one is a text that is compared with nothing: a reward alone judges it.
+AnswerType = Literal["number", "choice", "text", "open"]
+ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
+MAX_CHOICE = 1000  # characters of an answer that chooses; the search below is quadratic
+
+_LETTER = re.compile(
+    r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
+    r"([A-Za-z])(?P<end>[)\].:,\"'*_$\s]*)(?P<rest>.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+# A further letter that reads as a choice: "or C", "C)", "C." or a letter alone on its line.
+_ANOTHER = re.compile(
+    r"\b(?:or|and|unless|maybe|possibly|also|not|be|else|option|choice|answer)\s+\(?[A-J]\b"
+    r"|(?<!\w)\(?[A-J][).:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
+    re.MULTILINE,
+)
+_EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
+
+
+def read_choice(text: str) -> str | None:
+    """The one letter that a text chooses, upper case: "B", "(b)", "Option B", "B) Paris".
+
+    None if it chooses none, or more than one ("B or C").
+
+    >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
+    ('B', 'B', None, None)
+    """
+    text = text.strip()
+    match = _LETTER.fullmatch(text) if len(text) <= MAX_CHOICE else None
+    if match is None:
+        return None
+    end, rest = match["end"], match["rest"]
+    if rest and (not re.match(r"[)\].:]", end.lstrip("*_\"'")) or _ANOTHER.search(rest)):
+        return None
+    return match[1].upper()
+
+
+def read_text(text: str) -> str | None:
+    """A short text as it is compared: case, spaces and punctuation at its ends do not count.
+
+    >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
+    True
+    """
+    plain = " ".join(unicodedata.normalize("NFKC", text[:1000]).casefold().split()).strip(_EDGES)
+    return plain or None
+
+
+# What equal answers of a kind share (a number, a letter, words); None of what is no such answer.
+READERS: dict[AnswerType, Callable[[str], Hashable | None]] = {
+    "number": parse_number,
+    "choice": read_choice,
+    "text": read_text,
+    "open": read_text,
+}
+
 
 REASONS: tuple[str, ...] = (
     "correct",  # one number, equal to the gold

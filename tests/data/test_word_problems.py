@@ -18,10 +18,18 @@ from statistics import median
 
 import pytest
 
-from rlm.data import families, word_problems
-from rlm.data.families import YAML_FILES, Family, Shown, load_word_problem_table, solve
+from rlm.data import word_problems
 from rlm.data.loaders import load_jsonl
-from rlm.data.word_problems import SPLITS, draw_problem, split_of
+from rlm.data.word_problems import (
+    SPLITS,
+    YAML_FILES,
+    Family,
+    Shown,
+    draw_problem,
+    load_word_problem_table,
+    solve,
+    split_of,
+)
 from rlm.data.word_problems import generate_word_problems as generate
 
 TABLES = {dataset: load_word_problem_table(dataset) for dataset in YAML_FILES}
@@ -109,9 +117,9 @@ def test_no_wording_stands_twice():
 
 
 def test_an_entry_that_is_no_range_is_named(tmp_path, monkeypatch):
-    table = families.YAML_FILES["word-problems"].read_text()
+    table = word_problems.YAML_FILES["word-problems"].read_text()
     file = tmp_path / "words.yaml"
-    monkeypatch.setitem(families.YAML_FILES, "word-problems", file)
+    monkeypatch.setitem(word_problems.YAML_FILES, "word-problems", file)
     file.write_text(table.replace("start: 4 to 40", "start: 4-40", 1))
     with pytest.raises(ValueError, match=r"words\.yaml: '4-40' is neither a list nor like"):
         load_word_problem_table.__wrapped__()
