@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlm.cli.flags import flags_of
+from rlm.cli.flags import flags_of, with_underscores
 from rlm.cli.options import read_options
-from rlm.cli.synonyms import with_underscores
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 
 ROOT = Path(__file__).parent.parent

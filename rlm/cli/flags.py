@@ -1,23 +1,28 @@
-"""Flags: what a dataclass field says of itself, and the checks that hold for all its values."""
+"""Flags: what a dataclass field says of itself, and the checks that hold for all its values.
+
+An option has one name in all scripts, so one table says under which heading of --help it stands,
+`option_groups.yaml`. `synonyms.yaml` has the names that mean the same in TRL, transformers and
+other GRPO trainers; an unknown name gets the most similar one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import io
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rlm.cli.option_groups import group_of
-from rlm.cli.synonyms import hint, synonyms, with_underscores
+import yaml
 
 T = TypeVar("T")
 
@@ -311,3 +316,60 @@ def find_choice(value: Any, choices: Sequence[Any]) -> Any:
 
 def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
+
+
+# --- names of options ---------------------------------------------------------------------------
+
+CUTOFF = 0.75  # of difflib's likeness; below it a guess is seldom what was meant
+
+
+@cache
+def read_table(name: str) -> Any:
+    """Read a YAML file of this folder, once."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former takes a tenth of the time
+    return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
+
+
+def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
+    """Return the names of synonyms.yaml that each field of a script has, where it has any."""
+    found: dict[str, list[str]] = {}
+    for name, options in read_table("synonyms").items():
+        ours = [option for option in options.split() if option in fields]
+        if ours and name not in fields:
+            found.setdefault(ours[0], []).append(name)
+    return found
+
+
+def hint(word: str, known: Mapping[str, str]) -> str:
+    """Return what to say behind an unknown name: which one is like it, if any.
+
+    Args:
+        known: every name of a script, with underscores → the option that it names.
+    """
+    name = with_underscores(word)
+    own = [key for key, option in known.items() if with_underscores(option) == key]
+    begun = [key for key in own if name and key.startswith(name)]
+    close = begun or difflib.get_close_matches(name, known, 1, CUTOFF)
+    return f"; did you mean {known[close[0]]}?" if close else ""
+
+
+def with_underscores(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+FIRST = "options that people change first"
+GROUPS: dict[str, str] = read_table("option_groups")
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
+_PLACES = {group: place for place, group in enumerate((FIRST, *GROUPS), 1)}
+
+
+def group_of(name: str, first: Collection[str]) -> str | None:
+    """Return the heading of an option; None in a script with a short list, without `first`."""
+    if not first:
+        return None
+    return FIRST if name in first else _GROUP_OF.get(name)
+
+
+def place_of(group: str | None) -> int:
+    """Return where a group stands in --help: those without a heading first, unknown ones last."""
+    return 0 if group is None else _PLACES.get(group, len(_PLACES) + 1)

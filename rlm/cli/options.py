@@ -22,12 +22,14 @@ import yaml
 from rlm.cli.flags import (
     Flag,
     flags_of,
+    hint,
     members_of,
     merge_spellings,
+    place_of,
+    read_table,
     with_dashes,
+    with_underscores,
 )
-from rlm.cli.option_groups import place_of
-from rlm.cli.synonyms import hint, read_table, with_underscores
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name

@@ -21,9 +21,8 @@ from recipes.experience.select import SelectConfig
 from recipes.orchestrator import evaluate as orchestrator_evaluate
 from recipes.orchestrator.ask import AskConfig
 from recipes.orchestrator.config import OrchestratorConfig
-from rlm.cli.flags import always, check_values, flag, flags_of, spelling
+from rlm.cli.flags import FIRST, GROUPS, always, check_values, flag, flags_of, spelling
 from rlm.cli.main import run_main
-from rlm.cli.option_groups import FIRST, GROUPS
 from rlm.cli.options import UsageError, parse, read_options, resolve_config, to_dict
 from rlm.evaluation import EvaluateConfig
 from rlm.training import PRESETS as GRPO_PRESETS

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlm.cli.flags import flags_of
+from rlm.cli.flags import flags_of, read_table
 from rlm.cli.options import UsageError, parse, resolve_config
-from rlm.cli.synonyms import read_table
 from rlm.data import FORMATS
 from rlm.grading import grade
 from rlm.reasoner.parser import ReasoningParser
