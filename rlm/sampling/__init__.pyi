@@ -11,13 +11,13 @@ from .params import ForceTokens as ForceTokens
 from .params import Request as Request
 from .params import SamplingParams as SamplingParams
 from .params import Token as Token
+from .params import ToolTokens as ToolTokens
 from .params import prompt_seed as prompt_seed
+from .params import tool_spans as tool_spans
 from .scheduler import common_prefix_length as common_prefix_length
 from .structured_outputs import GrammarCompiler as GrammarCompiler
 from .structured_outputs import GrammarMatcher as GrammarMatcher
 from .structured_outputs import StructuredOutputs as StructuredOutputs
-from .tool_tokens import ToolTokens as ToolTokens
-from .tool_tokens import tool_spans as tool_spans
 from .vllm import VLLMSampler as VLLMSampler
 from .weights import check_architecture as check_architecture
 from .weights import choose_sampling_dtype as choose_sampling_dtype

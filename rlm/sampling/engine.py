@@ -21,7 +21,7 @@ from rlm.model import available_memory, release_memory
 from rlm.ops import AttentionFunction, ops_for, round_up
 from rlm.sampling.draw import exclude_tokens, sample_rows, uniforms
 from rlm.sampling.kv_cache import CacheConfig, KVCache, token_bytes
-from rlm.sampling.params import Completion, Request, SamplingParams, Token
+from rlm.sampling.params import Completion, Request, SamplingParams, Token, ToolTokens
 from rlm.sampling.scheduler import (
     PREFILL_PROMPTS,
     RequestState,
@@ -29,7 +29,6 @@ from rlm.sampling.scheduler import (
     SequenceState,
     common_prefix_length,
 )
-from rlm.sampling.tool_tokens import ToolTokens
 from rlm.sampling.weights import UnmergedWeights, choose_weights
 from rlm.tools import Tool
 

@@ -1,4 +1,7 @@
-"""Sampling parameters, requests, and the tokens and completions that come back."""
+"""Sampling parameters, requests, and the tokens and completions that come back.
+
+A tool writes into a completion through its request, whose `force_tokens` is a `ToolTokens`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlm.data import encode_text
+from rlm.tools import Tool
+
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -123,3 +130,44 @@ def prompt_seed(*parts: object) -> int:
     """
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+# The tool sees the text of so many last tokens: what a token costs does not grow with the text.
+TOOL_WINDOW = 256
+
+
+class ToolTokens:
+    """Asks a tool after each token what to insert: a request's `force_tokens`.
+
+    What it inserts goes through the engine as forced tokens, one a step: it takes the place of the
+    next token, which is drawn and thrown away, and the token that triggered it stays the model's.
+    A token that holds the trigger and more (`=5`) triggers nothing: the model goes on by itself.
+    """
+
+    def __init__(self, tool: Tool, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tool, self._tokenizer = tool, tokenizer
+        self._ends: dict[int, str] = {}  # token id → the text that it is
+
+    def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
+        """Token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
+        trigger = self.tool.trigger
+        # Nearly always so, and cheap. A part of a character (U+FFFD) may complete the trigger.
+        if not ids or not self._text_of(ids[-1]).endswith((trigger[-1:], "\ufffd")):
+            return None
+        text = self._tokenizer.decode(ids[-TOOL_WINDOW:], skip_special_tokens=True)
+        inserted = self.tool(text) if text.endswith(trigger) else None
+        return encode_text(self._tokenizer, inserted) if inserted else None
+
+    def _text_of(self, token: int) -> str:
+        if token not in self._ends:
+            self._ends[token] = self._tokenizer.decode([token])
+        return self._ends[token]
+
+
+def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[tuple[int, int]]:
+    """Where a tool wrote in a completion's text: the (start, end) characters of each call."""
+
+    def characters(tokens: int) -> int:
+        return len(tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True))
+
+    return [(characters(first), characters(end)) for first, end in completion.tool_calls]
