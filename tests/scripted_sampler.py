@@ -27,15 +27,18 @@ class ScriptedSampler(Sampler):
         self.script, self.pause, self.after_forced = script, pause, "7</answer>"
         self.before_step: Callable[[list[str]], None] = lambda questions: None
         self.steps = 0
+        head = self._weights.head
+        self._weights.head = lambda hidden: self._scripted(head(hidden))
 
     def step(self):
         self.steps += 1
         time.sleep(self.pause)
         return super().step()
 
-    def _decode(self, rows):
+    def _scripted(self, logits):
+        rows = self._scheduler.running
         self.before_step([self.tokenizer.decode(row.request.prompt) for row in rows])
-        logits = torch.full_like(super()._decode(rows), -1e4)
+        logits = torch.full_like(logits, -1e4)
         for i, row in enumerate(rows):
             logits[i, self._next(row)] = 1e4
         return logits

@@ -187,6 +187,7 @@ class Kernels:
         what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
         what.alive = kept, shifts  # it holds their addresses
+        call = self._library.multiply
 
         def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
             assert x.dtype == self.dtype
@@ -195,7 +196,7 @@ class Kernels:
             added = None if residual is None else residual.contiguous()
             what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
             what.residual = None if added is None else added.data_ptr()
-            self._call("multiply", ctypes.byref(what))
+            call(ctypes.byref(what), torch.get_num_threads())
             return out
 
         return multiply
@@ -260,6 +261,7 @@ class Kernels:
             part.keys, part.values = keys.data_ptr(), values.data_ptr()
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
             part.slot, part.length = slot.data_ptr(), length.data_ptr()
+        call = self._library.attend
 
         def attend(
             layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
@@ -268,9 +270,12 @@ class Kernels:
             # One token a row: what is left is (N, heads, D), of which rows may lie apart.
             parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
             rows = [
-                value for x in parts for value in ((None, 0) if x is None else (x, x.stride(0)))
+                value
+                for x in parts
+                for value in ((None, 0) if x is None else (x.data_ptr(), x.stride(0)))
             ]
-            if self._call("attend", ctypes.byref(step), layer, float(scale), *rows, out):
+            threads = torch.get_num_threads()
+            if call(ctypes.byref(step), layer, float(scale), *rows, out.data_ptr(), threads):
                 raise MemoryError("no memory for the scores of attention")
             return out
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Problem
-from rlm.grading import Verdict
+from rlm.grading import Verdict, grade
 from rlm.rewards.base import (
     REWARD_ERRORS,
     PerCompletionReward,
@@ -93,9 +93,10 @@ class Scorer:
         truncated = truncated or [[False] * len(group) for group in groups]
         token_ids = token_ids or [[[] for _ in group] for group in groups]
         verdicts = []  # made once: rewards, metrics and samples.jsonl go by these
+        tags = FORMATS[self.reasoning_format].tags
         for problem, texts in zip(problems, groups, strict=True):
-            format = FORMATS[self.reasoning_format].with_answer_type(problem.answer_type)
-            verdicts.append([format.grade(text, problem.answer, strict=True) for text in texts])
+            gold, how = problem.answer, {"kind": problem.answer_type, **tags}
+            verdicts.append([grade(text, gold, strict=True, **how) for text in texts])
         parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
         rollouts = [
             (text, problem.answer, self._columns(problem, cut, ids, verdict))

@@ -7,7 +7,8 @@ products are used, which sum in another order for another number of rows, `batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -138,20 +139,33 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Generate the group of completions of each request."""
         groups = [[Completion([], []) for _ in range(request.n)] for request in requests]
-        for token in self.stream(requests):
-            completion = groups[token.request][token.row]
-            completion.token_ids.append(token.id)
-            completion.logprobs.append(token.logprob)
-            if requests[token.request].force_tokens:
-                completion.tool_mask.append(not token.forced)
-            completion.finish_reason = token.finish_reason
-            if token.finish_reason:
-                on_finish()
+        with self._running(requests) as places:
+            while self.has_unfinished_requests():
+                for token in self.step():
+                    place = places[token.request]
+                    completion = groups[place][token.row]
+                    completion.token_ids.append(token.id)
+                    completion.logprobs.append(token.logprob)
+                    if requests[place].force_tokens:
+                        completion.tool_mask.append(not token.forced)
+                    completion.finish_reason = token.finish_reason
+                    if token.finish_reason:
+                        on_finish()
         return groups
 
     def stream(self, requests: Sequence[Request]) -> Generator[Token, None, None]:
         """Generate as `complete` does, and yield each token; its `request` counts from 0."""
+        with self._running(requests) as places:  # until the caller stops listening
+            while self.has_unfinished_requests():
+                for token in self.step():
+                    yield replace(token, request=places[token.request])
+
+    @contextmanager
+    def _running(self, requests: Sequence[Request]) -> Iterator[dict[int, int]]:
+        """Allocate the cache for a batch and queue its requests; yield the place of each by its id.
+        In the end drop what still runs, and give the cache's memory back."""
         if not requests:
+            yield {}
             return
         prompts = [request.prompt for request in requests]
         prefix = prompts[0][: common_prefix_length(prompts)]
@@ -163,15 +177,13 @@ class Sampler:
         self.allocate_cache(config, prefix)
         # Long prompts first: the last rows to run, which nothing refills, are then short ones.
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
-        numbers = {self.add_request(requests[i]): i for i in order}
+        places = {self.add_request(requests[i]): i for i in order}
         try:
-            while self.has_unfinished_requests():
-                for token in self.step():
-                    yield replace(token, request=numbers[token.request])
-        finally:  # the caller may stop listening half way
-            for request_id in numbers:
+            yield places
+        finally:
+            for request_id in places:
                 self.abort_request(request_id)
-            self._cache = None  # the memory is somebody else's until the next batch
+            self._cache = None  # free the cache between batches
 
     def _cache_config(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
         """The cache of a batch whose prompts have n[0], n[1], … completions."""
@@ -279,9 +291,11 @@ class Sampler:
         batch = self._scheduler.running
         if not batch:
             return []
+        hidden = self._weights.forward(*self._decoding_inputs(batch))  # (N, 1, hidden)
+        logits = self._weights.head(hidden[:, 0])  # (N, V)
         seeds = [sequence.request.seed + sequence.index for sequence in batch]
         drawn = sample_rows(
-            exclude_tokens(self._decode(batch), [sequence.allowed_tokens() for sequence in batch]),
+            exclude_tokens(logits, [sequence.allowed_tokens() for sequence in batch]),
             uniforms(seeds, [len(sequence.ids) for sequence in batch]),
             [sequence.request.params for sequence in batch],
             self._ops,
@@ -318,16 +332,16 @@ class Sampler:
         positions = torch.arange(start, start + tokens).expand(len(prompts), -1)
         self._weights.forward(ids.to(device), positions.to(device), attention)
 
-    def _decode(self, batch: Sequence[SequenceState]) -> torch.Tensor:
-        """Run the model over each sequence's last token; returns logits (N, V) of the next."""
+    def _decoding_inputs(
+        self, batch: Sequence[SequenceState]
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionFunction]:
+        """Each sequence's last token and its position, (N, 1) both, and how they attend."""
         lengths = [(s.parent.prefix_length, len(s.parent.cached_tokens), len(s.ids)) for s in batch]
         slots = [sequence.parent.slot for sequence in batch]
         attention = self._cache.decode(slots, *zip(*lengths, strict=True))
         device = self.model.device
         ids = torch.tensor([[sequence.last_token] for sequence in batch], device=device)
-        positions = torch.tensor([[sum(parts)] for parts in lengths], device=device)
-        hidden = self._weights.forward(ids, positions, attention)  # (N, 1, hidden)
-        return self._weights.head(hidden[:, 0])
+        return ids, torch.tensor([[sum(parts)] for parts in lengths], device=device), attention
 
     def _is_stopped(self, sequence: SequenceState) -> bool:
         """Whether the last token ends the completion by itself."""

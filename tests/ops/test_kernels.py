@@ -1,6 +1,7 @@
 """What is compiled, against the same in torch; and sampling where nothing can be."""
 
 import functools
+import traceback
 
 import pytest
 import torch
@@ -267,3 +268,20 @@ def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
     assert "passes between products compiled" in sampler.description
     monkeypatch.setattr(TorchOps, "decode_attention", None)
     sampler.sample([[1, 2]], 2, SamplingParams(5), [0])
+
+
+def test_it_is_eight_frames_from_train_to_a_product(tokenizer, monkeypatch):
+    """Two of them are the trainer's: `train` and the method that samples a step."""
+    made, depths = kernels(torch.float32, 2, 8), []
+    if not made.has_linear:
+        pytest.skip(made.batch_note)
+    multiply = made._library.multiply
+
+    def spy(*arguments):
+        files = [frame.filename for frame in traceback.extract_stack()]
+        depths.append(sum("/rlm/" in file for file in files))
+        return multiply(*arguments)
+
+    monkeypatch.setattr(made._library, "multiply", spy)
+    Sampler(tiny_model(), tokenizer).sample([[1, 2]], 2, SamplingParams(5), [0])
+    assert max(depths) + 2 <= 8
