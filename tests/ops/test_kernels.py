@@ -2,11 +2,13 @@
 
 import functools
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import kernels, tiny_model
 
+import rlm
 from rlm.ops import TorchOps
 from rlm.ops.kernels import load_ops
 from rlm.sampling import Sampler, SamplingParams
@@ -278,8 +280,8 @@ def test_it_is_eight_frames_from_train_to_a_product(tokenizer, monkeypatch):
     multiply = made._library.multiply
 
     def spy(*arguments):
-        files = [frame.filename for frame in traceback.extract_stack()]
-        depths.append(sum("/rlm/" in file for file in files))
+        files = [Path(frame.filename) for frame in traceback.extract_stack()]
+        depths.append(sum(file.is_relative_to(Path(rlm.__file__).parent) for file in files))
         return multiply(*arguments)
 
     monkeypatch.setattr(made._library, "multiply", spy)
