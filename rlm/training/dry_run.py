@@ -27,7 +27,7 @@ from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import remaining
-from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.state import MixedPrecisionAdapter
 from rlm.training.trainer import Render, TrainingData
 
 PROBE_TOKENS = 16  # of each completion, that are timed after its first

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from rlm.sampling import Sampler, VLLMSampler
     from rlm.training.config import GRPOConfig
-    from rlm.training.mixed_precision import MixedPrecisionAdapter
     from rlm.training.sft_config import SFTConfig
     from rlm.training.sft_examples import Example
+    from rlm.training.state import MixedPrecisionAdapter
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a

@@ -1,18 +1,21 @@
-"""The state of a GRPO run: what goes from step to step, saved and restored exactly."""
+"""The state of a GRPO run: what goes from step to step, saved and restored exactly.
+
+With it the mixed precision of the adapter: fp32 master weights where it computes in bf16 or fp16.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import Problem
-from rlm.model import ADAPTER_FILES
+from rlm.model import ADAPTER_FILES, adapter_tensors
 from rlm.runs import (
     RunDirectory,
     check_space,
@@ -25,8 +28,73 @@ from rlm.runs import (
 )
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
-from rlm.training.mixed_precision import MixedPrecisionAdapter
 from rlm.training.selection import ProblemScores, Validations
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+GOOD_UPDATES = 200
+MAX_LOSS_SCALE = 2.0**16
+
+
+class MixedPrecisionAdapter:
+    """LoRA matrices that training changes: the model's, and their fp32 master weights.
+
+    A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
+    are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
+    same tensors, and `accumulate` and `copy_to_model` do nothing.
+
+    In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
+    below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
+    divides by it in fp32. What overflows then is not finite, and that update is skipped: the scale
+    was too high, and is halved. After GOOD_UPDATES in a row it is doubled.
+    """
+
+    def __init__(self, policy: PeftModel) -> None:
+        self.policy = policy
+        self.model_weights = adapter_tensors(policy)
+        self.master_weights = self.model_weights
+        self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
+        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # since it changed
+        if policy.dtype != torch.float32:
+            self.master_weights = {
+                name: torch.nn.Parameter(tensor.detach().float())
+                for name, tensor in self.model_weights.items()
+            }
+            for tensor in self.model_weights.values():
+                tensor.data = tensor.data.to(policy.dtype)
+
+    def accumulate(self) -> None:
+        """Add the gradients of a micro-batch to the master weights' (summed in fp32)."""
+        if self.master_weights is self.model_weights:
+            return
+        for name, tensor in self.model_weights.items():
+            if tensor.grad is not None:
+                master = self.master_weights[name]
+                new = tensor.grad.float()
+                if self.loss_scale != 1:
+                    new /= self.loss_scale
+                master.grad = new if master.grad is None else master.grad + new
+                tensor.grad = None
+
+    def adapt_loss_scale(self, *, skipped: bool) -> bool:
+        """Adapt the loss scale after an update; returns whether it alone may have been at fault."""
+        at_fault = skipped and self.loss_scale > 1
+        if at_fault:
+            self.loss_scale /= 2
+        self.good_updates = 0 if skipped else self.good_updates + 1
+        if self._scales and self.good_updates >= GOOD_UPDATES:
+            self.loss_scale, self.good_updates = min(2 * self.loss_scale, MAX_LOSS_SCALE), 0
+        return at_fault
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Give the model the master weights' values."""
+        if self.master_weights is not self.model_weights:
+            for name, master in self.master_weights.items():
+                self.model_weights[name].copy_(master)
+
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run

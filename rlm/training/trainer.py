@@ -58,7 +58,6 @@ from rlm.training.config import DEFAULT_SFT_ADAPTER, KEPT_AS, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run, step_line, time_left, timer
-from rlm.training.mixed_precision import MixedPrecisionAdapter
 from rlm.training.resolve import follow_adapter
 from rlm.training.selection import (
     ProblemScores,
@@ -67,7 +66,7 @@ from rlm.training.selection import (
     describe_mean,
     sample_count,
 )
-from rlm.training.state import StepControl, TrainingState
+from rlm.training.state import MixedPrecisionAdapter, StepControl, TrainingState
 
 if TYPE_CHECKING:
     from peft import PeftModel
