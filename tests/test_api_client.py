@@ -150,7 +150,7 @@ def pauses(monkeypatch) -> list[float]:
     """What the client would have slept, in seconds."""
     slept = []
     clock = SimpleNamespace(sleep=slept.append, time=time.time, monotonic=time.monotonic)
-    monkeypatch.setattr("rlm.api_client.client.time", clock)
+    monkeypatch.setattr("rlm.api_client.time", clock)
     return slept
 
 
@@ -214,7 +214,7 @@ def test_tokens_a_minute_count_what_was_really_taken():
     with pytest.MonkeyPatch.context() as patch:
         sleep = lambda seconds: clock.__setitem__(0, clock[0] + seconds)  # noqa: E731
         patch.setattr(
-            "rlm.api_client.limits.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+            "rlm.api_client.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
         )
         first = Usage(tokens=90)
         limit.wait(first)

@@ -14,8 +14,8 @@ from .main import command_of as command_of
 from .main import run_main as run_main
 from .options import Interrupted as Interrupted
 from .options import UsageError as UsageError
+from .options import load_from_file as load_from_file
 from .options import parse as parse
 from .options import required as required
 from .options import resolve_config as resolve_config
 from .options import to_dict as to_dict
-from .user_code import load_from_file as load_from_file

@@ -3,8 +3,11 @@
 Every layer goes through the same converters, and a mistake in any of them is refused in one line.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
@@ -269,3 +272,53 @@ def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
     if kind in (bool, str) and isinstance(value, kind):
         return value
     raise ValueError
+
+
+@cache
+def _run_file(name: str, path: Path, modified: int) -> ModuleType:
+    """Run a file as a module, once for each of its versions: a script looks at it before its own
+    imports, and again after them."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        # Last from now on: a neighbour named like a library must not hide it from other modules.
+        sys.path.remove(folder)
+        sys.path.append(folder)
+    return module
+
+
+def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
+    """Run the file of FILE.py:NAME and return the object of that name.
+
+    The file can import its neighbours, as a script can.
+
+    Args:
+        option: the flag that names it, for messages.
+        kinds: what it may be, besides something that can be called.
+
+    Raises:
+        UsageError: there is no such file or name, or the file fails when it is run.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    if not name or path.suffix != ".py":
+        raise UsageError(f"{option} {spec}: write FILE.py:NAME, the file and what it defines")
+    if not path.is_file():
+        raise UsageError(f"{option} {spec}: the file {path} does not exist")
+    try:
+        module = _run_file(f"{option[2:]}_{path.stem}", path.resolve(), path.stat().st_mtime_ns)
+        found = getattr(module, name, None)
+    except (Exception, SystemExit) as error:  # sys.exit would end the program, without a word
+        raise UsageError(f"{option} {spec}: {type(error).__name__}: {error}") from error
+    if not callable(found) and not isinstance(found, kinds):
+        own = vars(module).items()
+        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
+        raise UsageError(f"{option} {spec}: no function or class {name!r}; it has {names}")
+    return found

@@ -2,8 +2,11 @@ from .answers import ANSWER_TYPES as ANSWER_TYPES
 from .answers import READERS as READERS
 from .answers import AnswerType as AnswerType
 from .answers import Verdict as Verdict
+from .answers import Vote as Vote
 from .answers import gold_from_gsm8k as gold_from_gsm8k
 from .answers import grade as grade
+from .answers import majority_score as majority_score
+from .answers import majority_vote as majority_vote
 from .answers import read_choice as read_choice
 from .answers import split_completion as split_completion
 from .answers import without_boxes as without_boxes
@@ -13,6 +16,3 @@ from .equations import find_equations as find_equations
 from .equations import has_wrong_equation as has_wrong_equation
 from .numbers import numbers_in as numbers_in
 from .numbers import parse_number as parse_number
-from .voting import Vote as Vote
-from .voting import majority_score as majority_score
-from .voting import majority_vote as majority_vote

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -319,3 +319,80 @@ def _as_calculated(result: re.Match[str]) -> str:
     """Write a mark's result as a calculator does, .50 as 0.5; after it stands 0.5, too, not .5."""
     whole, rest = result[1] or "0", result[2]
     return f"={whole}{'.' if rest else ''}{rest or ''}>>{'0' if result[3] else ''}"
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The result of a vote: the distinct answers, most votes first, the earlier one on a tie."""
+
+    answers: tuple[Hashable | None, ...]  # as they were given; None abstained
+    ranked: tuple[tuple[int, ...], ...]  # of each distinct answer, who gave it
+
+    @property
+    def n(self) -> int:
+        return len(self.answers)
+
+    @property
+    def valid(self) -> int:
+        """How many did not abstain."""
+        return sum(map(len, self.ranked))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who voted for the winner."""
+        return self.ranked[0] if self.ranked else ()
+
+    @property
+    def winner(self) -> Hashable | None:
+        """The winning answer as it was first written; None if all abstained."""
+        return self.answers[self.members[0]] if self.members else None
+
+    @property
+    def agreement(self) -> float:
+        """The winner's share of all n, not of the valid ones: abstaining lowers it."""
+        return len(self.members) / self.n
+
+    @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """Every answer that has as many votes as the winner."""
+        return tuple(voters for voters in self.ranked if len(voters) == len(self.members))
+
+    @property
+    def tie(self) -> bool:
+        return len(self.tied) > 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The votes of each answer, as it was first written."""
+        return {str(self.answers[voters[0]]): len(voters) for voters in self.ranked}
+
+
+def majority_vote(
+    answers: Sequence[Hashable | None], key: Callable[[Hashable], Hashable] = normalize_answer
+) -> Vote:
+    """Count which answer is given most often (None abstains). 0.5 and 1/2 are one answer.
+
+    Args:
+        key: what equal answers share, such as a reader of `READERS`; by default their number, or
+            their text.
+
+    >>> vote = majority_vote(["8", "7", "8.0", None])
+    >>> vote.winner, vote.counts, vote.agreement, vote.members
+    ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
+    """
+    voters: dict[Hashable, list[int]] = {}
+    for i, answer in enumerate(answers):
+        if answer is not None:
+            voters.setdefault(key(answer), []).append(i)
+    ranked = sorted(map(tuple, voters.values()), key=lambda who: (-len(who), who[0]))
+    return Vote(tuple(answers), tuple(ranked))
+
+
+def majority_score(verdicts: Sequence[Verdict]) -> float:
+    """Chance that the majority answer of graded completions is right, ties broken at random.
+
+    The expected value, so that the order of sampling does not matter. Its mean is maj@k.
+    """
+    values = [verdict.value if verdict.is_answer else None for verdict in verdicts]
+    tied = majority_vote(values, key=lambda value: value).tied
+    return sum(verdicts[who[0]].correct for who in tied) / len(tied) if tied else 0.0

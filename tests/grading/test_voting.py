@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlm.grading.answers import Verdict, grade
-from rlm.grading.voting import majority_score, majority_vote
+from rlm.grading.answers import Verdict, grade, majority_score, majority_vote
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,140 @@
-"""Sends requests to an OpenAI-compatible server through the `openai` package.
+"""The one client for OpenAI-compatible servers: any LLM API for recipes, vLLM for rollouts.
 
-Its own retries are off: here each try waits for the rate limit and is paid from the budget.
-`openai` (a third of a second) is imported for the first client, not with this module.
+It sends through the `openai` package, whose own retries are off: here each try waits for the rate
+limit and is paid from the budget. `openai` (a third of a second) is imported for the first client,
+not with this module.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from rlm.api_client.limits import FREE, Budget, Price, RateLimit, Usage
 from rlm.cli import UsageError
 
 if TYPE_CHECKING:
     import openai
+
+__all__ = [
+    "FREE",
+    "APIClient",
+    "APIError",
+    "Budget",
+    "BudgetExceeded",
+    "ChatReply",
+    "Price",
+    "RateLimit",
+    "Usage",
+]
+
+
+class BudgetExceeded(UsageError):
+    """The next request could cost more than what is left; it was not sent."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of a million prompt tokens and of a million completion tokens."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
+
+
+FREE = Price()
+
+
+@dataclass
+class Usage:
+    """What one request takes: at first its highest cost and about its tokens, then what it took."""
+
+    cost: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    started: float = 0.0
+
+
+class Budget:
+    """Counts tokens and cost of all requests, and keeps the cost below a limit; thread-safe."""
+
+    def __init__(self, max_cost: float | None = None) -> None:
+        self.max_cost = math.inf if max_cost is None else max_cost
+        self.cost, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
+        self._reserved: list[float] = []  # of the requests in flight
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, usage: Usage) -> Iterator[None]:
+        """Keep a request's highest cost aside while it runs; then count what `usage` has become.
+
+        One that does not fit beside those in flight waits: most end cheaper than they might have.
+
+        Raises:
+            BudgetExceeded: it does not fit even alone.
+        """
+        most = usage.cost
+        with self._changed:
+            self._changed.wait_for(lambda: self._fits(most) or not self._reserved)
+            if not self._fits(most):
+                raise BudgetExceeded(
+                    f"stopped at a cost of {self.cost:.4g}: the next call could cost {most:.2g}, "
+                    f"and the budget is {self.max_cost:g}"
+                )
+            self._reserved.append(most)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+                self._reserved.remove(most)
+                self.cost += usage.cost
+                self.prompt_tokens += usage.prompt_tokens
+                self.completion_tokens += usage.completion_tokens
+
+    def _fits(self, cost: float) -> bool:
+        return self.cost + math.fsum(self._reserved) + cost <= self.max_cost
+
+
+class RateLimit:
+    """Lets requests through so that no minute holds more of them, or of their tokens."""
+
+    def __init__(
+        self, requests: int | None = None, tokens: int | None = None, window: float = 60.0
+    ) -> None:
+        self._requests, self._tokens = requests or math.inf, tokens or math.inf
+        self._window = window  # seconds
+        self._recent: deque[Usage] = deque()
+        self._lock = threading.Lock()
+
+    def wait(self, usage: Usage) -> None:
+        """Wait until a request fits; one that needs more than a window waits for an empty one."""
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                while self._recent and now - self._recent[0].started >= self._window:
+                    self._recent.popleft()
+                tokens = sum(other.tokens for other in self._recent) + usage.tokens
+                fits = len(self._recent) < self._requests and tokens <= self._tokens
+                if fits or not self._recent:
+                    usage.started = now
+                    self._recent.append(usage)
+                    return
+                pause = self._recent[0].started + self._window - now
+            time.sleep(max(pause, 0.001))
+
 
 MAX_RETRY_AFTER = 60.0  # seconds; who asks for more is told to the user instead
 TEMPLATE_TOKENS = 64  # that a server may put around a conversation (its system prompt, roles)
