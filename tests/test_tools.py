@@ -109,7 +109,7 @@ def test_a_tool_is_named_by_a_word_or_a_file(tmp_path):
 
 
 def test_the_tool_of_the_docs_page(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "tools.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "tools.md").read_text(encoding="utf-8")
     (tmp_path / "own.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     tool = load_tool(f"{tmp_path}/own.py:Weekday")
     asked, inserted = re.search(r"After `(.*)` it inserts `(.*)`", page).groups()
