@@ -13,7 +13,8 @@ from rlm.conformance import __main__ as kit
 from rlm.conformance import compare, load_cases
 from rlm.conformance.comparison import place
 from rlm.conformance.ours import ours
-from rlm.training import advantages, batches, logprobs, loss
+from rlm.ops import TorchOps
+from rlm.training import advantages, batches, loss
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "conformance.md").read_text(encoding="utf-8")
@@ -55,10 +56,12 @@ MUTATIONS = {
         property(lambda own: torch.arange(max(own.lengths)) < torch.tensor(own.lengths)[:, None]),
     ),
     "no temperature in the score": lambda patch: patch.setattr(
-        logprobs, "_score", lambda logits, targets, *_: _score(logits, targets, 1.0, False)
+        TorchOps,
+        "token_logprobs",
+        lambda ops, logits, targets, *_: _token_logprobs(ops, logits, targets, 1.0, False),
     ),
 }
-_score = logprobs._score
+_token_logprobs = TorchOps.token_logprobs
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
