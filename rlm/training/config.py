@@ -514,7 +514,8 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,
         "overlong_buffer": int(algorithm.overlong_share * values["max_new_tokens"]),
-        "mini_batch_size": algorithm.mini_batch_size,
+        "mini_batch_size": algorithm.mini_batch_size
+        and min(algorithm.mini_batch_size, values["batch_size"]),
         "learning_rate": algorithm.learning_rate,
         "warmup_steps": algorithm.warmup_steps,
     }
