@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rlm.cli import check_command_line, run_main
@@ -66,8 +67,9 @@ from rlm.training import (
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
-    from rlm.training import CheckpointCallback, SFTTrainer
+    from rlm.training import Example
 
 
 def main(config: SFTConfig) -> int:
@@ -121,6 +123,35 @@ def train(
             show_counts(len(validation), len(held_out), config.max_length, "validation problems")
         return {}
 
+    about = {
+        "stage": "sft",
+        "dataset": config.dataset,
+        "answer_types": list(answer_types(problems)),
+        "questions": example_questions(problems),
+    }
+    history = learn(config, tokenizer, examples, held_out, about, len(problems) - len(examples))
+    summary_card(config, history)
+    return history
+
+
+def learn(
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[Example],
+    held_out: Sequence[Example] = (),
+    about: Mapping[str, object] = MappingProxyType({}),
+    left_out: int = 0,
+) -> dict[str, object]:
+    """Learn examples of token ids, write the adapter, and return what its run.json says.
+
+    Args:
+        about: the stage and the data, for run.json.
+        left_out: how many examples are missing, being too long.
+
+    Raises:
+        UsageError: nothing to resume, or it was begun otherwise; a folder cannot be written.
+        Interrupted: a signal asked to stop; the step was ended and saved.
+    """
     config = replace(config, epochs=config.epochs_for(len(examples)))  # recorded as a number
     from transformers import set_seed  # after rlm.model, which quiets what it imports
 
@@ -128,10 +159,11 @@ def train(
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
+    model = required(config.model, "--model")
     device, base_hash = pick_device(config.dtype), base_model_hash(model)
     set_seed(config.seed)  # of a new adapter, and of the order of the examples
     policy = start_policy(config, device, base_hash)
-    announce(config, device, policy, len(problems), len(examples))
+    announce(config, device, policy, len(examples), left_out)
     trainer = make_trainer(config, device, policy, tokenizer, examples)
     progress = CheckpointCallback(config, run, policy, base_hash, examples)
     trainer.add_callback(progress)
@@ -139,14 +171,24 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
-        history = run_summary(config, base_hash, trainer, progress, problems, len(examples))
-        history["questions"] = example_questions(problems)
+        history: dict[str, object] = {
+            "base_model": config.model,
+            "base_hash": base_hash,
+            "start_adapter": str(config.adapter) if config.adapter else None,
+            "quantize": config.quantize,
+            "examples": len(examples),
+            "config": to_dict(config),
+            "step": trainer.state.global_step,
+            "loss": progress.mean_loss(),
+            "validation_loss": None,  # measured when the adapter is safe
+            "seconds": progress.seconds,
+            **about,
+        }
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
             with writing(config.output):
                 replace_json(config.output / "run.json", history)
-    summary_card(config, history)
     return history
 
 
@@ -167,43 +209,17 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     return policy
 
 
-def run_summary(
-    config: SFTConfig,
-    base_hash: str,
-    trainer: SFTTrainer,
-    progress: CheckpointCallback,
-    problems: Sequence[Problem],
-    examples: int,
-) -> dict[str, object]:
-    """The adapter's run.json: where it comes from."""
-    return {
-        "stage": "sft",
-        "base_model": config.model,
-        "base_hash": base_hash,
-        "start_adapter": str(config.adapter) if config.adapter else None,
-        "quantize": config.quantize,
-        "dataset": config.dataset,
-        "answer_types": list(answer_types(problems)),
-        "examples": examples,
-        "config": to_dict(config),
-        "step": trainer.state.global_step,
-        "loss": progress.mean_loss(),
-        "validation_loss": None,  # measured when the adapter is safe
-        "seconds": progress.seconds,
-    }
-
-
 def announce(
-    config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
+    config: SFTConfig, device: Device, policy: PeftModel, examples: int, left_out: int
 ) -> None:
-    left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
+    too_long = f" ({left_out} too long, left out)" if left_out else ""
     steps, epochs = config.steps(examples), config.epochs_for(examples)
     terminal.facts(
         "Stage 1: supervised fine-tuning",
         {
             "model": config.model,
             "device": device,
-            "data": f"{config.dataset}: {examples} examples{left_out}",
+            "data": f"{config.dataset}: {examples} examples{too_long}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
             "steps": f"{steps} of {config.batch_size} examples, {epochs} "
             f"pass{'es' * (epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",

@@ -61,9 +61,14 @@ def to_examples(
 
 
 def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format) -> Example:
-    """Make `input_ids` and `labels` of one problem: the prompt's labels are IGNORE_INDEX."""
+    """Make the example of one problem."""
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
+    return mask_prompt(prompt, completion)
+
+
+def mask_prompt(prompt: list[int], completion: list[int]) -> Example:
+    """Make `input_ids` and `labels`; the labels of the prompt are IGNORE_INDEX."""
     return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + completion}
 
 
