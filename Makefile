@@ -71,7 +71,7 @@ test-slow: $(STAMP)
 test-isa: $(STAMP)
 	PYTHONPATH=. $(PYTHON) tests/isa.py $(QUICK) --numprocesses 2 --dist loadfile
 
-TILES_TESTS := tests/kernels tests/sampling/test_linear.py tests/sampling/test_engine.py tests/test_inference.py
+TILES_TESTS := tests/ops tests/sampling/test_linear.py tests/sampling/test_engine.py tests/test_inference.py
 test-tiles: $(STAMP)
 	grep -q amx_bf16 /proc/cpuinfo || { echo "this CPU has no AMX (amx_bf16): make test checks tiles in plain C"; exit 1; }
 	RLM_TILES=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TILES_TESTS)

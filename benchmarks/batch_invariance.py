@@ -27,7 +27,6 @@ from benchmarks import harness
 from rlm.cli import flag, run_main, terminal
 from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.evaluation import show_table
-from rlm.kernels import Kernels
 from rlm.model import (
     Device,
     decoder_and_head,
@@ -37,6 +36,7 @@ from rlm.model import (
     load_tokenizer,
     prepare_process,
 )
+from rlm.ops import Kernels
 from rlm.sampling import Completion, Sampler, SamplingParams, fused_linear, prompt_seed
 
 GROUP = 8  # completions of a prompt

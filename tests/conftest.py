@@ -34,7 +34,7 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
-from rlm.kernels import Kernels, load_kernels
+from rlm.ops import Kernels, load_kernels
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
@@ -102,7 +102,7 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     return made
 
 
-TILES = Path(__file__).parent / "kernels" / "tiles.h"
+TILES = Path(__file__).parent / "ops" / "tiles.h"
 
 
 @functools.cache

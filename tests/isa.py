@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 
 from rlm.cli import terminal
-from rlm.kernels.build import CPU_INFO
+from rlm.ops.build import CPU_INFO
 
 TESTS = Path(__file__).parent
-STAND_IN = f"-include {shlex.quote(str(TESTS / 'kernels' / 'tiles.h'))}"
+STAND_IN = f"-include {shlex.quote(str(TESTS / 'ops' / 'tiles.h'))}"
 # Name: the flags that a CPU must have, and the environment.
 SETTINGS = {
     "avx2": (
@@ -43,13 +43,13 @@ SETTINGS = {
 }
 # Kernels, sampling, the learning pass, goldens, answers, the choice of a number type.
 NUMBERS = (
-    "kernels", "sampling/test_linear.py", "sampling/test_engine.py", "model/test_attention.py",
-    "model/test_number_types.py", "training/test_batches.py",
+    "ops", "sampling/test_linear.py", "sampling/test_engine.py",
+    "training/test_batches.py",
     "training/test_logprobs.py", "training/test_loss.py", "training/test_same_completions.py",
     "training/test_tool_mask.py", "test_goldens.py", "test_goldens_texts.py", "test_inference.py",
     "test_train_grpo.py",
 )  # fmt: skip
-QUICK = ("kernels/test_functions.py", "sampling/test_linear.py", "test_goldens.py")
+QUICK = ("ops/test_kernels.py", "sampling/test_linear.py", "test_goldens.py")
 
 
 def cpu_flags() -> set[str]:

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "cli": 0,
     "grading": 0,
-    "kernels": 0,
     "api_client": 1,
     "data": 1,
+    "ops": 1,
     "runs": 1,
     "tools": 1,
     "model": 2,

@@ -14,9 +14,9 @@ import pytest
 from rlm.cli import UsageError
 from rlm.conformance import comparison
 from rlm.evaluation.audit import MathVerify
-from rlm.kernels import kernels_digest, load_kernels
 from rlm.model import hardware
 from rlm.model.base import model_directory
+from rlm.ops import kernels_digest, load_kernels
 from rlm.runs.trackers import open_tracker
 from rlm.sampling.managed_vllm import split_command
 from rlm.serving.tunnel import TunnelError, find_agent
@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs/reference/dependencies.md").read_text(encoding="utf-8")
 # always there.
 STARTS = {
     "rlm/evaluation/audit.py": set(),
-    "rlm/kernels/build.py": {"cc"},
+    "rlm/ops/build.py": {"cc"},
     "rlm/model/hardware.py": {"nvidia-smi"},
     "rlm/runs/directory.py": {"git"},
     "rlm/sampling/managed_vllm.py": {"vllm"},

@@ -18,8 +18,6 @@ from .adapters import same_weights as same_weights
 from .adapters import set_gradient_checkpointing as set_gradient_checkpointing
 from .adapters import using_adapter as using_adapter
 from .adapters import using_reference as using_reference
-from .attention import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
-from .attention import softmax_scale as softmax_scale
 from .base import base_model_hash as base_model_hash
 from .base import context_window as context_window
 from .base import decoder_and_head as decoder_and_head
@@ -49,7 +47,4 @@ from .hardware import pick_device as pick_device
 from .hardware import pick_quantization as pick_quantization
 from .hardware import prepare_process as prepare_process
 from .hardware import release_memory as release_memory
-from .number_types import DTYPES as DTYPES
-from .number_types import fast_dtype as fast_dtype
-from .number_types import learning_dtype as learning_dtype
 from .quantize import QUANTIZATIONS as QUANTIZATIONS

@@ -31,10 +31,9 @@ from transformers import (
 )
 
 from rlm.cli import UsageError, terminal
-from rlm.kernels import Kernels, load_kernels
-from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
+from rlm.ops import ATTN_IMPLEMENTATION, Kernels, load_kernels
 from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."

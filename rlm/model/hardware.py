@@ -24,7 +24,7 @@ import torch
 
 from rlm.cli import terminal
 from rlm.model.adapter_info import AdapterInfo
-from rlm.model.number_types import learning_dtype
+from rlm.ops import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

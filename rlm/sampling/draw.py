@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from rlm.cli import UsageError
-from rlm.kernels import VOCAB_BLOCK
+from rlm.ops import VOCAB_BLOCK
 from rlm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rlm.kernels import Kernels
+    from rlm.ops import Kernels
 
 # Below it logits overflow, and nothing is left but the likeliest token anyway.
 MIN_TEMPERATURE = 1e-30

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rlm.cli import UsageError
-from rlm.kernels import Kernels
 from rlm.model import head_dim, num_key_value_heads
+from rlm.ops import Kernels
 
 # attend(layer, queries (B, heads, T, D), keys, values (B, H, T, D), scale) → (B, heads, T, D)
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlm.kernels import Kernels
 from rlm.model import merged_weight
+from rlm.ops import Kernels
 
 # linear(x (rows, inputs)[, residual (rows, outputs)]) → (rows, outputs)
 LinearFunction = Callable[..., Tensor]

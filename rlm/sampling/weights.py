@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlm.cli import UsageError
-from rlm.kernels import Kernels
 from rlm.model import (
     active_lora_tensors,
     available_memory,
     decoder_and_head,
-    fast_dtype,
     head_dim,
     kernels_for,
-    learning_dtype,
     num_key_value_heads,
-    softmax_scale,
 )
+from rlm.ops import Kernels, fast_dtype, learning_dtype, softmax_scale
 from rlm.sampling.kv_cache import AttentionFunction
 from rlm.sampling.linear import TorchOps, fused_linear
 

@@ -20,7 +20,8 @@ from rlm.cli import (
     takes_aliases,
 )
 from rlm.data import FORMATS
-from rlm.model import DTYPES, QUANTIZATIONS
+from rlm.model import QUANTIZATIONS
+from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import MAX_NEW_TOKENS, SHORT, choose_max_new_tokens, resolve

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlm.kernels import Kernels
-from rlm.model import attention, decoder_and_head, kernels_for, lora_layers
+from rlm.model import decoder_and_head, kernels_for, lora_layers
+from rlm.ops import ATTN_IMPLEMENTATION, Kernels, block_attention
 from rlm.sampling import FUSED_MODEL_TYPES
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
@@ -160,7 +160,7 @@ def _attention(
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     if (
-        self.config._attn_implementation != attention.ATTN_IMPLEMENTATION  # such as the sampler's
+        self.config._attn_implementation != ATTN_IMPLEMENTATION  # such as the sampler's
         or attention_mask is None
         or past_key_values is not None
         or (self.training and self.attention_dropout)
@@ -176,7 +176,7 @@ def _attention(
         q, k = self.q_norm(q), self.k_norm(k)
     q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = attention.block_attention(q, k, v, attention_mask, self.scaling, kernels)
+    out = block_attention(q, k, v, attention_mask, self.scaling, kernels)
     return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 

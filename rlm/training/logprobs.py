@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from rlm.kernels import Kernels
 from rlm.model import decoder_and_head, kernels_for, using_reference
+from rlm.ops import Kernels
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlm.cli import UsageError, terminal
-from rlm.model import attention, available_memory, set_gradient_checkpointing
+from rlm.model import available_memory, set_gradient_checkpointing
+from rlm.ops import ATTN_IMPLEMENTATION, QUERY_BLOCK
 from rlm.sampling import common_prefix_length
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import LOGITS_CHUNK, WIDE_ROWS, token_logprobs
@@ -228,13 +229,13 @@ def _learning_bytes(
         per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
     else:  # gradients of the layer at work
         per_token += per_token // layers
-    by_products = model._attn_implementation == attention.ATTN_IMPLEMENTATION
+    by_products = model._attn_implementation == ATTN_IMPLEMENTATION
     heads = model.num_attention_heads if by_products else 0
     tokens = max(tokens, longest_sequence)
     scored = WIDE_ROWS if policy.device.type == "cpu" else LOGITS_CHUNK
     bytes_each = LOGITS_CHUNK * policy.dtype.itemsize + LOGITS_COPIES * scored * 4
     logits = model.vocab_size * bytes_each
-    attending = ATTENTION_COPIES * heads * min(tokens, attention.QUERY_BLOCK) * tokens
+    attending = ATTENTION_COPIES * heads * min(tokens, QUERY_BLOCK) * tokens
     return tokens * per_token + logits + attending * policy.dtype.itemsize
 
 

@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from rlm.cli import terminal, to_dict
 from rlm.data import IGNORE_INDEX
-from rlm.model import ADAPTER_FILES, ATTN_IMPLEMENTATION, Device, adapter_tensors
+from rlm.model import ADAPTER_FILES, Device, adapter_tensors
+from rlm.ops import ATTN_IMPLEMENTATION
 from rlm.runs import (
     RunDirectory,
     check_space,

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS, check_dataset, own_files
-from rlm.model import DTYPES, QUANTIZATIONS
+from rlm.model import QUANTIZATIONS
+from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
 from rlm.training.resolve import resolve

@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_model
 from torch import Tensor, nn
 
-from rlm.kernels import Kernels
+from rlm.ops import Kernels
 from rlm.sampling.linear import fused_linear
 from rlm.sampling.weights import MergedWeights, UnmergedWeights
 

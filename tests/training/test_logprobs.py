@@ -9,10 +9,9 @@ import pytest
 import torch
 from conftest import kernels, tiny_model
 
-from rlm.kernels import Kernels
-from rlm.model import attention
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.model.base import kernels_for
+from rlm.ops import Kernels, attention
 from rlm.training.advantages import group_advantages
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import make_micro_batches, row_weights

@@ -23,10 +23,10 @@ from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.prompts import FORMATS, IGNORE_INDEX
 from rlm.model.adapters import new_adapter
-from rlm.model.attention import ATTN_IMPLEMENTATION
 from rlm.model.base import load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
+from rlm.ops.attention import ATTN_IMPLEMENTATION
 from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
 from rlm.training.sft_config import SFTConfig

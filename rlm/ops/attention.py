@@ -22,10 +22,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from rlm.cli import UsageError
-from rlm.kernels import ATTENTION_BLOCK
+from rlm.ops.kernels import ATTENTION_BLOCK
 
 if TYPE_CHECKING:
-    from rlm.kernels import Kernels
+    from rlm.ops.kernels import Kernels
 
 QUERY_BLOCK = 128  # queries of a block
 ATTN_IMPLEMENTATION = "rlm_products"  # for transformers' `attn_implementation`

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlm.kernels import build
+from rlm.ops import build
 
 # Of the largest number that a function returns; bf16 has 8 bits.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from rlm.kernels import build
-from rlm.model import number_types, pick_device
+from rlm.model import pick_device
+from rlm.ops import build, dtypes
 from rlm.sampling import Sampler, SamplingParams, sampling_dtype
 
 
@@ -26,7 +26,7 @@ def cpu(monkeypatch, tmp_path):
             timed.append({name: function() for name, function in functions.items()})
             return {"float32": fp32, "bfloat16": bf16}
 
-        monkeypatch.setattr(number_types, "_time_in_turns", time_in_turns)
+        monkeypatch.setattr(dtypes, "_time_in_turns", time_in_turns)
         return timed
 
     return having
@@ -50,7 +50,7 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
         pick_device()
         sampling_dtype(tiny_model().bfloat16())
     assert len(timed) == 2 * 2  # each until two timings agree
-    assert all({*each} == {*number_types.DTYPES} for each in timed)
+    assert all({*each} == {*dtypes.DTYPES} for each in timed)
     file = tmp_path / "cache" / "number_types.json"
     kinds = sorted(key.split(",")[0] for key in json.loads(file.read_text()))
     assert kinds == ["learning", "sampling 32 x 64"]
@@ -104,7 +104,7 @@ def test_a_measurement_that_other_programs_spoil_is_repeated(
     cpu(0.0, 1.0)
     left = iter(times)
     monkeypatch.setattr(
-        number_types, "_time_in_turns", lambda _: {"float32": next(left), "bfloat16": 1.0}
+        dtypes, "_time_in_turns", lambda _: {"float32": next(left), "bfloat16": 1.0}
     )
     assert pick_device().dtype == dtype
     assert list(left) == []
@@ -131,7 +131,7 @@ def test_a_type_that_somebody_chose_is_not_measured(cpu):
 
 def test_the_clock_takes_the_faster_for_faster():
     work = {"slow": lambda: torch.ones(300, 300) @ torch.ones(300, 300), "fast": lambda: None}
-    seconds = number_types._time_in_turns(work)
+    seconds = dtypes._time_in_turns(work)
     assert 0 < seconds["fast"] < seconds["slow"]
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from conftest import kernels, tiny_model
 
 from rlm.cli.options import UsageError
-from rlm.model import attention
 from rlm.model.base import load_base
 from rlm.model.hardware import Device
+from rlm.ops import attention
 from rlm.training.logprobs import attention_mask
 
 # A prompt of 3, completions of 2 and 3, and one of 8 tokens whose end is padding.

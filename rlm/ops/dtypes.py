@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import terminal
-from rlm.kernels import cpu_features, kernels_digest
-from rlm.runs import replace_json
+from rlm.ops.build import cpu_features, kernels_digest
 
 if TYPE_CHECKING:  # options name the types, and --help loads no torch
     import torch
@@ -90,7 +89,10 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
         return seconds
     with suppress(OSError):  # a home that cannot be written to: measured again next time
         cache.mkdir(parents=True, exist_ok=True)
-        replace_json(file, (known if isinstance(known, dict) else {}) | {key: seconds})
+        scratch = file.with_name(f".{file.name}.{os.getpid()}")
+        all_known = (known if isinstance(known, dict) else {}) | {key: seconds}
+        scratch.write_text(json.dumps(all_known, indent=2), encoding="utf-8")
+        scratch.replace(file)  # whole or not at all
     return seconds
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlm.kernels.build import BuildError, load_library
+from rlm.ops.build import BuildError, load_library
 
 ATTENTION_BLOCK = 16  # tokens; attention.c's TOKENS
 VOCAB_BLOCK = 256  # tokens; blocks of a vocabulary and tokens of a block are about equally many

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from rlm.kernels import build
-from rlm.kernels.build import BuildError, load_library
+from rlm.ops import build
+from rlm.ops.build import BuildError, load_library
 
 MACROS = ["QUERIES=1", "WIDTH=8", "DRAWN=256"]
 

@@ -1,4 +1,4 @@
-"""C code for the CPU: compiled at first use, loaded with ctypes, called with tensors."""
+"""What makes a CPU fast: C code compiled at first use, attention, number types by measurement."""
 
 import lazy_loader
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import kernels, tiny_model
 
-from rlm.kernels import load_kernels
+from rlm.ops import load_kernels
 from rlm.sampling import Sampler, SamplingParams, engine
 from rlm.sampling.linear import TorchOps
 

@@ -1,0 +1,13 @@
+from .attention import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
+from .attention import QUERY_BLOCK as QUERY_BLOCK
+from .attention import block_attention as block_attention
+from .attention import softmax_scale as softmax_scale
+from .build import cpu_features as cpu_features
+from .build import kernels_digest as kernels_digest
+from .dtypes import DTYPES as DTYPES
+from .dtypes import fast_dtype as fast_dtype
+from .dtypes import learning_dtype as learning_dtype
+from .kernels import ATTENTION_BLOCK as ATTENTION_BLOCK
+from .kernels import VOCAB_BLOCK as VOCAB_BLOCK
+from .kernels import Kernels as Kernels
+from .kernels import load_kernels as load_kernels
