@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from rlm.cli import UsageError, command_of, tell
+from rlm.cli import UsageError, command_of, print_stderr
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
@@ -85,7 +85,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
         raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
     if any(p.ndim > 2 for p in policy.get_base_model().parameters()):
         on = ", ".join(sorted(names))
-        tell(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
+        print_stderr(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
     return policy
 
 
@@ -226,7 +226,7 @@ def _plain_config(path: Path) -> LoraConfig:
         if name not in plain:
             if not says_no:
                 left_out = f"PEFT {version('peft')} does not know {name} of {file.name}: left out"
-                tell(f"adapter {path}: {left_out}")
+                print_stderr(f"adapter {path}: {left_out}")
             continue
         known[name] = value
         allowed = PLAIN_LORA.get(name, [plain[name]])
