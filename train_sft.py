@@ -1,4 +1,4 @@
-"""Stage 1: teaches the format. A generic instruct model learns to reason inside <think></think>.
+"""Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
 
 TRL's SFTTrainer does the training. The prompts come from the same function as in GRPO, evaluation
 and inference. The loss is on the completion alone, up to and with its first end token. LoRA is on
@@ -78,7 +78,7 @@ def main(config: SFTConfig) -> int:
         raise UsageError("SFT runs in one process: start it with python, not with torchrun")
     if config.resume:
         check_resumable(config.run_dir)
-    load_tool(config.tool)  # a mistake in its name comes up now
+    load_tool(config.tool)  # so that a mistake in its name is found now
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
@@ -97,12 +97,12 @@ def main(config: SFTConfig) -> int:
 def train(
     config: SFTConfig, problems: Sequence[Problem], validation: Sequence[Problem] = ()
 ) -> dict[str, object]:
-    """Learn the problems' solutions, write the adapter, and return what its run.json says.
+    """Train on the problems' solutions, write the adapter, and return the contents of run.json.
 
     Raises:
-        UsageError: no problem has a solution, or none is short enough; other tags than those
-            of the adapter to go on from; nothing to resume, or it was begun otherwise.
-        Interrupted: a signal asked to stop; the step was ended and saved.
+        UsageError: no problem has a solution, or none is short enough; the tags differ from
+            --adapter's; nothing to resume, or the run was started with other options.
+        Interrupted: a signal was received; the step was finished and saved.
     """
     config = follow_adapter(config, AdapterInfo.load(config.adapter) if config.adapter else None)
     model = required(config.model, "--model")
@@ -161,7 +161,7 @@ def learn(
     run = RunDirectory(config.run_dir, resume=config.resume)
     model = required(config.model, "--model")
     device, base_hash = pick_device(config.dtype), base_model_hash(model)
-    set_seed(config.seed)  # of a new adapter, and of the order of the examples
+    set_seed(config.seed)  # seeds a new adapter and the order of the examples
     policy = start_policy(config, device, base_hash)
     announce(config, device, policy, len(examples), left_out)
     trainer = make_trainer(config, device, policy, tokenizer, examples)
@@ -193,7 +193,7 @@ def learn(
 
 
 def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel:
-    """Load the base, with the adapter to go on from or a new one."""
+    """Load the base with --adapter or a new adapter."""
     model = required(config.model, "--model")
     if config.adapter:
         check_base(config.adapter, model, base_hash)
@@ -205,7 +205,7 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
     if not getattr(policy.peft_config["default"], "lora_dropout", 0):
-        use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
+        use_fused_layers(policy)  # PEFT's layers convert bf16 to fp32 and back, a seventh of a step
     return policy
 
 
@@ -214,7 +214,7 @@ def announce(
 ) -> None:
     too_long = f" ({left_out} too long, left out)" if left_out else ""
     steps, epochs = config.steps(examples), config.epochs_for(examples)
-    terminal.facts(
+    terminal.table(
         "Stage 1: supervised fine-tuning",
         {
             "model": config.model,
@@ -234,7 +234,7 @@ def announce(
 
 def summary_card(config: SFTConfig, history: dict) -> None:
     held_out = history["validation_loss"]
-    terminal.facts(
+    terminal.table(
         "Stage 1 done",
         {
             "mean loss": f"{history['loss']:.3f}"
@@ -249,11 +249,11 @@ def summary_card(config: SFTConfig, history: dict) -> None:
 
 
 def next_command(config: SFTConfig) -> str:
-    """Stage 2 on the same data: a file of the user's own is named again, with what it needs."""
+    """Return the command of stage 2 on the same data."""
     own = config.dataset and own_files(config.dataset)
     data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
     options = {"sft_adapter": config.output, **(data if own else {})}
-    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # where stage 2 would write
+    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # stage 2 would write there
         options["output"] = config.run_dir / "grpo_lora"
     return command_of("train_grpo", **options)
 

@@ -280,7 +280,7 @@ def main(config: OrchestratorConfig) -> int:
         "adapter": config.output,
         "next": f"python -m recipes.orchestrator.evaluate --run {config.run_dir}",
     }
-    terminal.facts("Done", facts)
+    terminal.table("Done", facts)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What requests to an API may cost, and how many of them a minute may hold."""
+"""Cost budget and rate limits for API requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlm.cli import UsageError
 
 
 class BudgetExceeded(UsageError):
-    """The next request could cost more than what is left; it was not sent."""
+    """The next request could exceed the budget, so it was not sent."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ FREE = Price()
 
 @dataclass
 class Usage:
-    """What one request takes: at first its highest cost and about its tokens, then what it took."""
+    """Tokens and cost of a request: first the maximum, then the actual values."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -48,33 +48,33 @@ class Budget:
     def __init__(self, max_cost: float | None = None) -> None:
         self.max_cost = math.inf if max_cost is None else max_cost
         self.cost, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
-        self._reserved: list[float] = []  # of the requests in flight
+        self._reserved: list[float] = []  # reserved for requests in flight
         self._changed = threading.Condition()
 
     @contextmanager
     def reserve(self, usage: Usage) -> Iterator[None]:
-        """Keep a request's highest cost aside while it runs; then count what `usage` has become.
+        """Reserve a request's maximum cost while it runs; then count its actual `usage`.
 
-        One that does not fit beside those in flight waits: most end cheaper than they might have.
+        Wait if it does not fit beside those in flight: most end cheaper than their maximum.
 
         Raises:
-            BudgetExceeded: it does not fit even alone.
+            BudgetExceeded: it does not fit alone.
         """
-        most = usage.cost
+        max_cost = usage.cost
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(most) or not self._reserved)
-            if not self._fits(most):
+            self._changed.wait_for(lambda: self._fits(max_cost) or not self._reserved)
+            if not self._fits(max_cost):
                 raise BudgetExceeded(
-                    f"stopped at a cost of {self.cost:.4g}: the next call could cost {most:.2g}, "
-                    f"and the budget is {self.max_cost:g}"
+                    f"stopped at a cost of {self.cost:.4g}: the next call could cost "
+                    f"{max_cost:.2g}, and the budget is {self.max_cost:g}"
                 )
-            self._reserved.append(most)
+            self._reserved.append(max_cost)
         try:
             yield
         finally:
             with self._changed:
                 self._changed.notify_all()
-                self._reserved.remove(most)
+                self._reserved.remove(max_cost)
                 self.cost += usage.cost
                 self.prompt_tokens += usage.prompt_tokens
                 self.completion_tokens += usage.completion_tokens
@@ -84,7 +84,7 @@ class Budget:
 
 
 class RateLimit:
-    """Lets requests through so that no minute holds more of them, or of their tokens."""
+    """Limits requests and tokens per minute."""
 
     def __init__(
         self, requests: int | None = None, tokens: int | None = None, window: float = 60.0
@@ -95,7 +95,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def wait(self, usage: Usage) -> None:
-        """Wait until a request fits; one that needs more than a window waits for an empty one."""
+        """Wait until a request fits; one larger than the limit waits for an empty window."""
         while True:
             with self._lock:
                 now = time.monotonic()

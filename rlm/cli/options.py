@@ -1,6 +1,6 @@
 """Options of a script: one dataclass, read from defaults < preset < YAML < command line.
 
-Every layer goes through the same converters, and a mistake in any of them is refused in one line.
+Every layer uses the same converters; a mistake in any layer raises a one-line error.
 """
 
 import argparse
@@ -35,16 +35,16 @@ Row = tuple[str, Any, Any]  # where it is written, key, value
 
 
 class UsageError(Exception):
-    """A user's mistake: one line and exit code 2, no traceback: see `rlm.cli.main`."""
+    """A user's mistake: printed as one line without a traceback, exit code 2 (`rlm.cli.main`)."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal was obeyed between two steps, when everything was saved."""
+    """A signal was handled between two steps, after everything was saved."""
 
     def __init__(self, number: int, note: str) -> None:
         """
         Args:
-            note: what is saved where; "" where another process says it.
+            note: what is saved where; "" if another process prints it.
         """
         super().__init__(note)
         self.number, self.note = number, note
@@ -54,16 +54,16 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
     """Build a `cls` from `argv`; a user's mistake raises UsageError.
 
     Args:
-        options: presets, description and epilog, as `read_options` takes them.
+        options: presets, description and epilog of `read_options`.
     """
     return _build(cls, read_options(cls, argv, **options))
 
 
 def required(value: T | None, option: str) -> T:
-    """Return a value that a command line has once it is resolved.
+    """Return a value that is set in a resolved config.
 
     Raises:
-        UsageError: it is None, in a config that was made in Python.
+        UsageError: it is None, in a config made in Python.
     """
     if value is None:
         raise UsageError(f"{option} is not set, and nothing else says it")
@@ -71,10 +71,10 @@ def required(value: T | None, option: str) -> T:
 
 
 def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """`parse`, and what no layer says is decided by `cls.resolve`, where the class has one.
+    """Parse the command line; `cls.resolve`, if defined, decides what no layer sets.
 
     `resolve(given)` gets the values that a preset, the YAML file or the command line set, and
-    returns those to build the config from: it alone may look at the machine or the disk.
+    returns the config's values. Only it may look at the machine or the disk.
     """
     given = read_options(cls, argv, **options)
     config = _build(cls, given)  # a contradiction is refused before anything is looked at
@@ -132,7 +132,7 @@ def _build(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the fields as JSON holds them; dumped as YAML, `--config` reads them back."""
+    """Return the fields as JSON values; `--config` reads a YAML dump of them."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
@@ -202,7 +202,7 @@ def _read_yaml(path: str) -> list[Row]:
 
 
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
-    """Check the rows of a layer and convert them; `typed` says that they are the command line.
+    """Check and convert the rows of a layer; `typed`: they are from the command line.
 
     Files of other programs are read too: their -1 (not set) is skipped under their own names, and
     all the keys that are not known here are named at once.

@@ -1,4 +1,4 @@
-"""Loads what a user's own Python file defines: a reward, a tool."""
+"""Load a reward or a tool from a user's Python file."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from rlm.cli.options import UsageError
 
 @cache
 def _run_file(name: str, path: Path, modified: int) -> ModuleType:
-    """Run a file as a module, once for each of its versions: a script looks at it before its own
-    imports, and again after them."""
+    """Run a file as a module, once per version of the file, because a script loads it before and
+    after its slow imports."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up
+    sys.modules[spec.name] = module  # dataclasses and pickle look the module up
     folder = str(path.parent)
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        # Last from now on: a neighbour named like a library must not hide it from other modules.
+        # At the end of sys.path: a file named like a library must not hide it from other modules.
         sys.path.remove(folder)
         sys.path.append(folder)
     return module
 
 
 def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
-    """Run the file of FILE.py:NAME and return the object of that name.
+    """Return the object NAME of FILE.py:NAME.
 
-    The file can import its neighbours, as a script can.
+    The file can import modules from its folder.
 
     Args:
         option: the flag that names it, for messages.
-        kinds: what it may be, besides something that can be called.
+        kinds: accepted types besides callables.
 
     Raises:
-        UsageError: there is no such file or name, or the file fails when it is run.
+        UsageError: the file or name does not exist, or running the file fails.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
@@ -53,7 +53,7 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     try:
         module = _run_file(f"{option[2:]}_{path.stem}", path.resolve(), path.stat().st_mtime_ns)
         found = getattr(module, name, None)
-    except (Exception, SystemExit) as error:  # sys.exit would end the program, without a word
+    except (Exception, SystemExit) as error:  # sys.exit would end the program silently
         raise UsageError(f"{option} {spec}: {type(error).__name__}: {error}") from error
     if not callable(found) and not isinstance(found, kinds):
         own = vars(module).items()

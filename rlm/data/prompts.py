@@ -16,7 +16,7 @@ from itertools import chain, cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlm.cli import UsageError, find_choice, say_once, terminal
+from rlm.cli import UsageError, find_choice, print_once, terminal
 from rlm.grading import AnswerType, Verdict, grade, without_boxes
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _place_texts(
         system, first, *rest = messages
         first = first | {"content": f"{system['content']}\n\n{first['content']}"}
         placed = _place_texts(tokenizer, [first, *rest])
-        say_once(
+        print_once(
             f"the chat template of {name} has no system role: the system prompt begins the first "
             "user's turn"
         )
@@ -270,7 +270,7 @@ def _place_texts(
     except UsageError:  # not with these texts
         usual = ""
     if usual != "".join(_alternate(pieces, texts)):
-        say_once(f"the chat template of {name} changes texts; here each is written as it is")
+        print_once(f"the chat template of {name} changes texts; here each is written as it is")
     return pieces, texts
 
 

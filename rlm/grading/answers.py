@@ -3,9 +3,9 @@
 Two gradings share one reader (`numbers`; `text` for letters and words). *Strict*
 is the training reward: the completion is exactly one non-empty `<think>` block, then one `<answer>`
 that holds one number. *Lenient* asks whether the model knows the answer whatever it wrapped it in,
-and is only ever reported. In both at most one value can be claimed, so a text that lists guesses is
-wrong, and nothing inside the thinking counts. Every pattern is linear and sizes are bounded:
-hostile text costs milliseconds, and no str raises.
+and is only reported. Both accept at most one value, so a text that lists guesses is wrong, and
+nothing inside the thinking counts. Every pattern is linear and sizes are bounded: hostile text
+takes milliseconds, and no str raises.
 """
 
 import re
@@ -25,8 +25,8 @@ from rlm.grading.text import READERS, AnswerType, read_text
 REASONS: tuple[str, ...] = (
     "correct",  # one number, equal to the gold
     "wrong",  # one number, another one
-    "ungraded",  # one answer, and nothing to compare it with
-    "gold_unreadable",  # the gold is not one number: never a reward, whatever the completion
+    "ungraded",  # one answer without a gold to compare it with
+    "gold_unreadable",  # the gold is not one number: never a reward
     "no_reasoning",  # strict: no opening think tag
     "unclosed_reasoning",  # the thinking never ends: nothing after it can be an answer
     "repeated_reasoning",  # strict: more than one opening or closing think tag
@@ -46,7 +46,7 @@ _MAX_TEXT = 4000  # characters searched for an answer, counted from the end
 
 @dataclass(frozen=True)
 class Verdict:
-    """`value` is what is compared wherever one answer was given (`is_answer`)."""
+    """The result of grading. `value` is compared if one answer was given (`is_answer`)."""
 
     correct: bool
     reason: str  # one of REASONS
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def normalize_answer(answer: str) -> Hashable | None:
-    """What equal answers of an unknown kind share: their number, else their text. For votes.
+    """Return a key that equal answers of an unknown kind share: number, else text. For votes.
 
     >>> normalize_answer("0.5") == normalize_answer("1/2")
     True
@@ -77,11 +77,11 @@ _ANSWER_IS = re.compile(
     r"(?i)\banswer\b[^\n.:=\d]{0,40}?(?:\b(?:is|be|equals)\b|:|=)"
     r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
 )
-_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # as far as one with a digit goes
+_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # up to one with a digit
 
 
 def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
-    """The opening and the closing brace of each balanced box, inner boxes first."""
+    """Return the brace positions of each balanced box, inner boxes first."""
     stack, pairs = list[re.Match[str]](), []
     for match in _BRACE.finditer(text):
         if match[0] != "}":
@@ -92,7 +92,7 @@ def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
 
 
 def _boxes(text: str) -> list[str]:
-    """The contents of the outermost balanced boxes, in order."""
+    """Return the contents of the outermost balanced boxes, in order."""
     spans: list[tuple[int, int]] = []
     for opening, closing in _brace_pairs(text):
         while spans and spans[-1][0] > opening.end():
@@ -114,21 +114,21 @@ def without_boxes(text: str) -> str:
 
 
 def _tagged(text: str, tag: str) -> str | None:
-    """What stands in the last closed answer tag."""
+    """Return the contents of the last closed answer tag."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def _read_other(region: str, kind: AnswerType) -> Claim:
-    """What a region says where the answer is no number."""
+    """Read an answer that is not a number from a region."""
     value = READERS[kind](region)
     reason = "" if value is not None else "not_a_choice" if kind == "choice" else "no_answer"
     return Claim(value, region.strip(), reason)
 
 
 def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
-    """As `_find`, for other kinds: tag, last box, "answer is", last line; of an open answer all."""
+    """Like `_find` for other kinds: tag, last box, "answer is", last line; open: all."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return _read_other(_MARKUP.sub(" ", inside), kind)
     if kind == "open":
@@ -143,7 +143,7 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
 
 
 def _find(text: str, answer_tag: str) -> Claim:
-    """What a text claims, from the first kind of region that it has."""
+    """Return the claim of a text, from the first kind of region that it has."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return read_number(_MARKUP.sub("\n", inside))
     text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
@@ -163,10 +163,10 @@ def _find(text: str, answer_tag: str) -> Claim:
 
 
 def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str | None, str]:
-    """(reasoning or None, text after the last closing tag), neither stripped.
+    """Split into (reasoning or None, text after the last closing tag), neither stripped.
 
-    A closing tag alone ends a reasoning that began with the text. While the thinking is open,
-    also again after an earlier one, there is no answer: the second part is empty.
+    A closing tag alone ends reasoning that began with the text. While thinking is open (also again
+    after an earlier one) the second part is empty.
     """
     opening, closing = f"<{reasoning_tag}>", f"</{reasoning_tag}>"
     first, end = completion.find(opening), completion.rfind(closing)
@@ -214,12 +214,12 @@ def grade(
     reasoning_tag: str = "think",
     answer_tag: str = "answer",
 ) -> Verdict:
-    """Is the final answer of a completion the gold one?
+    """Compare the final answer of a completion with the gold answer.
 
     Args:
-        gold: None where there is none, so that the verdict only says which answer was given; of an
-            open answer it does not count.
-        kind: what an answer is.
+        gold: None without one, so that the verdict only says which answer was given; ignored for
+            open answers.
+        kind: the answer type.
     """
     compares = gold is not None and kind != "open"
     target = READERS[kind](gold) if compares else None
@@ -243,7 +243,7 @@ def grade(
 
 
 def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:
-    """(solution without the #### line, and without the calculator's <<…>>; gold) of an answer."""
+    """Split GSM8K's answer into (solution without calculator marks, gold)."""
     solution, hashes, rest = answer_field.rpartition("####")
     gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA has one more line
     if not hashes or parse_number(gold) is None:
@@ -257,6 +257,6 @@ _RESULT = re.compile(r"=(\d*)(?:\.(\d*?)0*)?>>(?=(\.\d)?)", re.ASCII)
 
 
 def _as_calculated(result: re.Match[str]) -> str:
-    """Write a mark's result as a calculator does, .50 as 0.5; after it stands 0.5, too, not .5."""
+    """Normalise a mark's result as a calculator writes it: .50 becomes 0.5."""
     whole, rest = result[1] or "0", result[2]
     return f"={whole}{'.' if rest else ''}{rest or ''}>>{'0' if result[3] else ''}"

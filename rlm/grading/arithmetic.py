@@ -18,8 +18,8 @@ def evaluate_expression(text: str) -> Fraction:
     Fraction(7, 1)
 
     Raises:
-        ValueError: it is no expression.
-        ZeroDivisionError: it divides by zero.
+        ValueError: not an expression.
+        ZeroDivisionError: division by zero.
     """
     tokens, end = [], 0
     while match := _TOKEN.match(text, end):
@@ -28,12 +28,12 @@ def evaluate_expression(text: str) -> Fraction:
     parser = _Parser(tokens)
     value = parser.sum()
     if parser.next is not None or text[end:].strip(" \t"):
-        raise ValueError(f"{text!r} goes on after its end")
+        raise ValueError(f"{text!r} has text after its end")
     return value
 
 
 class _Parser:
-    """Reads tokens from left to right, products before sums; ValueError where it can not go on."""
+    """Recursive-descent parser; raises ValueError at an unexpected token."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]

@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 from rlm.grading.numbers import parse_number
 
-# What an answer is. An open one is a text that is compared with nothing: a reward alone judges it.
+# Answer types. An open answer has no reference; only a reward judges it.
 AnswerType = Literal["number", "choice", "text", "open"]
 ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
-MAX_CHOICE = 1000  # characters of an answer that chooses; the search below is quadratic
+MAX_CHOICE = 1000  # longest text with a choice; the search below is quadratic
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
@@ -29,9 +29,9 @@ _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 
 
 def read_choice(text: str) -> str | None:
-    """The one letter that a text chooses, upper case: "B", "(b)", "Option B", "B) Paris".
+    """Return the letter that a text chooses, in upper case: "B", "(b)", "Option B", "B) Paris".
 
-    None if it chooses none, or more than one ("B or C").
+    None without a choice or with several ("B or C").
 
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
@@ -47,7 +47,7 @@ def read_choice(text: str) -> str | None:
 
 
 def read_text(text: str) -> str | None:
-    """A short text as it is compared: case, spaces and punctuation at its ends do not count.
+    """Normalise a short text for comparison: case, spaces and punctuation at its ends.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
@@ -56,7 +56,7 @@ def read_text(text: str) -> str | None:
     return plain or None
 
 
-# What equal answers of a kind share (a number, a letter, words); None of what is no such answer.
+# Reader of each answer type: a key that equal answers share, or None.
 READERS: dict[AnswerType, Callable[[str], Hashable | None]] = {
     "number": parse_number,
     "choice": read_choice,

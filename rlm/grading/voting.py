@@ -21,27 +21,27 @@ class Vote:
 
     @property
     def valid(self) -> int:
-        """How many did not abstain."""
+        """The number of votes without abstentions."""
         return sum(map(len, self.ranked))
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who voted for the winner."""
+        """Indices of the votes for the winner."""
         return self.ranked[0] if self.ranked else ()
 
     @property
     def winner(self) -> Hashable | None:
-        """The winning answer as it was first written; None if all abstained."""
+        """The winning answer in its first spelling; None if all abstained."""
         return self.answers[self.members[0]] if self.members else None
 
     @property
     def agreement(self) -> float:
-        """The winner's share of all n, not of the valid ones: abstaining lowers it."""
+        """The winner's share of all n votes; abstentions lower it."""
         return len(self.members) / self.n
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
-        """Every answer that has as many votes as the winner."""
+        """All answers with as many votes as the winner."""
         return tuple(voters for voters in self.ranked if len(voters) == len(self.members))
 
     @property
@@ -50,18 +50,18 @@ class Vote:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The votes of each answer, as it was first written."""
+        """Votes by answer, in its first spelling."""
         return {str(self.answers[voters[0]]): len(voters) for voters in self.ranked}
 
 
 def majority_vote(
     answers: Sequence[Hashable | None], key: Callable[[Hashable], Hashable] = normalize_answer
 ) -> Vote:
-    """Count which answer is given most often (None abstains). 0.5 and 1/2 are one answer.
+    """Find the most frequent answer (None abstains). 0.5 and 1/2 are one answer.
 
     Args:
-        key: what equal answers share, such as a reader of `READERS`; by default their number, or
-            their text.
+        key: maps equal answers to one key, such as a reader of `READERS`; by default number or
+            text.
 
     >>> vote = majority_vote(["8", "7", "8.0", None])
     >>> vote.winner, vote.counts, vote.agreement, vote.members
@@ -76,9 +76,9 @@ def majority_vote(
 
 
 def majority_score(verdicts: Sequence[Verdict]) -> float:
-    """Chance that the majority answer of graded completions is right, ties broken at random.
+    """Return the chance that the majority answer is right, with ties broken at random.
 
-    The expected value, so that the order of sampling does not matter. Its mean is maj@k.
+    This expected value does not depend on the sampling order. Its mean is maj@k.
     """
     values = [verdict.value if verdict.is_answer else None for verdict in verdicts]
     tied = majority_vote(values, key=lambda value: value).tied

@@ -1,4 +1,4 @@
-"""Signals: the first one is noted, and obeyed between two steps."""
+"""Signals: the first one is handled between two steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NOTICE = b"\nstopping after this step (once more: at once)\n"
 
 
 class Interrupts:
-    """Notes a first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
+    """Records the first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
 
-    A second one ends the process at once, even inside a matrix product: the system does it, not
-    Python. Nothing is lost by it, for all that is written is written complete or not at all. Where
-    several processes share a run, later signals are ignored instead: their launcher passes on the
-    signal that the terminal has already sent to all, and kills who takes too long.
+    A second one ends the process at once through the system's default handler, even inside a matrix
+    product. Nothing is lost, because files are written completely or not at all. With several
+    processes later signals are ignored, because the launcher repeats the terminal's signal and
+    kills processes that take too long.
     A signal that was ignored (nohup, a job in the background) stays ignored.
     """
 
@@ -43,5 +43,5 @@ class Interrupts:
         self.received = number
         for other in self._before:
             signal.signal(other, self._then)
-        with contextlib.suppress(OSError):  # the terminal may be what has gone
-            os.write(2, NOTICE)  # not print: the signal may have come in the middle of one
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, NOTICE)  # not print(): the signal may have interrupted one

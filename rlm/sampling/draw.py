@@ -29,7 +29,7 @@ NOT_FINITE = (
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
-    """Compute a number in [0, 1) per row, a pure function of (seed, counter): (N,) float64.
+    """Compute one number in [0, 1) per row from (seed, counter) alone: (N,) float64.
 
     SplitMix64 (Steele, Lea and Flood, 2014) at position `counter` of the stream `seed`. Being
     counter-based, a row's draws do not depend on which rows are drawn beside it.
@@ -150,8 +150,8 @@ def _sample(
     wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
     inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
     tokens = block * VOCAB_BLOCK + _search(inside, wanted)
-    # Of sums that are not finite, until that is noticed, the last index: a GPU would not survive
-    # one beyond it.
+    # If sums are not finite, take the last index until that is noticed: one beyond it would crash
+    # a GPU.
     return tokens.clamp(max=vocabulary - 1).squeeze(-1), total
 
 

@@ -1,11 +1,11 @@
-"""The KV cache: keys and values of prefixes, prompts and completions, and attention over them.
+"""Stores keys and values of prefixes, prompts and completions, and attends over them.
 
 A row attends to three segments: the prefix that all prompts share (the system prompt), the rest of
 its own prompt, shared by the prompt's n completions, and its own completion. The first two are
 stored once; torch multiplies them with the queries of all their rows in one product, and
 decode.c, where it could be compiled, reads all three where they lie. Keys are
-stored (D, T) and values (T, D), as the products read them: of a part of their T, oneDNN would
-rearrange a transposed view in every product.
+stored (D, T) and values (T, D), as the products read them: oneDNN would copy a transposed view of
+part of their T in every product.
 
 Letters: N rows, P prompt slots, R rows of a prompt, H key-value heads, Q queries per such head,
 D head width, T tokens.
@@ -31,17 +31,17 @@ AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The size of a cache: fixed when it is allocated, so nothing can run out half way."""
+    """The size of a cache. It is fixed at allocation, so a batch cannot run out of it."""
 
     max_num_seqs: int  # sequences decoded at once
     prompt_slots: int  # prompts held at once
-    prompt_tokens: int  # of a prompt, without the shared prefix
-    new_tokens: int  # of a completion
-    prefix_tokens: int = 0  # of the shared prefix
+    prompt_tokens: int  # length of a prompt, without the shared prefix
+    new_tokens: int  # length of a completion
+    prefix_tokens: int = 0  # length of the shared prefix
 
     @property
     def tokens(self) -> int:
-        """Tokens for which keys and values are stored."""
+        """The number of tokens for which keys and values are stored."""
         return (
             self.prefix_tokens
             + self.prompt_slots * self.prompt_tokens
@@ -76,7 +76,7 @@ def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
+    This keeps the number of shapes small: oneDNN keeps its code for each, about a
     megabyte, up to a thousand of them.
     """
     return min(-(-length // multiple) * multiple, at_most)
@@ -95,7 +95,7 @@ class KVCache:
     ) -> None:
         """
         Args:
-            kernels: what is compiled for this config and number type; None multiplies matrices.
+            kernels: compiled code for this config and number type; None uses torch's products.
         """
         self.config, self._kernels = cache_config, kernels
         layers, heads = config.num_hidden_layers, num_key_value_heads(config)
@@ -104,7 +104,7 @@ class KVCache:
         def store(tokens: int, *shape: int) -> tuple[Tensor, Tensor]:
             """Keys (L, …, H, D, T) and values (L, …, H, T, D)."""
             shape = (layers, *shape, heads)
-            # Zeros for products: what is masked is still multiplied, and 0 · NaN would be NaN.
+            # Zeros, because products also read masked entries, and 0 · NaN would be NaN.
             made = torch.empty if kernels else torch.zeros
             return (
                 made(*shape, width, tokens, dtype=dtype, device=device),
@@ -165,7 +165,7 @@ class KVCache:
     def _prefill_compiled(
         self, store: Sequence[Tensor], slots: Sequence[int], tokens: int, prefix: int
     ) -> AttentionFunction:
-        """Prefill into slots of a store by the code that decodes: each token of a prompt is a row.
+        """Prefill into slots of a store with the decoding kernel: each token of a prompt is a row.
 
         So a token's attention is one sum in one order, wherever its prompt was cut and whatever was
         read beside it.
@@ -200,7 +200,7 @@ class KVCache:
             slots: where the prompt of each row stands.
             own_lengths: tokens of each row's completion before this one.
         """
-        # With the new token, which is stored before anything is read.
+        # This counts the new token, which is stored before anything is read.
         lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         if self._kernels:
             stores = ([part[:, None] for part in self._prefix], self._prompts, self._own)
@@ -211,7 +211,7 @@ class KVCache:
     def _decode_in_torch(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> AttentionFunction:
-        """`decode` in torch; in each of the three segments, how many tokens each row reads."""
+        """Do `decode` in torch, given how many tokens each row reads of each segment."""
         limits = (self.config.prefix_tokens, self.config.prompt_tokens, self.config.new_tokens)
         sizes = [round_up(max(part), 64, most) for part, most in zip(tokens, limits, strict=True)]
         lengths = [torch.tensor(part, device=self._device) for part in tokens]

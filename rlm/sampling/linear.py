@@ -1,6 +1,6 @@
 """Fused linear layers for inference: q/k/v or gate/up as one, with norm, residual and gating.
 
-Computed by the first of three that can be had: products.c, oneDNN's packed weights, plain torch.
+The first of these that is available computes them: products.c, oneDNN's packed weights, torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TorchOps:
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """weight · x / rms(x), the quotient made in fp32; without a weight, of 1."""
+        """Compute weight · x / rms(x), the quotient in fp32; the default weight is 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         unit = (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
@@ -53,8 +53,8 @@ def fused_linear(
     """Fuse linear layers of the same input into one, with the norm before them.
 
     Args:
-        gated: of two layers, compute silu(first(x)) · second(x).
-        dtype: number type to compute in, that of `kernels` (None: the layers').
+        gated: compute silu(first(x)) · second(x) of two layers.
+        dtype: number type to compute in, the same as of `kernels` (None: the layers').
     """
     has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
     parts = [[layer] for layer in layers] if gated else [layers]
@@ -97,8 +97,8 @@ def _joined_bias(layers: Sequence[nn.Module], weight: Tensor) -> Tensor:
 def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
     """Make linear(x[, other, how]) → (rows, outputs), to which `other` is added or multiplied.
 
-    Where it can, oneDNN multiplies: in its own blocked layout, which a row-major matrix is
-    rearranged into in every single product, and with `other` in the same pass.
+    Where it can, oneDNN multiplies from its own blocked layout, into which it would copy a
+    row-major matrix in every product, and adds or multiplies `other` in the same pass.
     """
     if not _can_pack(weight):
 

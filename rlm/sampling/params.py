@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Decides how tokens are drawn, alone: no model default (top_k = 50) leaks in.
+    """How tokens are drawn. No default of the model (such as top_k = 50) has any effect.
 
     temperature: 0 takes the most likely token. top_p = 1 and top_k = 0 leave the distribution
-    whole. max_new_tokens counts the end token. stop: texts that end a completion, the tokens they
-    are made of included.
+    whole. max_new_tokens counts the end token. stop: texts that end a completion, which keeps their
+    tokens.
     """
 
     max_new_tokens: int
@@ -73,16 +73,16 @@ class Token:
     row: int
     id: int
     logprob: float
-    finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: goes on
-    forced: bool = False  # put in by the request's `force_tokens`, not drawn
+    finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: running
+    forced: bool = False  # inserted by the request's `force_tokens`, not drawn
 
 
 @dataclass
 class Completion:
     """A completion of a prompt.
 
-    token_ids: the end token included where there is one. logprobs: one per token, under the
-    distribution that was drawn from, that of the `allowed_tokens` alone (under the plain softmax
+    token_ids: with the end token if there is one. logprobs: one per token, under the
+    distribution that was sampled, over the `allowed_tokens` alone (under the plain softmax
     of these where temperature is 0); NaN where none was drawn. tool_mask: one per token, as in TRL:
     False where a tool wrote it, True where the model did; empty where there was no tool.
     """
@@ -94,12 +94,12 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """It did not end by itself; the length alone does not tell."""
+        """Whether it did not end by itself; the length alone does not tell."""
         return self.finish_reason == "length"
 
     @property
     def own_tokens(self) -> int:
-        """How many tokens the model itself wrote."""
+        """The number of tokens that the model itself wrote."""
         return sum(self.tool_mask) if self.tool_mask else len(self.token_ids)
 
     @property

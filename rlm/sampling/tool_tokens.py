@@ -12,16 +12,16 @@ from rlm.tools import Tool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The tool sees the text of so many last tokens: what a token costs does not grow with the text.
+# The tool sees the text of so many last tokens, so a token's cost does not grow with the text.
 TOOL_WINDOW = 256
 
 
 class ToolTokens:
-    """Asks a tool after each token what to insert: a request's `force_tokens`.
+    """Asks a tool after each token what to insert. It is a request's `force_tokens`.
 
-    What it inserts goes through the engine as forced tokens, one a step: it takes the place of the
+    The engine takes its text as forced tokens, one a step: each replaces the
     next token, which is drawn and thrown away, and the token that triggered it stays the model's.
-    A token that holds the trigger and more (`=5`) triggers nothing: the model goes on by itself.
+    A token that holds the trigger and more (`=5`) triggers nothing: the model continues by itself.
     """
 
     def __init__(self, tool: Tool, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -29,7 +29,7 @@ class ToolTokens:
         self._ends: dict[int, str] = {}  # token id → the text that it is
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
-        """Token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
+        """Return the token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
         trigger = self.tool.trigger
         # Nearly always so, and cheap. A part of a character (U+FFFD) may complete the trigger.
         if not ids or not self._text_of(ids[-1]).endswith((trigger[-1:], "\ufffd")):
@@ -45,7 +45,7 @@ class ToolTokens:
 
 
 def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[tuple[int, int]]:
-    """Where a tool wrote in a completion's text: the (start, end) characters of each call."""
+    """Find what a tool wrote in a completion's text: the (start, end) characters of each call."""
 
     def characters(tokens: int) -> int:
         return len(tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""The calculator: completes `<<11*5=` with `55>>`, in GSM8K's notation, by exact arithmetic.
+"""The calculator: complete `<<11*5=` with `55>>` (GSM8K's notation) by exact arithmetic.
 
 What an expression may hold is in rlm/grading/arithmetic.py; its length is bounded.
 """
@@ -10,16 +10,15 @@ from fractions import Fraction
 from rlm.grading import evaluate_expression
 
 MAX_LENGTH = 100  # characters of an expression; GSM8K's longest has 30
-MAX_DIGITS = 15  # before the point of a result
-MAX_DECIMALS = 6  # after it
+MAX_DIGITS = 15  # digits before the decimal point
+MAX_DECIMALS = 6  # digits after it
 
 
 class Calculator:
     """Completes `<<EXPRESSION=` with the result and `>>`.
 
-    A result is an integer or a finite decimal, exactly: it never writes a false equation. Where
-    there is none (10/3), or it is too long, and for whatever is no expression, the model goes on by
-    itself.
+    A result is an exact integer or finite decimal, so no false equation is written. Otherwise
+    (10/3, a long result, no expression) nothing is inserted and the model continues.
     """
 
     name = "calculator"
@@ -44,7 +43,7 @@ class Calculator:
 
 
 def write_decimal(value: Fraction) -> str | None:
-    """Write a number as GSM8K does, 55 or 0.25; None where that is not exact, or too long.
+    """Format a number as GSM8K does (55, 0.25); None if that is not exact or too long.
 
     >>> [write_decimal(Fraction(n)) for n in ("55", "-1/4", "10/3", "1/1024")]
     ['55', '-0.25', None, None]

@@ -1,4 +1,4 @@
-"""The protocol of a tool, and how `--tool` and `tool=` name one."""
+"""The tool protocol, and loading for `--tool` and `tool=`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rlm.tools.calculator import Calculator
 
 
 class Tool(Protocol):
-    """Decides from a completion's text so far what is inserted next.
+    """Returns a text to insert after a completion's text so far.
 
-    name: how the run's records call it. trigger: the tool is asked only where the text ends in it
+    name: its name in the run's records. trigger: the tool is called only if the text ends with it
     ("": after every token).
     """
 
@@ -19,7 +19,7 @@ class Tool(Protocol):
     trigger: str
 
     def __call__(self, text: str) -> str | None:
-        """Return what is inserted after `text`, the end of a completion so far, or None.
+        """Return the text to insert after `text`, the end of the completion so far, or None.
 
         It must depend on the text alone: a completion is a function of prompt, seed and weights.
         """
@@ -27,25 +27,25 @@ class Tool(Protocol):
 
 
 def as_tool(tool: object) -> Tool:
-    """Return the tool that is meant: a `Tool`, or an object of a class of it.
+    """Return a `Tool`; a class is instantiated.
 
     Raises:
-        TypeError: it is something else; the message says what is missing.
+        TypeError: it is not a Tool; the message says what is missing.
     """
     tool = tool() if isinstance(tool, type) else tool
     for attribute in ("name", "trigger"):
         if not isinstance(getattr(tool, attribute, None), str):
-            raise TypeError(f"a tool has a {attribute}, as text; {tool!r:.60} has none")
+            raise TypeError(f"tool.{attribute} must be a str; {tool!r:.60} has none")
     if not callable(tool):
-        raise TypeError(f"a tool is called with a text; {tool!r:.60} can not be called")
+        raise TypeError(f"a tool must be callable with a str; {tool!r:.60} is not")
     return tool
 
 
 def load_tool(spec: str) -> Tool | None:
-    """Load what `--tool` names: none, calculator, or FILE.py:NAME.
+    """Load the tool of `--tool`: none, calculator, or FILE.py:NAME.
 
     Raises:
-        UsageError: there is no such tool, file or name, or it is no tool.
+        UsageError: the tool, file or name does not exist, or it is not a tool.
     """
     if spec == "none":
         return None

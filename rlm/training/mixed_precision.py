@@ -16,7 +16,7 @@ MAX_LOSS_SCALE = 2.0**16
 
 
 class MixedPrecisionAdapter:
-    """LoRA matrices that training changes: the model's, and their fp32 master weights.
+    """The trained LoRA matrices: the model's copy and their fp32 master weights.
 
     A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
     are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
@@ -24,8 +24,8 @@ class MixedPrecisionAdapter:
 
     In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
     below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
-    divides by it in fp32. What overflows then is not finite, and that update is skipped: the scale
-    was too high, and is halved. After GOOD_UPDATES in a row it is doubled.
+    divides by it in fp32. If a gradient overflows, the update is skipped and the scale is halved;
+    after GOOD_UPDATES in a row it is doubled.
     """
 
     def __init__(self, policy: PeftModel) -> None:
@@ -33,7 +33,7 @@ class MixedPrecisionAdapter:
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
-        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # since it changed
+        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # in a row
         if policy.dtype != torch.float32:
             self.master_weights = {
                 name: torch.nn.Parameter(tensor.detach().float())
@@ -43,7 +43,7 @@ class MixedPrecisionAdapter:
                 tensor.data = tensor.data.to(policy.dtype)
 
     def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the master weights' (summed in fp32)."""
+        """Add the gradients of a micro-batch to the master weights' gradients, in fp32."""
         if self.master_weights is self.model_weights:
             return
         for name, tensor in self.model_weights.items():
@@ -56,7 +56,7 @@ class MixedPrecisionAdapter:
                 tensor.grad = None
 
     def adapt_loss_scale(self, *, skipped: bool) -> bool:
-        """Adapt the loss scale after an update; returns whether it alone may have been at fault."""
+        """Adapt the loss scale after an update; return whether it may have caused the overflow."""
         at_fault = skipped and self.loss_scale > 1
         if at_fault:
             self.loss_scale /= 2
@@ -67,7 +67,7 @@ class MixedPrecisionAdapter:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Give the model the master weights' values."""
+        """Copy the master weights to the model."""
         if self.master_weights is not self.model_weights:
             for name, master in self.master_weights.items():
                 self.model_weights[name].copy_(master)
