@@ -27,9 +27,11 @@ def test_the_second_agent_sees_the_draft_and_has_the_last_word():
     read = f"PROBLEM: 1 + 1?\n\nDRAFT of agentA: {draft}"
     final = f"<check|{read}>"
     told = {
-        "agentA": {"system_prompt": "solve", "input_payload": "1 + 1?", "output_text": draft},
-        "agentB": {"system_prompt": "check", "input_payload": read, "output_text": final},
-    }
+        name: {"system_prompt": told, "input_payload": text, "output_text": said, "truncated": False}
+        for name, told, text, said in (
+            ("agentA", "solve", "1 + 1?", draft), ("agentB", "check", read, final),
+        )
+    }  # fmt: skip
     assert run.to_dict() == {
         "verdict": "not_a_number", "correct": False, "leak": False, "graph": CHAIN.to_dict(),
         "trace": {"agents": told, "final_text": final},
@@ -167,11 +169,12 @@ def test_a_server_answers_for_the_agents():
 
 def test_a_refused_request_is_recorded_not_scored():
     with ScriptedServer() as server:
-        server.script(refuse(400, "too long"), chat_reply("[2]"), chat_reply("[2]"))
+        server.script(refuse(400, "too long"), chat_reply("[2]"), chat_reply("[2]", finish="length"))
         reward = reward_of(RemoteLLM(APIClient(server.url, concurrency=1), BASE))
         scores = reward([SUMS[1]], [[GOOD, BAD, BROKEN]])
     assert scores.rewards == [[None, 1.0, 0.0]]
     assert scores.metrics["agents/failed"] == 1
+    assert scores.metrics["agents/truncated_rate"] == 0.5  # of the two replies that came
     assert reward.records[0][0][0]["verdict"] == "agent_failed"
 
 
