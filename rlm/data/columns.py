@@ -108,6 +108,19 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def column_names(row: Row) -> list[str]:
+    """The columns of a row, as `--columns` names them: of an object its keys.
+
+    >>> column_names({"id": 1, "task": {"ask": "2 + 3?", "gold": 5}})
+    ['id', 'task.ask', 'task.gold']
+    """
+    names = []
+    for name, value in row.items():
+        inside = _parsed(value)
+        names += [f"{name}.{key}" for key in inside] if isinstance(inside, Mapping) else [str(name)]
+    return names
+
+
 def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     """Name the columns of a row that its question, answer, solution and choices are read from.
 
@@ -118,6 +131,8 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     solution = names.get("solution")
     chat = next((name for name in CHAT_FIELDS if row.get(name) is not None), None)
     question = chat or _first(names, QUESTION_FIELDS)
+    if chat is None and _ends_with_reply(rename_columns(row, columns)):
+        chat = question
     worked = chat or names.get("completion", solution)
     answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and VERL_ANSWER)
     choices = _first(names, CHOICE_FIELDS) or ", ".join(_lettered(row)) or None
@@ -128,6 +143,12 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
         "choices": choices,
     }
     return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
+
+
+def _ends_with_reply(row: Row) -> bool:
+    """Whether a chat of the row ends with what the assistant wrote."""
+    chat = _chat(row)
+    return chat is not None and _messages(chat)[-1][0] == "assistant"
 
 
 def has_system_message(row: Row) -> bool:
@@ -299,6 +320,19 @@ def read_choices(row: Row) -> Row:
 
 
 _LABEL = re.compile(r"\s*\(?([A-Za-z])\s*[).:]\s*")
+_LABELS = re.compile(r"(?:^|[,;\n])\s*\(?([A-Za-z])\s*[).:]")
+
+
+def _split_choices(text: str) -> list[str]:
+    """The choices of one text, `a ) 38 , b ) 27`, as MathQA has them.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    _, *parts = _LABELS.split(text)
+    if len(parts) < 4 or [letter.upper() for letter in parts[::2]] != [*LETTERS[: len(parts) // 2]]:
+        raise ValueError("the choices are one text; write a list")
+    return [choice.strip() for choice in parts[1::2]]
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
@@ -309,7 +343,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
         return letters, [str(row[letter]) for letter in letters]
     found = _parsed(found)
     if isinstance(found, str):
-        raise ValueError("the choices are one text; write a list")
+        found = _split_choices(found)
     labels: Sequence[Any] = LETTERS[: len(found)] if isinstance(found, Sequence) else ()
     if isinstance(found, Mapping):
         texts, labels = found.get("text"), found.get("label")

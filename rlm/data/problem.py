@@ -19,6 +19,7 @@ from rlm.data.columns import (
     LeftOut,
     MissingColumn,
     Row,
+    column_names,
     describe_layout,
     has_system_message,
     read_answer,
@@ -169,7 +170,7 @@ def _refusal(source: str, number: int, error: Exception, how_many: str, row: byt
     """Say in one line why a file of bad rows is refused, and what its columns are."""
     text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
-        text += f"; the columns are {', '.join(map(str, row))}: {HOW_TO_NAME}"
+        text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
     if isinstance(error, NotAnAnswer):
         text += (
             '; for words or letters add "answer_type": "text" or "choice" (of all rows: --columns '

@@ -136,6 +136,8 @@ LAYOUTS = {  # row, --columns → question, answer, kind
     "a column for each letter": (
         {"question": STEM, "A": "water", "B": "rock", "answer": "B"}, None, ASKED, "B",
     ),
+    "MathQA": ({"Problem": STEM, "options": "a ) water , b ) rock", "correct": "b"},
+               "question=Problem,answer=correct", ASKED, "B"),
     "a list in a cell": (
         {"question": STEM, "choices": "['water', 'rock']", "answer": "1"}, None, ASKED, "B",
     ),
@@ -249,6 +251,7 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"a": {"b": [1]}}, "answer=a.b.1", "no column 'a.b.1'"),
         ({"a": "1"}, "answer=a,question=question+b", "no column 'b'"),
         ({"answer": "yes"}, None, "--columns answer_type=text"),
+        ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
         ({}, None, "--columns answer_type=open"),
     ],
 )  # fmt: skip
@@ -310,16 +313,18 @@ def test_other_endings(tmp_path, suffix):
         b'[{"ask": "1?", "target": 1}]',
         b'{"version": 2, "data": [{"ask": "1?", "target": 1}]}',
         b'{"ask": "1?",\n "target": 1}'.replace(b"\n", b""),
+        b'{"ask": {"0": "1?"}, "target": {"0": 1}}',  # as pandas writes a data frame
+        b'{"q1": {"ask": "1?", "target": 1}, "q2": {"ask": "1?", "target": 1}}',
         '{"ask": "1?", "target": 1}\n'.encode("utf-16"),
     ],
 )
 def test_forms_of_json(tmp_path, text):
     for name in ("mine.json", "mine.jsonl"):
         (tmp_path / name).write_bytes(text)
-        is_object_with_a_list = text.startswith(b'{"version"')
-        if name == "mine.jsonl" and is_object_with_a_list:
+        is_object_of_rows = text.startswith((b'{"version"', b'{"ask": {', b'{"q1"'))
+        if name == "mine.jsonl" and is_object_of_rows:
             continue
-        assert answers(load_problems(str(tmp_path / name), "test", columns=COLUMNS)) == [1]
+        assert {*answers(load_problems(str(tmp_path / name), "test", columns=COLUMNS))} == {1}
 
 
 @pytest.mark.parametrize(
