@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rlm.cli.flags import print_stderr, replace_unencodable, with_dashes
-from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
+from rlm.cli.options import Interrupted, UsageError, check, resolve_config
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def check_command_line(cls: type, **parse_options: Any) -> None:
     """
     _open_standard_streams()
     try:
-        config = parse(cls, **parse_options)
+        config = check(cls, **parse_options)
         if hasattr(config, "check_files"):
             config.check_files()
     except UsageError as error:

@@ -59,6 +59,11 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
     return _build(cls, read_options(cls, argv, **options))
 
 
+def check(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
+    """`parse`, but what only the machine can decide has the value that `cls.PROVISIONAL` names."""
+    return _build_provisional(cls, read_options(cls, argv, **options))
+
+
 def required(value: T | None, option: str) -> T:
     """Return a value that is set in a resolved config.
 
@@ -77,7 +82,7 @@ def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: A
     returns the config's values. Only it may look at the machine or the disk.
     """
     given = read_options(cls, argv, **options)
-    config = _build(cls, given)  # a contradiction is refused before anything is looked at
+    config = _build_provisional(cls, given)  # contradictions are refused before the machine is seen
     resolve: Callable[[Values], Values] | None = getattr(cls, "resolve", None)
     return _build(cls, resolve(given)) if resolve else config
 
@@ -129,6 +134,10 @@ def _build(cls: type[T], values: Mapping[str, Any]) -> T:
         return cls(**values)
     except ValueError as error:  # a contradiction that __post_init__ found
         raise UsageError(str(error)) from error
+
+
+def _build_provisional(cls: type[T], values: Mapping[str, Any]) -> T:
+    return _build(cls, {**getattr(cls, "PROVISIONAL", {}), **values})
 
 
 def to_dict(config: Any) -> dict[str, Any]:

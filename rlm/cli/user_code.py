@@ -57,6 +57,7 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
         raise UsageError(f"{option} {spec}: {type(error).__name__}: {error}") from error
     if not callable(found) and not isinstance(found, kinds):
         own = vars(module).items()
-        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
+        there = [n for n, v in own if getattr(v, "__module__", "") == module.__name__]
+        names = ", ".join(there) or "none"
         raise UsageError(f"{option} {spec}: no function or class {name!r}; it has {names}")
     return found

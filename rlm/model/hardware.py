@@ -104,34 +104,48 @@ def _nvidia_driver() -> str | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model and data that a training script takes when no flag names them."""
+    """The model and data that a training script takes when no flag names them.
+
+    reason: what of this machine, or of the start adapter, decides.
+    about_model, about_dataset: what else speaks for each.
+    """
 
     model: str
     dataset: str
     quantize: str
     reason: str
+    about_model: str = ""
+    about_dataset: str = ""
 
 
 def default_setup() -> Setup:
-    """Choose GSM8K and a base that fits the GPU if the hub is reachable, else what is installed."""
-    embedded = (EMBEDDED_MODEL, "word-problems:1", "none")
-    came = "the 135M model that came with the installation"
+    """Choose GSM8K and the base that the GPU's memory holds, where both are in reach, else what is
+    installed."""
+
+    def embedded(reason: str) -> Setup:
+        came = "the 135M model came with the installation"
+        return Setup(
+            *(EMBEDDED_MODEL, "word-problems:1", "none", reason),
+            *(came, "word problems are made on this machine"),
+        )
+
     if not torch.cuda.is_available():
-        return Setup(*embedded, f"{why_no_gpu() or 'no GPU here'}: {came}")
+        return embedded(why_no_gpu() or "no GPU here")
     gigabytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
     fitting = [name for least, (name, *_) in GPU_MODELS.items() if gigabytes >= least]
     if not fitting:
-        return Setup(*embedded, f"a GPU with {gigabytes:.1f} GB: {came}")
+        return embedded(f"a GPU with {gigabytes:.1f} GB")
     if not hub_reachable():
-        return Setup(*embedded, f"the hub is out of reach: {came}")
+        return embedded("the hub is out of reach")
     name = fitting[0]
-    return Setup(name, "gsm8k", "none", f"a GPU with {gigabytes:.0f} GB{model_download(name)}")
+    reason = f"a GPU with {gigabytes:.0f} GB"
+    return Setup(name, "gsm8k", "none", reason, model_download(name))
 
 
 def model_download(name: str) -> str:
     """Describe licence and size of a base that `default_setup` may choose; "" for others."""
     known = {model: about for model, *about in GPU_MODELS.values()}
-    return "; licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
+    return "licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
 
 
 def hub_base(info: AdapterInfo) -> str:
@@ -175,7 +189,9 @@ def default_values(
         chosen |= gpu_defaults
     new = [name for name in ("model", "dataset") if name not in values]
     named = ", ".join(f"{name} {chosen[name]}" for name in new)
-    terminal.line(f"chosen: {named} ({setup.reason})")
+    about = {"model": setup.about_model, "dataset": setup.about_dataset}
+    reasons = filter(None, [setup.reason, *(about[name] for name in new)])
+    terminal.line(f"chosen: {named} ({'; '.join(reasons)})")
     return chosen | values
 
 

@@ -220,7 +220,10 @@ class Scorer:
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer in {self.time_limit:g} seconds"
-        return f"{type(error).__name__}: {error}".strip().rstrip(":")
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+        if "signal only works in main thread" in text:
+            text += " (rewards run in one of their own: leave the alarm to --reward-timeout)"
+        return text
 
 
 def _is_async(reward: RewardFunction) -> bool:

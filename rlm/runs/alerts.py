@@ -62,6 +62,10 @@ TOO_SHORT = (
     "{:.0%} of the completions were cut off before their answer: type --max-new-tokens {}, or "
     "train the format longer with train_sft.py"
 )
+AGENTS_TOO_SHORT = (
+    "{:.0%} of the agents' replies were cut off, most before their answer: type "
+    "--agent-max-tokens {}"
+)
 CONSTANT = (
     "all completions of the last {} steps have the reward {:g}, so there is nothing to learn from: "
     "use harder problems or another reward"
@@ -96,12 +100,15 @@ def new_alerts(rows: Sequence[Row]) -> list[str]:
 
 
 def _cut_off(recent: Sequence[Row]) -> dict[str, str]:
-    """Describe completions that were cut off at the limit."""
-    share = fmean(row["completion/truncated_rate"] for row in recent) if recent else 0.0
-    if share <= CUT_OFF:
-        return {}
-    longer = 2 * int(max(row["completion/length_max"] for row in recent))
-    return {"completion/truncated_rate": TOO_SHORT.format(share, longer)}
+    """Describe completions, and replies of a recipe's agents, that were cut off at their limit."""
+    found = {}
+    for area, advice in {"completion": TOO_SHORT, "agents": AGENTS_TOO_SHORT}.items():
+        name, length = f"{area}/truncated_rate", f"{area}/length_max"
+        rows = [row for row in recent if name in row]
+        share = fmean(row[name] for row in rows) if rows else 0.0
+        if share > CUT_OFF:
+            found[name] = advice.format(share, 2 * int(max(row[length] for row in rows)))
+    return found
 
 
 def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:

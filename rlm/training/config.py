@@ -24,7 +24,7 @@ from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
-from rlm.training.resolve import MAX_NEW_TOKENS, SHORT, choose_max_new_tokens, resolve
+from rlm.training.resolve import LONGEST, MAX_NEW_TOKENS, choose_max_new_tokens, resolve
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -67,6 +67,8 @@ class GRPOConfig:
         *("model", "dataset", "sft_adapter", "reward", "output"),
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
+
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch says whether there is a GPU
 
     OTHER_SPELLINGS: ClassVar = {
         **QUANTIZE_SWITCHES,
@@ -225,7 +227,7 @@ class GRPOConfig:
         8, "completions of each problem; their rewards are compared with each other", min=2
     )
     max_new_tokens: int = flag(
-        SHORT, "longest completion, in tokens", min=1, default_text=MAX_NEW_TOKENS
+        None, "longest completion, in tokens", min=1, default_text=MAX_NEW_TOKENS
     )
     temperature: float = flag(
         1.0, "sampling temperature; the log-probabilities use it too", above=0
@@ -368,8 +370,11 @@ class GRPOConfig:
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config's values, with the algorithm's defaults for unset options."""
-        return follow_algorithm(values)
+        """Return the config's values, with the defaults of its data and algorithm for unset options."""
+        length = values["max_new_tokens"]
+        if length is None:
+            length = choose_max_new_tokens(values["dataset"])
+        return follow_algorithm({**values, "max_new_tokens": length})
 
     @classmethod
     def from_preset(cls, name: str, **options: Any) -> GRPOConfig:
@@ -404,8 +409,6 @@ class GRPOConfig:
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = resolve(given, start, GPU_DEFAULTS)
-        if "max_new_tokens" not in values:
-            values["max_new_tokens"] = choose_max_new_tokens(values["dataset"])
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}

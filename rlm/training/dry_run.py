@@ -94,13 +94,13 @@ class DryRun:
         )
         if dtype != self.sampler.dtype:
             dtype, why = policy.dtype, "as in learning: no merged copy"
-        limit = ""
+        limit, model = "", required(config.model, "--model")
         if steps != config.steps:
             limit = f", where --max-minutes {config.max_minutes:g} ends it"
         terminal.table(
             "Plan: estimated, nothing was trained",
             {
-                "model": f"{config.model}{model_download(required(config.model, '--model'))}",
+                "model": "; ".join(filter(None, [model, model_download(model)])),
                 "sampling": Device(place, dtype, why),
                 "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
                 "max_num_seqs": f"{speed.max_num_seqs} completions at a time",

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")  # GRPOConfig or SFTConfig
 
-SHORT, ON_CPU, ON_GPU = 96, 256, 512  # tokens
+SHORT, ON_CPU, LONGEST = 96, 256, 512  # tokens
 GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
 MAX_NEW_TOKENS = (
-    f"{SHORT} for word-problems and elementary, else {ON_GPU} on a GPU and {ON_CPU} without one"
+    f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
 
 
@@ -70,11 +70,15 @@ def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
     return replace(config, **resolve(given, start))
 
 
-def choose_max_new_tokens(dataset: str) -> int:
-    """Return the default of --max-new-tokens."""
+def choose_max_new_tokens(dataset: str | None) -> int:
+    """Return how many tokens completions may have where no option says it.
+
+    Args:
+        dataset: None where it is not known, as in a config made in Python.
+    """
+    parts = dataset_parts(dataset) if dataset else []
+    if parts and {dataset_name(part).partition(":")[0] for part in parts} <= GENERATED:
+        return SHORT
     import torch
 
-    names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
-    if names <= GENERATED:
-        return SHORT
-    return ON_GPU if torch.cuda.is_available() else ON_CPU
+    return LONGEST if torch.cuda.is_available() else ON_CPU

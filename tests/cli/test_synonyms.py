@@ -282,4 +282,4 @@ def test_the_name_of_an_algorithm_in_any_spelling(typed, tmp_path):
         parse(GRPOConfig, ["--preset", typed, "--reasoning_format=Simple"], presets=PRESETS),
     ):
         assert (config.algorithm, config.reasoning_format) == ("drgrpo", "simple")
-        assert config.fixed_length_normalizer == 96
+        assert config.aggregation == "constant"
