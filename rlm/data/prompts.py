@@ -225,7 +225,7 @@ def render_prompt(
     pieces, texts = _place_texts(tokenizer, messages)
     if opened := _OPENED.search(pieces[-1]):  # the model writes its tags itself
         pieces[-1] = pieces[-1][: opened.start()]
-        say_once(
+        print_once(
             f"the chat template of {tokenizer.name_or_path!r} begins the reply with "
             f"{opened[0].split()[0]}: left out, because the model writes it here"
         )

@@ -370,7 +370,7 @@ class GRPOConfig:
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config's values, with the defaults of its data and algorithm for unset options."""
+        """Return the config's values, with what data and algorithm decide for unset options."""
         length = values["max_new_tokens"]
         if length is None:
             length = choose_max_new_tokens(values["dataset"])
