@@ -187,7 +187,7 @@ def test_the_command_line_has_model_and_options_and_the_users_own_win(tmp_path, 
     own = "~/bin/vllm serve --max_model_len=9 --dtype half"
     made = shlex.join(server_command(own, "M", options))
     assert made == f"{quoted} serve M --max_model_len=9 --dtype half --enable-lora"
-    module = f"{sys.executable} -m some.api_server"
+    module = f"{shlex.quote(sys.executable)} -m some.api_server"
     assert server_command(module, "M", {})[1:] == ["-m", "some.api_server", "--model", "M"]
 
 
