@@ -41,12 +41,12 @@ EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do 
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
-    """(question, perfect completion) pairs from the train split, none of an evaluated problem."""
+    """Return (question, perfect completion) pairs of the train split, none that is evaluated."""
     if not config.few_shot:
         return []
     evaluated = {problem.question for problem in problems}
     try:
-        count = config.few_shot + len(problems)  # as many more as could have to be left out
+        count = config.few_shot + len(problems)  # spare ones, because some may have to be left out
         choice = {"seed": config.seed, "calculator_marks": config.tool == Calculator.name}
         choice["columns"] = config.columns
         train = load_problems(config.dataset, "train", max_samples=count, **choice)
@@ -63,8 +63,8 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
 def fit_window(
     config: EvaluateConfig, tokenizer, window: int | None, problems: Sequence[Problem]
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
-    """Return the problems whose prompts leave room for an answer in the model's window, and the
-    examples of the few-shot row if they do with these, too; say what is left out."""
+    """Return the problems whose prompts fit into the model's window, and the few-shot examples if
+    they fit too; print what is left out."""
     render = partial(render_problem, tokenizer, format=config.format)
     limit = (window or sys.maxsize) - config.max_new_tokens
     why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
@@ -91,9 +91,9 @@ def evaluate_row(
     """Evaluate one model: "greedy" results, and "sampled" ones if --samples asks for them.
 
     Args:
-        tool: what --tool names.
-        record: where they are kept; what is there already is not drawn again.
-        scorer: of --reward.
+        tool: the tool of --tool.
+        record: stores the completions; stored ones are not sampled again.
+        scorer: the scorer of --reward.
     """
     from rlm.sampling import Sampler, sampling_dtype
 
@@ -142,7 +142,7 @@ def made_of(
     problems: Sequence[Problem],
     examples: Sequence[tuple[str, str]],
 ) -> dict[str, object]:
-    """What a row's completions depend on, beside decoding and the code."""
+    """Return what a row's completions depend on, besides decoding and code."""
     from rlm.model import adapter_hash
     from rlm.runs import data_id
 
@@ -161,11 +161,11 @@ def made_of(
 
 
 def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer | None:
-    """The scorer of --reward; None without it.
+    """Return the scorer of --reward; None without it.
 
     Raises:
-        UsageError: there is no such reward, or the data lacks a column that it asks for; or there
-            is none and nothing else can judge these problems.
+        UsageError: the reward does not exist, the data lacks one of its columns, or the answers are
+            open and there is no reward.
     """
     if config.reward:
         scorer = Scorer(load_reward(config.reward), config.reasoning_format)

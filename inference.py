@@ -135,7 +135,7 @@ class InferenceConfig:
 
     @property
     def writes(self) -> bool:
-        """Whether a model is written, and nothing is asked."""
+        """Whether --merge or --gguf writes a model instead of asking."""
         return bool(self.merge or self.gguf)
 
 
@@ -188,7 +188,7 @@ def main(config: InferenceConfig) -> int:
 
 
 def structured_outputs(config: InferenceConfig) -> StructuredOutputs | None:
-    """What the answer has to be."""
+    """Return the constraint on the answer, or None."""
     from rlm.sampling import StructuredOutputs
 
     wanted = config.response_format
@@ -207,7 +207,7 @@ def structured_outputs(config: InferenceConfig) -> StructuredOutputs | None:
 
 
 def write_merged(config: InferenceConfig) -> None:
-    """Write base and adapter as one model, which loads without any code of ours."""
+    """Write base and adapter as one model, which loads without this project's code."""
     from rlm.evaluation import model_card
     from rlm.model import (
         AdapterInfo,
@@ -238,7 +238,7 @@ def write_merged(config: InferenceConfig) -> None:
 
 
 def _questions(config: InferenceConfig) -> Iterator[str]:
-    """Yield the question of the command line, or what is typed until an empty line or the end."""
+    """Yield the question of the command line, or typed ones until an empty line."""
     if config.question is not None:
         yield config.question
         return
@@ -279,7 +279,7 @@ def _write(text: str, by_tool: bool = False) -> None:
 
 
 def _print_summary(reply: Reply, config: InferenceConfig) -> None:
-    """Print what stands below the streamed text: the votes, the answer, what it took."""
+    """Print votes, answer and cost below the streamed text."""
     shown, tokens = reply.answer.shown, reply.usage.completion_tokens
     terminal.line("")
     if votes := reply.answer.vote_counts:

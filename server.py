@@ -32,8 +32,8 @@ from rlm.reasoner import HOW_TO_TRAIN
 if TYPE_CHECKING:
     from rlm.serving import AllowedHosts, Keys, Service
 
-DRAIN_SECONDS = 25.0  # what runs may finish in
-# Of a server that is open to everybody: requests a minute for each address, tokens for each request
+DRAIN_SECONDS = 25.0  # seconds in which running requests may finish
+# Limits of --public: requests a minute for each address, tokens for each request
 PUBLIC_REQUESTS, PUBLIC_TOKENS = 20, 1024
 REQUESTS = 120  # a minute for each key
 
@@ -107,10 +107,10 @@ class ServerConfig:
 
 def main(config: ServerConfig) -> int:
     if not config.base:
-        check_adapter(config.adapter, HOW_TO_TRAIN)  # needs nothing of what is imported now
+        check_adapter(config.adapter, HOW_TO_TRAIN)  # before the slow imports
     what, shown = "the base model" if config.base else config.adapter, _address(config.host)
     where = f" for http://{shown}:{config.port}" if config.port else ""
-    terminal.line(f"loading {what}{where} …")  # now: the libraries alone take seconds
+    terminal.line(f"loading {what}{where} …")  # before the libraries, which take seconds to import
     from rlm.model import prepare_process
     from rlm.serving import Keys, is_loopback, listen, load_keys, new_key
     from rlm.serving import logging as logs
@@ -143,12 +143,12 @@ def main(config: ServerConfig) -> int:
 
 
 def _address(host: str) -> str:
-    """A host as a URL has it."""
+    """Format a host for a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def _service(config: ServerConfig) -> Service:
-    """The engine, which will load the model in its own thread, and what admits requests to it."""
+    """Make the engine, which loads the model in its own thread, and the service around it."""
     from functools import partial
 
     from rlm.model import load_tokenizer
@@ -177,7 +177,7 @@ def _request_tokens(config: ServerConfig) -> int | None:
 async def _serve(
     config: ServerConfig, service: Service, keys: Keys, listening: socket.socket
 ) -> int:
-    """Run until a signal or the engine's death; the exit code."""
+    """Serve until a signal or the engine's death; return the exit code."""
     import uvicorn
 
     from rlm.serving import (
@@ -207,7 +207,7 @@ async def _serve(
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
-    # With that task the server ends: nobody else would watch the engine.
+    # The server ends with this task: nothing else would watch the engine.
     watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
     await server.serve(sockets=[listening])
     watching.cancel()
@@ -224,7 +224,7 @@ async def _serve(
 async def _watch(
     config: ServerConfig, service: Service, hosts: AllowedHosts, listening: socket.socket
 ) -> None:
-    """Say when the model is ready, and keep the tunnel, until the engine is dead."""
+    """Print when the model is ready, and keep the tunnel open until the engine is dead."""
     from rlm.serving import Tunnel, TunnelError, local_url
 
     tunnel = None
@@ -252,7 +252,7 @@ async def _watch(
                 service.public_url = tunnel.public_url
                 terminal.line(f"public: {tunnel.public_url}")
             except TunnelError as error:
-                terminal.line(f"{error}\nno public URL; the local server goes on")
+                terminal.line(f"{error}\nno public URL; the local server continues")
         while service.engine.state != "dead":
             if service.public_url and not tunnel.is_up:
                 await tunnel.close()

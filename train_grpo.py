@@ -104,14 +104,14 @@ class GRPOTrainer:
         device: Device | None = None,
         tool: Tool | None = None,
     ) -> None:
-        """Load the model and the adapter to start from.
+        """Load the model and the start adapter.
 
         Args:
             reward_fn: a RewardFunction, a function or a list of these; None: CorrectnessReward.
             tool: writes into completions (docs/how-to/tools.md). None: what config.tool names.
 
         Raises:
-            TypeError, ValueError: an argument is not what it should be; nothing was loaded.
+            TypeError, ValueError: an invalid argument; nothing was loaded.
         """
         check_arguments(model_name, config)
         prepare_process()
@@ -122,27 +122,27 @@ class GRPOTrainer:
             config or GRPOConfig(), str(model_name), self.base_hash, tool, self.distributed.size
         )
         config = self.config
-        self.answer_types = start.answer_types  # until the data says it
+        self.answer_types = start.answer_types  # until the data is known
         tags = required(config.reasoning_format, "--reasoning-format")
         self.format = FORMATS[tags].with_prompt(config.system_prompt)
         self.scorer: StepScorer = Scorer(reward, tags, config.reward_timeout)
         self.tokenizer, self.policy = self.load_model(tokenizer, device)
-        self.model = self.policy  # its name elsewhere
+        self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
         self.weights = MixedPrecisionAdapter(self.policy)
-        self.adapter = self.weights.master_weights  # name → the fp32 tensor that is trained
+        self.adapter = self.weights.master_weights  # name → trained fp32 tensor
         self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed, tool)
         self.optimizer = torch.optim.AdamW(
             self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
         saved = (self.weights, self.optimizer, self.base_hash, config.kl_weight)
         self.state = TrainingState(*saved, self.distributed)
-        self.run: TrainingRun | None = None  # of the last call of `train`
+        self.run: TrainingRun | None = None  # the last call of `train`
 
     def load_model(
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
     ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
-        """Load the tokenizer, and the base with the adapter to train on it, in eval mode."""
+        """Load the tokenizer, and the base with the trainable adapter, in eval mode."""
         model = required(self.config.model, "--model")
         return tokenizer or load_tokenizer(model), load_policy(self.config, model, device)
 
@@ -157,11 +157,11 @@ class GRPOTrainer:
 
         Args:
             dataset, eval_dataset: Problems, or dicts or a `datasets.Dataset` with the fields of
-                data/README.md; the second chooses the adapter.
+                data/README.md; the second one selects the adapter to export.
 
         Raises:
             UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
-            Interrupted: a signal asked to stop; the step was ended and saved.
+            Interrupted: a signal was received; the step was finished and saved.
         """
         config, data = self.prepare(dataset, eval_dataset)
         parts = self.state, self.sampler, self.tokenizer, self.validation_scores
@@ -173,7 +173,7 @@ class GRPOTrainer:
                 groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
 
                 # 3. compare, inside each group
-                rewards = reward_tensor(groups)  # (P, G), as the verifier gave them
+                rewards = reward_tensor(groups)  # (P, G), as the reward returned them
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
                 if algorithm.distinct:
@@ -203,13 +203,13 @@ class GRPOTrainer:
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups of a step, of every process, and the reward's own metrics of them."""
+        """Return the step's groups from all processes, and the reward's metrics."""
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         groups: list[Group] = []
         reward_metrics: list[tuple[int, dict[str, float]]] = []
-        for refill in range(config.sampling_rounds):  # one, but for dynamic sampling
+        for refill in range(config.sampling_rounds):  # one round without dynamic sampling
             drawn = draw_problems(problems, groups, step, config.batch_size, config.seed)
             if not drawn:
                 break
@@ -225,16 +225,16 @@ class GRPOTrainer:
                 token_ids = [[c.token_ids for c in group] for group in sampled]
                 scores = self.scorer(mine, texts, truncated, token_ids)
             reward_metrics.append((len(mine), scores.metrics))
-            # From here on every process knows the whole step; alone, nothing happens.
+            # From here on every process has the whole step; a single process gathers nothing.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, scores.reasons, strict=True)
             groups += [Group(*parts) for parts in distributed.gather(list(scored))]
-        self.sampler.release()  # its memory is for learning now
+        self.sampler.release()  # frees memory for learning
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
     def _learn(
         self, run: TrainingRun, batches: Sequence[Sequence[Rollout]], step: int
     ) -> dict[str, float]:
-        """Make `updates_per_batch` passes over the mini-batches, an optimizer update for each."""
+        """Make `updates_per_batch` passes over the mini-batches, one optimizer update for each."""
         config, algorithm = run.config, run.config.resolved_algorithm
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         updates = [run.micro_batches(rollouts) for rollouts in batches]
@@ -255,7 +255,7 @@ class GRPOTrainer:
                 metrics.add(update, micro, logprobs.detach(), entropy, sums)
             metrics.grad_norms.append(self._optimizer_step())
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
-                break  # the weights are as before, another pass would give the same
+                break  # unchanged weights: another pass would give the same
         self.sampler.invalidate_weights()
         release_memory()  # the sampler's turn
         learned = metrics.as_dict(self.distributed)
@@ -283,7 +283,7 @@ class GRPOTrainer:
     def prepare(
         self, dataset: Iterable, eval_dataset: Iterable | None
     ) -> tuple[GRPOConfig, TrainingData]:
-        """Read the problems, and announce the run; return the config with its number of steps."""
+        """Load the problems, print the plan of the run, and return the config with its steps."""
         parts = self.config, self.policy, self.render, self.scorer
         data = TrainingData.read(*parts, dataset, eval_dataset)
         self.answer_types = data.answer_types
@@ -293,7 +293,7 @@ class GRPOTrainer:
 
     @property
     def validator(self) -> Validator:
-        """What samples for validation and for --doctor."""
+        """Samples and scores for validation and --doctor."""
         measure = validation_measure(self.scorer, self.answer_types)
         parts = self.sampler, self.tokenizer, self.format, self.scorer
         return Validator(self.config, *parts, measure)
@@ -312,14 +312,14 @@ class GRPOTrainer:
         groups: Sequence[Group],
         advantages: Tensor,
     ) -> None:
-        """Write down and show a step; advantages are (P, G)."""
+        """Log a step to disk and terminal; advantages are (P, G)."""
         run.log_step(metrics, groups, advantages)
 
     def generate(self, question: str) -> str:
-        """Answer a question greedily; the text shows the reasoning, in its tags.
+        """Answer a question greedily; the returned text includes reasoning and tags.
 
         Raises:
-            TypeError: it is not a text.
+            TypeError: the question is not a str.
         """
         if not isinstance(question, str):
             raise TypeError(f"generate takes one question, as text, not {question!r:.60}")

@@ -1,4 +1,4 @@
-"""Stage 1: teaches the format. A generic instruct model learns to reason inside <think></think>.
+"""Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
 
 TRL's SFTTrainer does the training. The prompts come from the same function as in GRPO, evaluation
 and inference. The loss is on the completion alone, up to and with its first end token. LoRA is on
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rlm.cli import check_command_line, run_main
@@ -66,8 +67,9 @@ from rlm.training import (
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
-    from rlm.training import CheckpointCallback, SFTTrainer
+    from rlm.training import Example
 
 
 def main(config: SFTConfig) -> int:
@@ -76,7 +78,7 @@ def main(config: SFTConfig) -> int:
         raise UsageError("SFT runs in one process: start it with python, not with torchrun")
     if config.resume:
         check_resumable(config.run_dir)
-    load_tool(config.tool)  # a mistake in its name comes up now
+    load_tool(config.tool)  # so that a mistake in its name is found now
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
@@ -95,12 +97,12 @@ def main(config: SFTConfig) -> int:
 def train(
     config: SFTConfig, problems: Sequence[Problem], validation: Sequence[Problem] = ()
 ) -> dict[str, object]:
-    """Learn the problems' solutions, write the adapter, and return what its run.json says.
+    """Train on the problems' solutions, write the adapter, and return the contents of run.json.
 
     Raises:
-        UsageError: no problem has a solution, or none is short enough; other tags than those
-            of the adapter to go on from; nothing to resume, or it was begun otherwise.
-        Interrupted: a signal asked to stop; the step was ended and saved.
+        UsageError: no problem has a solution, or none is short enough; the tags differ from
+            --adapter's; nothing to resume, or the run was started with other options.
+        Interrupted: a signal was received; the step was finished and saved.
     """
     config = follow_adapter(config, AdapterInfo.load(config.adapter) if config.adapter else None)
     model = required(config.model, "--model")
@@ -121,6 +123,35 @@ def train(
             show_counts(len(validation), len(held_out), config.max_length, "validation problems")
         return {}
 
+    about = {
+        "stage": "sft",
+        "dataset": config.dataset,
+        "answer_types": list(answer_types(problems)),
+        "questions": example_questions(problems),
+    }
+    history = learn(config, tokenizer, examples, held_out, about, len(problems) - len(examples))
+    summary_card(config, history)
+    return history
+
+
+def learn(
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[Example],
+    held_out: Sequence[Example] = (),
+    about: Mapping[str, object] = MappingProxyType({}),
+    left_out: int = 0,
+) -> dict[str, object]:
+    """Learn examples of token ids, write the adapter, and return what its run.json says.
+
+    Args:
+        about: the stage and the data, for run.json.
+        left_out: how many examples are missing, being too long.
+
+    Raises:
+        UsageError: nothing to resume, or it was begun otherwise; a folder cannot be written.
+        Interrupted: a signal asked to stop; the step was ended and saved.
+    """
     config = replace(config, epochs=config.epochs_for(len(examples)))  # recorded as a number
     from transformers import set_seed  # after rlm.model, which quiets what it imports
 
@@ -128,10 +159,11 @@ def train(
 
     check_output(config.output)
     run = RunDirectory(config.run_dir, resume=config.resume)
+    model = required(config.model, "--model")
     device, base_hash = pick_device(config.dtype), base_model_hash(model)
-    set_seed(config.seed)  # of a new adapter, and of the order of the examples
+    set_seed(config.seed)  # seeds a new adapter and the order of the examples
     policy = start_policy(config, device, base_hash)
-    announce(config, device, policy, len(problems), len(examples))
+    announce(config, device, policy, len(examples), left_out)
     trainer = make_trainer(config, device, policy, tokenizer, examples)
     progress = CheckpointCallback(config, run, policy, base_hash, examples)
     trainer.add_callback(progress)
@@ -139,19 +171,29 @@ def train(
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
-        history = run_summary(config, base_hash, trainer, progress, problems, len(examples))
-        history["questions"] = example_questions(problems)
+        history: dict[str, object] = {
+            "base_model": config.model,
+            "base_hash": base_hash,
+            "start_adapter": str(config.adapter) if config.adapter else None,
+            "quantize": config.quantize,
+            "examples": len(examples),
+            "config": to_dict(config),
+            "step": trainer.state.global_step,
+            "loss": progress.mean_loss(),
+            "validation_loss": None,  # measured when the adapter is safe
+            "seconds": progress.seconds,
+            **about,
+        }
         save_adapter(policy, tokenizer, config.output, history)
         if held_out:
             history["validation_loss"] = trainer.mean_loss(held_out)
             with writing(config.output):
                 replace_json(config.output / "run.json", history)
-    summary_card(config, history)
     return history
 
 
 def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel:
-    """Load the base, with the adapter to go on from or a new one."""
+    """Load the base with --adapter or a new adapter."""
     model = required(config.model, "--model")
     if config.adapter:
         check_base(config.adapter, model, base_hash)
@@ -163,47 +205,21 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
     if not getattr(policy.peft_config["default"], "lora_dropout", 0):
-        use_fused_layers(policy)  # in bf16 PEFT's go to fp32 and back, a seventh of a step
+        use_fused_layers(policy)  # PEFT's layers convert bf16 to fp32 and back, a seventh of a step
     return policy
 
 
-def run_summary(
-    config: SFTConfig,
-    base_hash: str,
-    trainer: SFTTrainer,
-    progress: CheckpointCallback,
-    problems: Sequence[Problem],
-    examples: int,
-) -> dict[str, object]:
-    """The adapter's run.json: where it comes from."""
-    return {
-        "stage": "sft",
-        "base_model": config.model,
-        "base_hash": base_hash,
-        "start_adapter": str(config.adapter) if config.adapter else None,
-        "quantize": config.quantize,
-        "dataset": config.dataset,
-        "answer_types": list(answer_types(problems)),
-        "examples": examples,
-        "config": to_dict(config),
-        "step": trainer.state.global_step,
-        "loss": progress.mean_loss(),
-        "validation_loss": None,  # measured when the adapter is safe
-        "seconds": progress.seconds,
-    }
-
-
 def announce(
-    config: SFTConfig, device: Device, policy: PeftModel, problems: int, examples: int
+    config: SFTConfig, device: Device, policy: PeftModel, examples: int, left_out: int
 ) -> None:
-    left_out = f" ({problems - examples} too long, left out)" if examples < problems else ""
+    too_long = f" ({left_out} too long, left out)" if left_out else ""
     steps, epochs = config.steps(examples), config.epochs_for(examples)
-    terminal.facts(
+    terminal.table(
         "Stage 1: supervised fine-tuning",
         {
             "model": config.model,
             "device": device,
-            "data": f"{config.dataset}: {examples} examples{left_out}",
+            "data": f"{config.dataset}: {examples} examples{too_long}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
             "steps": f"{steps} of {config.batch_size} examples, {epochs} "
             f"pass{'es' * (epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",
@@ -218,7 +234,7 @@ def announce(
 
 def summary_card(config: SFTConfig, history: dict) -> None:
     held_out = history["validation_loss"]
-    terminal.facts(
+    terminal.table(
         "Stage 1 done",
         {
             "mean loss": f"{history['loss']:.3f}"
@@ -233,11 +249,11 @@ def summary_card(config: SFTConfig, history: dict) -> None:
 
 
 def next_command(config: SFTConfig) -> str:
-    """Stage 2 on the same data: a file of the user's own is named again, with what it needs."""
+    """Return the command of stage 2 on the same data."""
     own = config.dataset and own_files(config.dataset)
     data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
     options = {"sft_adapter": config.output, **(data if own else {})}
-    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # where stage 2 would write
+    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # stage 2 would write there
         options["output"] = config.run_dir / "grpo_lora"
     return command_of("train_grpo", **options)
 

@@ -1,9 +1,9 @@
-"""Whether a completion depends on its batch on this machine, and how fast the products are.
+"""Check whether a completion depends on its batch on this machine, and time the matrix products.
 
 All matrix products of a decoding step, ours and oneDNN's in turns, for several numbers of rows and
-threads: milliseconds, and the share of a product's numbers that are others than with 64 rows. Then
-completions of the model, sampled again with other batches and threads. Ends with 1 if our own code
-gives another bit. RLM_TILES=1 lets it multiply bf16 with AMX.
+threads: milliseconds, and the share of values that differ from those with 64 rows. Then completions
+are sampled again with other batches and threads. Exits with 1 if any bit of ours differs.
+RLM_TILES=1 uses AMX for bf16.
 
     python -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 """
@@ -65,7 +65,7 @@ class BatchInvarianceConfig(harness.BenchmarkConfig):
 
 
 def decoding_products(model: PreTrainedModel, ops: Ops, dtype: torch.dtype) -> Products:
-    """Make the products of a decoding step as the sampler has them, with what belongs to them."""
+    """Make the products of a decoding step as in the sampler, with their inputs."""
     decoder, head = decoder_and_head(model)
     made = []
 
@@ -101,7 +101,7 @@ def on_threads(threads: int) -> Iterator[None]:
 
 
 def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: int) -> float:
-    """The share of numbers that are others with so many rows than with `COMPARED_ROWS`."""
+    """Return the share of values that differ from those with `COMPARED_ROWS` rows."""
     differ, total, both = 0, 0, min(rows, COMPARED_ROWS)
     for product, width in products:
         x = inputs[width]
@@ -114,7 +114,7 @@ def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: i
 def product_cells(
     config: BatchInvarianceConfig, model: PreTrainedModel, name: str
 ) -> list[dict[str, Any]]:
-    """Time and compare the products in a number type: a cell for some threads and rows."""
+    """Time and compare the products in a number type, one cell for each thread and row count."""
     dtype = getattr(torch, name)
     ops = ops_for(model, dtype)
     arms = {ONEDNN: decoding_products(model, by_onednn(ops), dtype)}
@@ -156,7 +156,7 @@ def product_cells(
 def sampled(
     config: BatchInvarianceConfig, model: PreTrainedModel, tokenizer: Any, name: str
 ) -> dict[str, Any]:
-    """Sample the same completions in each setting; how many differ from those of the first."""
+    """Sample the same completions in each setting; count those that differ from the first."""
     prompts = config.completions // GROUP
     problems = load_problems(config.dataset, "test", max_samples=prompts, seed=config.seed)
     texts = [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems]

@@ -1,4 +1,4 @@
-"""Found as `benchmarks` where a script here is run by its path: says how it is run."""
+"""Imported as `benchmarks` if a script is run by its path: prints how to run it."""
 
 import sys
 from pathlib import Path

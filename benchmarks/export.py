@@ -1,4 +1,4 @@
-"""Whether exported models say the same: merged in plain transformers, GGUF files in llama.cpp.
+"""Compare exported models: merged in plain transformers, GGUF files in llama.cpp.
 
 Base and adapter are exported by `inference.py`. Each exported model answers problems greedily and
 without a tool. Its first answers are compared, token by token, with those of base and adapter in
@@ -48,7 +48,7 @@ class ExportConfig(harness.BenchmarkConfig):
 
 @dataclass(frozen=True)
 class Answers:
-    """What one program made of the problems, as token ids."""
+    """A program's answers as token ids."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -73,7 +73,7 @@ def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
 
 
 def ask_llama_cpp(path: Path, conversations: Conversations) -> Answers:
-    """Greedy answers of a GGUF file; its own template and tokenizer make the prompts."""
+    """Return greedy answers of a GGUF file, with its own template and tokenizer."""
     prompts, completions = [], []
     with llama_cpp(path) as post:
         for messages in conversations:
@@ -87,7 +87,7 @@ def ask_llama_cpp(path: Path, conversations: Conversations) -> Answers:
 
 
 def ask_transformers(folder: Path, conversations: Conversations) -> Answers:
-    """Greedy answers of a merged model, in a process that imports transformers and not us."""
+    """Return greedy answers of a merged model, in a process that imports only transformers."""
     program = Path(__file__).with_name("plain_generate.py")
     done = subprocess.run(
         [sys.executable, program, folder, str(MAX_NEW_TOKENS)],
@@ -100,7 +100,7 @@ def ask_transformers(folder: Path, conversations: Conversations) -> Answers:
 
 
 def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
-    """Export, ask and compare; returns {exported model: figures}."""
+    """Export, ask and compare; return {exported model: figures}."""
     info = AdapterInfo.load(config.adapter)
     problems = load_problems(config.dataset, "test", max_samples=PROBLEMS, seed=config.seed)
     tokenizer = load_tokenizer(config.model)

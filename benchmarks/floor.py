@@ -1,4 +1,4 @@
-"""What the machine could do at best: the time below which sampling and learning cannot go.
+"""The floor: the least time that sampling and learning can take on this machine.
 
 A decode step reads every weight and the cache once, and multiplies every weight once for every row.
 The larger of the two times is its floor. A learning pass is bound by products alone. Both rates are
@@ -32,7 +32,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What one decode step of a model does, whatever software runs it."""
+    """Work of a model's decode step, independent of software."""
 
     weight_bytes: int  # read once a step
     row_flops: int  # of all matrix products with weights, for one row
@@ -43,7 +43,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype | None = None) -> ModelCost:
-        """Ask a model; an adapter on it does not count.
+        """Measure a model without its adapter.
 
         Args:
             dtype: number type of weights and cache (None: the model's).
@@ -81,12 +81,12 @@ def decode_floor(
     prompt_tokens: float,
     new: float,
 ) -> dict[str, Any]:
-    """The least seconds of a step in the middle of a batch, and what sets them.
+    """Return the least seconds of a decode step, and what limits them.
 
     Args:
-        prompts: different ones; the cache of a prompt is read once for all its rows.
+        prompts: the number of distinct prompts, whose cache is read once for all rows.
         prompt_tokens: mean length.
-        new: mean number of tokens that a row has drawn so far.
+        new: mean number of tokens generated so far per row.
     """
     tokens_read = prompts * prompt_tokens + rows * new
     attention = 4 * cost.layers * cost.query_width * (prompt_tokens + new)  # of one row
@@ -107,10 +107,10 @@ def sampling_seconds(
     prompts: Sequence[int],
     lengths: Sequence[Sequence[int]],
 ) -> float:
-    """The least seconds of all decode steps of groups that are sampled at once.
+    """Return the least seconds of all decode steps of groups that are sampled together.
 
     Args:
-        prompts: tokens of each; reading them is not counted.
+        prompts: tokens of each; prefill is not counted.
         lengths: of the completions of each.
     """
     seconds = 0.0
@@ -129,15 +129,15 @@ def learning_seconds(
     prompts: Sequence[int],
     lengths: Sequence[Sequence[int]],
 ) -> float:
-    """The least seconds of the products of one pass over some groups, forward and backward.
+    """Return the least seconds of the products of a forward and backward pass over groups.
 
-    Of a frozen weight there are two (of the output and of the gradient by the input), of an
-    adapter's three. The prompt of a group is computed once. Attention has two products forward and
-    four backward over the pairs of tokens that see each other.
+    A frozen weight has two products (output and input gradient), an adapter's weight three. A
+    group's prompt is computed once. Attention has two products forward and four backward over the
+    visible pairs of tokens.
 
     Args:
-        prompts: tokens of each group's.
-        lengths: of its completions; the last token of each is only predicted.
+        prompts: tokens of each group's prompt.
+        lengths: of its completions, whose last tokens are only predicted.
     """
     flops = 0
     for prompt, group in zip(prompts, lengths, strict=True):
@@ -151,7 +151,7 @@ def learning_seconds(
 
 
 def measure(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Best of a few repetitions: a floor must not hold what disturbed the measurement."""
+    """Measure the rates as the best of a few repetitions, to exclude disturbances."""
     buffer = torch.ones(BUFFER_BYTES[device] // 4, device=device)
     seconds = _best(buffer.sum)
     bandwidth = buffer.numel() * buffer.element_size() / seconds

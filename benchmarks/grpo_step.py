@@ -50,12 +50,12 @@ class GRPOStepConfig(harness.BenchmarkConfig):
             raise ValueError("--trl-batch must divide the completions of a step")
 
     def trl_settings(self) -> dict[str, Any]:
-        """As `trl_arm` takes them: without the prefix."""
+        """TRL's settings for `trl_arm`, without the prefix."""
         names = ("batch", "autocast", "malloc", "attn")
         return {name: getattr(self, f"trl_{name}") for name in names}
 
     def training(self) -> GRPOConfig:
-        """What both trainers are asked to do."""
+        """The config of both trainers."""
         return GRPOConfig(
             model=self.model,
             dataset=self.dataset,
@@ -77,7 +77,7 @@ class GRPOStepConfig(harness.BenchmarkConfig):
 
 
 def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """One cell from what the processes of each arm handed back, without each one's first step."""
+    """Make a cell from the arms' results, without the first step of each process."""
     steps = {arm: [s for run in found for s in run["steps"][1:]] for arm, found in runs.items()}
     totals = {arm: [step["total"] for step in rows] for arm, rows in steps.items()}
     cell = harness.cell(CELLS[reward], "s/step", totals, more_is_better=False)
@@ -102,7 +102,7 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
 
 
 def finished(reward: str, arm: str, process: int, result: dict[str, Any]) -> str:
-    """A line for a process that has ended: seconds of its measured steps."""
+    """Describe a finished process: the seconds of its measured steps."""
     steps = [f"{step['total']:.1f}" for step in result["steps"][1:]]
     return f"{CELLS[reward]}, {arm}, process {process}: {', '.join(steps)} s/step"
 

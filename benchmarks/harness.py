@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, arms in alternation, a process for each, one kind of report.
+"""Shared parts of the benchmarks: options, alternating arms, processes, reports.
 
 A report is a JSON file: `ratio` and `memory_ratio` of the headline cell, every repetition of every
 arm under `cells`, and what is needed to run it again (command, machine, commit, date).
@@ -63,13 +63,13 @@ def alternate(
     warm_up: bool = True,
     say: Callable[[str, int, T], str] | None = None,
 ) -> dict[str, list[T]]:
-    """What each arm returned, in runs A B A B …: whatever else the machine does hits all alike.
+    """Run the arms in turns (A B A B …) and return their results, so that disturbances affect all.
 
-    An arm is called with the number of the repetition, so that all arms get the same work; the
-    warm-up is number 0 and is not kept.
+    An arm is called with the number of the repetition, so that all get the same work; number 0 is
+    the warm-up and is dropped.
 
     Args:
-        say: a line for what an arm returned; it is shown with how many are done and the time left.
+        say: describes a result; printed with the progress and the time left.
     """
     results: dict[str, list[T]] = {name: [] for name in arms}
     repetitions = range(0 if warm_up else 1, repeats + 1)
@@ -88,7 +88,7 @@ def alternate(
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """The seconds that some work takes, of a GPU too, and what it returns."""
+    """Return the seconds of some work, with GPU synchronization, and its result."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -102,11 +102,11 @@ def run_script(script: str, *options: object, launch: Sequence[str] = (), **vari
     """Run one of the project's scripts in a process of its own.
 
     Args:
-        launch: of python, before the script, such as -m torch.distributed.run.
-        variables: of the environment.
+        launch: arguments of python before the script, such as -m torch.distributed.run.
+        variables: environment variables.
 
     Raises:
-        UsageError: it failed; the message has the end of what it said.
+        UsageError: the script failed; the message has the end of its output.
     """
     done = subprocess.run(
         [sys.executable, *launch, script, *map(str, options)],
@@ -123,7 +123,7 @@ def run_script(script: str, *options: object, launch: Sequence[str] = (), **vari
 
 
 class ChildFailed(RuntimeError):
-    """A benchmark's process ended badly; the text holds the end of what it wrote."""
+    """A benchmark's process failed; the message has the end of its output."""
 
 
 def run_child(
@@ -133,14 +133,14 @@ def run_child(
     log: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """`module.function(**payload)` in a process of its own; its dict, with `peak_memory_gb`.
+    """Run `module.function(**payload)` in a process; return its dict with `peak_memory_gb`.
 
     Args:
-        log: where what it writes is added; none: only the end is shown, and only if it fails.
-        inherited: descriptors that stay open in it, such as a lock's.
+        log: file for its output; None: only the end is shown, on failure.
+        inherited: file descriptors to keep open, such as a lock's.
 
     Raises:
-        ChildFailed: it did not exit with 0.
+        ChildFailed: the exit code is not 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "payload.json", Path(folder) / "result.json"
@@ -170,10 +170,10 @@ def _child(module: str, function: str, source: str, target: str) -> None:
 
 
 def peak_memory_gb() -> float:
-    """The most this process has held: on the GPU if it used one, else resident.
+    """Return this process's peak memory: on the GPU if it used one, else resident.
 
-    Resident is Linux's VmHWM. getrusage would not do: its maximum includes what the parent held
-    when it started this process.
+    Resident memory is Linux's VmHWM; getrusage's maximum would include the parent's memory at the
+    fork.
     """
     status = Path("/proc/self/status")
     if machine.pick_device().type == "cpu" and status.exists():
@@ -186,7 +186,7 @@ def peak_memory_gb() -> float:
 
 
 def summary(runs: Sequence[float]) -> dict[str, Any]:
-    """All repetitions, and their median, smallest and largest.
+    """Return all repetitions with median, minimum and maximum.
 
     >>> summary([3.0, 1.0, 2.0])
     {'runs': [3.0, 1.0, 2.0], 'median': 2.0, 'min': 1.0, 'max': 3.0}
@@ -198,12 +198,12 @@ def summary(runs: Sequence[float]) -> dict[str, Any]:
 def cell(
     name: str, unit: str, runs: Mapping[str, Sequence[float]], *, more_is_better: bool
 ) -> dict[str, Any]:
-    """One line of a report. A ratio above 1 says that ours is ahead, whichever way the unit points.
+    """Make a cell of a report. A ratio above 1 means that ours is ahead, for any unit.
 
-    It is that of the medians; its range is over repetitions.
+    The ratio is of the medians; its range is over repetitions.
 
     Args:
-        runs: by arm, "ours" among them; repetition i of every arm is the same work.
+        runs: arm → results, with "ours"; repetition i is the same work in every arm.
     """
     arms = {arm: summary(values) for arm, values in runs.items()}
     ratio, ranges = {}, {}
@@ -225,12 +225,12 @@ def report(
     memory_gb: Mapping[str, float],
     **more: Any,
 ) -> dict[str, Any]:
-    """What `--json` writes.
+    """Make the report for `--json`.
 
     Args:
-        headline: the cell whose ratio is the benchmark's.
+        headline: the cell with the benchmark's ratio.
         memory_gb: peak memory by arm, where it was measured.
-        more: further entries, kept as they are.
+        more: further entries.
     """
     ours = memory_gb.get(OURS)
     return {
@@ -246,7 +246,7 @@ def report(
 
 
 def provenance(benchmark: str) -> dict[str, Any]:
-    """Command, machine, commit and date: what it takes to run a benchmark again."""
+    """Return command, machine, commit and date, to repeat a benchmark."""
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "machine": describe_machine(),
@@ -256,7 +256,7 @@ def provenance(benchmark: str) -> dict[str, Any]:
 
 
 def code_commit() -> str | None:
-    """The commit of this code, with -dirty behind it where tracked files were changed since."""
+    """Return the commit of this code, with -dirty if tracked files have changed."""
     commit = git_commit()
     if commit is None:
         return None
@@ -266,7 +266,7 @@ def code_commit() -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """The hardware and the libraries, without a name of the host."""
+    """Describe hardware and libraries, without the host's name."""
     info = Path("/proc/cpuinfo")
     core = info.read_text().partition("\n\n")[0] if info.exists() else ""  # the first of all alike
     rows = (row.partition(":") for row in core.splitlines())
@@ -291,7 +291,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
-    """A table: for each cell the median of each arm (smallest – largest), then the ratios."""
+    """Print a table: per cell each arm's median (minimum – maximum) and the ratios."""
     rows = {}
     for row in cells:
         columns = {
@@ -305,7 +305,7 @@ def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
 
 
 def template(file: Path, **filters: Callable[..., Any]) -> jinja2.Template:
-    """A template with what it may call; a name that it lacks is an error."""
+    """Load a template with its filters; an undefined name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(file.parent),
         undefined=jinja2.StrictUndefined,
@@ -318,7 +318,7 @@ def template(file: Path, **filters: Callable[..., Any]) -> jinja2.Template:
 
 
 def write_report(path: Path | None, content: Mapping[str, Any]) -> None:
-    """Write what `--json` asks for, if it does."""
+    """Write the report to `--json`, if given."""
     if path is not None:
         replace_json(path, content)
         terminal.line(f"written: {path}")

@@ -1,4 +1,4 @@
-"""Rollouts: tokens per second of ours and of what else can draw them, on the same prompts.
+"""Rollouts: tokens per second of our sampler and its peers on the same prompts.
 
 Fixed lengths first: every row draws --new-tokens tokens, ends ignored. Then real lengths: rows end
 where those of a real run ended (benchmarks/lengths.json), and only their tokens count. The
@@ -26,7 +26,7 @@ from rlm.data import FORMATS, Problem, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler, prompt_seed
 
-LENGTHS = Path(__file__).with_name("lengths.json")  # of a real run's completions
+LENGTHS = Path(__file__).with_name("lengths.json")  # lengths of a real run's completions
 GROUP = 8  # completions of a prompt
 HEADLINE_ROWS = 64
 MAX_NUM_SEQS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
@@ -64,7 +64,7 @@ class Bench:
     arms: dict[str, samplers.Ours | samplers.Generate | samplers.VLLM]
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
-        """Prompts and seeds of a repetition: new ones each time, the same for every arm."""
+        """Return prompts and seeds of a repetition, new each time and equal for every arm."""
         start = repetition * prompts
         chosen = [self.problems[(start + i) % len(self.problems)] for i in range(prompts)]
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
@@ -73,11 +73,11 @@ class Bench:
     def time(
         self, name: str, lengths: samplers.Lengths, rows_at_once: int
     ) -> dict[str, list[float]]:
-        """Tokens per second of each arm, in turns, with a line for each.
+        """Measure tokens per second of each arm in turns, and print a line for each.
 
         Args:
-            name: of the cell.
-            lengths: of the rows of each prompt.
+            name: the cell's.
+            lengths: of each prompt's rows.
         """
         rest = SERVER_REST if self.config.vllm_url else 0
         tokens = sum(map(sum, lengths))
@@ -98,7 +98,7 @@ class Bench:
 def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
     """
     Args:
-        only: one arm of this process, "ours" or "generate", to measure its memory.
+        only: load one arm, "ours" or "generate", to measure its memory.
     """
     device = pick_device()
     problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
@@ -117,7 +117,7 @@ def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
 
 
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
-    """Tokens per second, after `rest` seconds of rest; all of the tokens must have been drawn."""
+    """Return tokens per second after `rest` seconds; all tokens must be generated."""
     time.sleep(rest)
     seconds, drawn = harness.timed(work)
     if drawn != expected:
@@ -155,7 +155,7 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
 
 
 def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Run in a process of its own: one repetition of the headline cell (or the largest below)."""
+    """Run one repetition of the headline cell (or the largest below) in a process of its own."""
     prepare_process()
     config = RolloutConfig(**config)
     bench = load_bench(config, only=arm)

@@ -1,7 +1,7 @@
-"""The arms of `rollout.py`: our sampler, transformers' `generate`, a server of vLLM.
+"""The arms of `rollout.py`: our sampler, transformers' `generate`, a vLLM server.
 
-Each has a method `draw`: every row ends at its own length, whatever is drawn, and the number of
-useful tokens comes back.
+Each has a method `draw`, which ends every row at its given length and returns the number of useful
+tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
 
 @dataclass
 class Ours:
-    """Our sampler. Rows of their own length refill a place in its batch at once."""
+    """Our sampler. With different lengths, freed rows are refilled at once."""
 
     sampler: Sampler
 
@@ -67,7 +67,7 @@ class Ours:
 
 
 def only_length(lengths: Lengths) -> int | None:
-    """The length of all rows; None where they differ."""
+    """Return the common length of all rows, or None."""
     found = {length for group in lengths for length in group}
     return found.pop() if len(found) == 1 else None
 
@@ -77,7 +77,7 @@ def count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
 
 
 class EndAt(StoppingCriteria):
-    """Row i is done when it has drawn lengths[i] tokens; `generate` goes on until all are."""
+    """Stops row i after lengths[i] tokens; `generate` continues until all rows are done."""
 
     def __init__(self, lengths: torch.Tensor, prompt_tokens: int) -> None:
         self.last = lengths + prompt_tokens
@@ -90,10 +90,10 @@ class EndAt(StoppingCriteria):
 
 @dataclass
 class Generate:
-    """`model.generate` on left-padded prompts, an attention mask, and nothing that changes logits.
+    """`model.generate` on left-padded prompts with an attention mask and unchanged logits.
 
-    Ends are ignored by having no end token, which costs it nothing (`min_new_tokens` would rewrite
-    the logits of every step).
+    Without an end token no row ends early, at no cost (`min_new_tokens` would rewrite the logits of
+    every step).
     """
 
     model: PreTrainedModel
@@ -123,7 +123,7 @@ class Generate:
 
     @torch.inference_mode()
     def _generate(self, rows: Prompts, new_tokens: int, ends: torch.Tensor) -> torch.Tensor:
-        """The tokens drawn, (rows, new_tokens)."""
+        """Return the generated tokens, (rows, new_tokens)."""
         longest = max(map(len, rows))
         ids = torch.tensor([[*[self.pad_id] * (longest - len(row)), *row] for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -144,7 +144,7 @@ class Generate:
         return output[:, longest:]
 
     def choose_options(self, prompts: Prompts, n: int, seeds: Seeds) -> dict[str, float]:
-        """Try each kind of cache once, keep the fastest; the seconds of each."""
+        """Try each kind of cache once and keep the fastest; return the seconds of each."""
         work = (prompts, [[PROBE_TOKENS] * n] * len(prompts), seeds, len(prompts) * n)
         kinds: dict[str, dict[str, Any]] = {
             "dynamic cache": {},
@@ -162,7 +162,7 @@ class Generate:
 
 @dataclass
 class VLLM:
-    """A running `vllm serve` that holds the same model. Prompts are token ids.
+    """A running `vllm serve` with the same model. Prompts are token ids.
 
     All requests are sent at once; the server does its own batching.
     """
@@ -175,7 +175,7 @@ class VLLM:
         self.model = self._ask("GET", "/v1/models")["data"][0]["id"]
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
-        """Rows of one length are one request a prompt, so that it is read once."""
+        """With equal lengths each prompt is one request, so that it is prefilled once."""
         jobs = [
             (prompt, 1, length, seed + row)
             for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)

@@ -39,7 +39,7 @@ class ServingConfig(harness.BenchmarkConfig):
 
 
 class Server(NamedTuple):
-    """A running server: its URL, what it calls the model, the messages before a question."""
+    """A running server: URL, model name, messages before a question."""
 
     url: str
     model: str
@@ -47,7 +47,7 @@ class Server(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What came of some requests: seconds in all, tokens, seconds to each first token."""
+    """The result of some requests: total seconds, tokens, seconds to each first token."""
 
     seconds: float
     tokens: int
@@ -74,7 +74,7 @@ async def ask_all(server: Server, questions: list[str], max_tokens: int, at_once
 async def ask(
     client: httpx2.AsyncClient, server: Server, question: str, max_tokens: int
 ) -> tuple[int, float]:
-    """(completion tokens, seconds to the first one), streamed."""
+    """Stream a request; return (completion tokens, seconds to the first one)."""
     body = {
         "model": server.model,
         "messages": [*server.before, {"role": "user", "content": question}],
@@ -103,7 +103,7 @@ async def ask(
 def time_servers(
     config: ServingConfig, servers: dict[str, Server], at_once: bool
 ) -> dict[str, list[Timed]]:
-    """The repetitions of each server, in turns, each on other problems."""
+    """Measure the servers in turns, each repetition on other problems."""
     problems = load_problems(config.dataset, "train", max_samples=200, seed=config.seed)
 
     def run(server: Server, repetition: int) -> Timed:
@@ -117,7 +117,7 @@ def time_servers(
 
 
 def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]:
-    """Throughput, first tokens and seconds, at once and in a row; the report."""
+    """Measure throughput, first tokens and seconds, at once and in a row; return the report."""
     runs = {at_once: time_servers(config, servers, at_once) for at_once in (False, True)}
     cells = [
         harness.cell(

@@ -1,6 +1,6 @@
-"""Write a model that only has a shape: random weights, for speed and memory without a download.
+"""Write a model with a published shape and random weights, for speed and memory without a download.
 
-What such a model says means nothing; what it costs is what the real one costs.
+Its text is meaningless; its cost is the real model's.
 
     python -m benchmarks.shapes qwen2.5-0.5b runs/qwen2.5-0.5b
     python -m benchmarks.grpo_step --model runs/qwen2.5-0.5b

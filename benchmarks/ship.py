@@ -1,4 +1,4 @@
-"""Ships a trained adapter: rounds it to bf16, judges these very weights, writes its model card.
+"""Ship a trained adapter: round it to bf16, evaluate these weights, write the model card.
 
 Each test set is answered greedily by the adapter and by the SFT adapter that it started from, with
 the tool that it was trained with and without. The figures go into the card, and with each problem's
@@ -76,7 +76,7 @@ class ShipConfig:
 def main(config: ShipConfig) -> int:
     """
     Raises:
-        UsageError: the directory holds no adapter of train_grpo.py, or it is too large.
+        UsageError: it is not an adapter of train_grpo.py, or too large.
     """
     prepare_process()
     info = AdapterInfo.load(config.adapter)
@@ -114,10 +114,10 @@ def main(config: ShipConfig) -> int:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """An empty directory that takes the target's place when all is written in it.
+    """Yield an empty directory that replaces the target when everything is written.
 
     Raises:
-        UsageError: more was written than should be committed.
+        UsageError: the contents are too large to commit.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -136,7 +136,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_rounded(adapter: Path, folder: Path, model: str) -> None:
-    """The adapter's weights in bf16, and its config with the model's name instead of a place."""
+    """Write the adapter in bf16, and its config with the model's name in place of a path."""
     peft_config = read_json(adapter / "adapter_config.json")
     peft_config["base_model_name_or_path"] = model
     replace_json(folder / "adapter_config.json", peft_config)
@@ -150,7 +150,7 @@ Judged = dict[str, dict[str, Found]]  # test set → tool
 
 
 def published_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """run.json without this machine's paths."""
+    """Return run.json without local paths."""
     kept = {name: run[name] for name in PUBLISHED if name in run}
     if kept.get("dataset"):
         kept["dataset"] = public_dataset(kept["dataset"])
@@ -164,7 +164,7 @@ def judge(
     adapters: dict[str, Path],
     sets: Mapping[str, Sequence[Problem]],
 ) -> Judged:
-    """One greedy completion of each problem by each adapter, without a tool and with its own."""
+    """Evaluate each adapter greedily on each problem, without a tool and with its own."""
     if info.run["step"] == 0:  # no step of GRPO was better on validation: it is the start
         adapters = {"shipped": adapters["shipped"]}
     tokenizer, base = load_tokenizer(info.base_model), load_base(info.base_model, pick_device())
@@ -192,7 +192,7 @@ def judge(
 
 
 def figures_of(found: Found) -> dict[str, Any]:
-    """Accuracies with their intervals, and how far the shipped adapter is ahead of its start."""
+    """Return accuracies with intervals, and the shipped adapter's lead over its start."""
     lead = paired_bootstrap(*(found[who].per_problem(strict=True) for who in NAMES))
     return {
         who: {grading: found[who].accuracy(strict) for grading, strict in GRADINGS.items()}
@@ -202,7 +202,7 @@ def figures_of(found: Found) -> dict[str, Any]:
 
 
 def verdicts_of(found: Found) -> dict[str, str]:
-    """Whether each adapter was right on each problem: "01" is the shipped one alone."""
+    """Return which adapters are right on each problem: "01" means only the shipped one."""
     scores = zip(*(found[who].per_problem(strict=True) for who in NAMES), strict=True)
     return {
         problem.id: "".join(str(int(score)) for score in pair)
@@ -213,7 +213,7 @@ def verdicts_of(found: Found) -> dict[str, str]:
 def model_card(
     info: AdapterInfo, start: AdapterInfo, figures: Mapping[str, Any], judged: Judged
 ) -> str:
-    """The card of model_card.md.jinja, with one right answer and one wrong one."""
+    """Render model_card.md.jinja with one right and one wrong answer."""
     examples: dict[str, tuple[Problem, str]] = {}
     last = [*judged.values()][-1][info.tool]["shipped"]
     for problem, (graded,) in zip(last.problems, last.groups, strict=True):

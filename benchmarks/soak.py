@@ -74,7 +74,7 @@ class SoakConfig(harness.BenchmarkConfig):
 
 @dataclass
 class Training:
-    """GRPO runs that meet accidents; what became of them."""
+    """GRPO runs with accidents, and their outcomes."""
 
     config: SoakConfig
     accidents: Counter[str] = field(default_factory=Counter)
@@ -110,7 +110,7 @@ class Training:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def run(self, end: float) -> None:
-        """Train with accidents, a run after the other, until `end` (monotonic seconds)."""
+        """Train runs with accidents until `end` (monotonic seconds)."""
         if code := self.start("undisturbed").wait():
             self.failures.append(f"the undisturbed run ended with {code}")
             return
@@ -126,10 +126,10 @@ class Training:
                 self.failures.append(f"{name} differs from the undisturbed run")
 
     def _finish(self, name: str, draw: random.Random) -> int:
-        """Start and resume a run until it is through; returns its exit status.
+        """Start and resume a run until it finishes; return its exit status.
 
-        After ACCIDENTS_A_RUN accidents it is left alone: on a busy machine a run may come no
-        further than its start from one accident to the next.
+        After ACCIDENTS_A_RUN accidents it is left alone, because on a busy machine a run may not
+        get beyond its start between two accidents.
         """
         resume: tuple[str, ...] = ()
         for _ in range(ACCIDENTS_A_RUN):
@@ -158,7 +158,7 @@ class Training:
 
 
 def _damage(folder: Path, accident: str, draw: random.Random) -> None:
-    """Flip a byte of the newest checkpoint of several, or cut the last line of the metrics."""
+    """Flip a byte of the newest checkpoint, or cut the last line of the metrics."""
     if accident == "torn metrics":
         file = folder / "metrics.jsonl"
         if file.exists() and (size := file.stat().st_size) > 10:
@@ -177,7 +177,7 @@ def _damage(folder: Path, accident: str, draw: random.Random) -> None:
 
 @dataclass
 class Serving:
-    """What clients got, and how much memory the server had."""
+    """The clients' results, and the server's memory."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -233,7 +233,7 @@ class Serving:
             self.failures.append(f"{body}: {reply.status_code} {reply.text[-100:]}")
 
     def growth(self) -> float:
-        """Memory of the last sixth over that of the second, medians; 1 is flat."""
+        """Return the median memory of the last sixth over the second's; 1 is flat."""
         sixth = max(1, len(self.memory) // 6)
         later = self.memory[sixth : 2 * sixth] or self.memory
         return median(self.memory[-sixth:]) / median(later)

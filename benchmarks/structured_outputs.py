@@ -1,4 +1,4 @@
-"""Structured outputs: whether every answer fits its schema, and what the masks cost.
+"""Structured outputs: check that every answer fits its schema, and time the masks.
 
 Random schemas of four kinds are asked of the model at temperature 1. Each answer that was not cut
 off is validated by `jsonschema`. Then 8 rows of equal length are sampled with and without masks,
@@ -46,7 +46,7 @@ class StructuredOutputsConfig(harness.BenchmarkConfig):
 
 
 def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
-    """A schema of a kind, whose values are short: an answer that is cut off is no JSON."""
+    """Return a random schema of a kind with short values, because a cut-off answer is not JSON."""
     leaves = [
         INTEGER,
         {"type": "boolean"},
@@ -78,7 +78,7 @@ def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
 
 @dataclass
 class Counts:
-    """What came of the answers to random schemas, by their kind."""
+    """Counts of the answers to random schemas, by kind."""
 
     valid: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
@@ -89,7 +89,7 @@ class Counts:
 def count_valid(
     config: StructuredOutputsConfig, sampler: Sampler, prompts: Sequence[Sequence[int]]
 ) -> Counts:
-    """One answer for each random schema, at temperature 1, validated."""
+    """Validate one answer for each random schema, at temperature 1."""
     counts, rng = Counts(), random.Random(config.seed)
     schemas = [(k, random_schema(k, rng)) for _ in range(config.schemas // 4) for k in KINDS]
     params, options = SamplingParams(config.max_new_tokens, 1.0), {"budget": 48}
@@ -131,7 +131,7 @@ def tokens_per_second(
     prompts: Sequence[Sequence[int]],
     masked: bool,
 ) -> float:
-    """Of rows of one length, each with a grammar of its own, or without one."""
+    """Measure rows of equal length, each with its own grammar or without one."""
     rng, requests = random.Random(config.seed), []
     for i in range(config.rows):
         endless = {"type": "array", "items": random_schema(KINDS[i % 4], rng), "minItems": 999}

@@ -1,7 +1,7 @@
-"""Our trainer as an arm of a benchmark, and what its peer shares with it; TRL's is trl_arm.py.
+"""Our trainer as a benchmark arm, and code shared with TRL's arm (trl_arm.py).
 
-Each runs in a process of its own (`harness.run_child`), so that peak memory is its own. What it is
-asked to do is a `GRPOConfig`: TRL's options are read off it.
+Each runs in a process of its own (`harness.run_child`) to measure its peak memory. The task is a
+`GRPOConfig`, from which TRL's options are derived.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FORMAT = FORMATS["deepseek"]
 
 
 def problem_pool(config: GRPOConfig) -> list[Problem]:
-    """What both trainers draw their problems from."""
+    """Return the problems of both trainers."""
     return load_problems(config.dataset, "train", max_samples=2000, seed=config.seed)
 
 
 @contextmanager
 def in_scratch(config: Mapping[str, Any]) -> Iterator[GRPOConfig]:
-    """The config of a run whose files nobody keeps, from what a child process got."""
+    """Make the config of a temporary run from a child process's payload."""
     with tempfile.TemporaryDirectory() as folder:
         places = {"run_dir": Path(folder) / "run", "output": Path(folder) / "adapter"}
         yield GRPOConfig(**{**config, **places})
@@ -44,11 +44,10 @@ def in_scratch(config: Mapping[str, Any]) -> Iterator[GRPOConfig]:
 
 @dataclass
 class ScriptedReward:
-    """Gives 1 and 0 in turn in a group with signal, 0 in one without, whatever was said.
+    """A reward of alternating 1 and 0 in groups with signal and 0 in others.
 
-    So the share of groups with signal is the same in both arms. Both trainers call it exactly once
-    a step, which makes it a second clock: from call to call is a whole step, whatever a trainer
-    says of itself.
+    So both arms have the same share of groups with signal. Both trainers call it exactly once a
+    step, so the time between calls is an independent measure of a step.
     """
 
     kind: str  # "half" or "all" of the groups have signal
@@ -57,7 +56,7 @@ class ScriptedReward:
 
     @property
     def every(self) -> int:
-        """Of so many groups the first has signal."""
+        """Return how many groups there are for each one with signal."""
         return {"half": 2, "all": 1}[self.kind]
 
     def score(self, completions: Sequence[str], **_: Any) -> list[float]:
@@ -69,10 +68,10 @@ class ScriptedReward:
         ]
 
     def result(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """What an arm's process hands back.
+        """Return the result of an arm's process.
 
         Args:
-            steps: sample, score and learn in seconds and length_mean of each step.
+            steps: seconds of sample, score and learn, and length_mean, of each step.
         """
         totals = [step["sample"] + step["score"] + step["learn"] for step in steps]
         return {
@@ -82,8 +81,8 @@ class ScriptedReward:
 
 
 def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) -> dict[str, Any]:
-    """Train as `config` says; seconds of every step, of which the first is the warm-up, and the
-    floors of its two phases.
+    """Train with `config`; return the seconds of every step (the first is the warm-up) and the
+    floors of both phases.
 
     Args:
         signal: the kind of scripted reward.
@@ -111,7 +110,7 @@ def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) 
 
 
 def record_lengths(sampler: Sampler) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of the prompts and of their completions, of each call of `sample` from now on."""
+    """Record the lengths of prompts and completions of each later call of `sample`."""
     sample, found = sampler.sample, []
 
     def recorded(prompts: Sequence[Sequence[int]], *others: Any) -> list[list[Completion]]:
@@ -127,7 +126,7 @@ def record_lengths(sampler: Sampler) -> list[tuple[list[int], list[list[int]]]]:
 def step_floor(
     trainer: GRPOTrainer, prompts: Sequence[int], lengths: Sequence[Sequence[int]], every: int
 ) -> dict[str, float]:
-    """The least seconds of sampling these completions and of learning from those with signal."""
+    """Return the least seconds of sampling these and of learning from those with signal."""
     policy, dtype = trainer.policy, trainer.sampler.dtype
     rates = {kind: _rates(policy.device.type, kind) for kind in (dtype, policy.dtype)}
     learned, weights = (prompts[::every], lengths[::every]), trainer.adapter.values()

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the work that a `GRPOConfig` asks ours to do.
+"""TRL's GRPOTrainer on the task of a `GRPOConfig`.
 
 The same problems in the same order, the same schedule and optimizer. Imported only in the arm's own
 process: TRL takes seconds and memory to load.
@@ -44,13 +44,13 @@ STEPS = "steps.jsonl"  # each step's seconds, which so outlive a kill
 
 
 def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The reward of training, as a plain function: TRL takes no other."""
+    """The strict reward as a plain function, as TRL needs it."""
     correct = CorrectnessReward()
     return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 class Clock(TrainerCallback):
-    """Cuts the run into steps, and writes down how long each part of one took."""
+    """Measures the parts of each step."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.started, self.length_mean = file, 0.0, 0.0
@@ -68,7 +68,7 @@ class Clock(TrainerCallback):
 
 
 class TimedTrainer(trl.GRPOTrainer):
-    """Notes how long the two parts of a step take that are not learning."""
+    """Measures sampling and scoring."""
 
     def __init__(self, clock: Clock, **options: Any) -> None:
         super().__init__(callbacks=[clock], **options)
@@ -90,7 +90,7 @@ class TimedTrainer(trl.GRPOTrainer):
 
 
 def run_trl(config: Mapping[str, Any], signal: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Train as `config` says; seconds of every step, of which the first is the warm-up."""
+    """Train with `config`; return the seconds of every step (the first is the warm-up)."""
     if settings["malloc"]:
         prepare_process()
     with in_scratch(config) as options:
@@ -104,7 +104,7 @@ def train(
     reward: Callable[..., list[float]],
     settings: Mapping[str, Any] = SETTINGS,
 ) -> list[dict[str, float]]:
-    """Train, or go on from the last checkpoint of `run_dir`; returns the seconds of every step.
+    """Train, or resume from the last checkpoint of `run_dir`; return the seconds of every step.
 
     The adapter goes to `output`, and every `save_every` steps into run_dir/checkpoint-N/.
     """
@@ -131,7 +131,7 @@ def train(
 
 
 def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
-    """The problems of all steps, in the order in which our trainer takes them."""
+    """Return the problems of all steps in our trainer's order."""
     return [
         problem
         for step in range(config.steps)
@@ -140,7 +140,7 @@ def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
 
 
 def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """The model with the adapter that training starts from, as both trainers have it."""
+    """Load the model with the start adapter, equal for both trainers."""
     tokenizer = load_tokenizer(config.model)
     base = load_base(config.model, pick_device(), attn=attn)
     # TRL stops at the ends that the model's config names: all of those that ours stops at.
@@ -152,7 +152,7 @@ def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTok
 
 
 def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> trl.GRPOConfig:
-    """The algorithm as ours has it, one update over all rows of a step, and nothing logged."""
+    """Return TRL's config for our algorithm: one update over all rows of a step, no logging."""
     in_a_step = config.batch_size * config.group_size
     rows = math.gcd(settings["batch"], in_a_step)
     use_cpu = pick_device().type == "cpu"
@@ -189,10 +189,10 @@ def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> trl.GRPOConfi
 
 
 def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Problems as text that TRL turns into the very token ids that ours gets.
+    """Return problems as texts that TRL encodes to our token ids.
 
     Raises:
-        ValueError: it would not.
+        ValueError: TRL's token ids would differ.
     """
     rows = []
     for problem in problems:
@@ -208,7 +208,7 @@ def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _last_whole_checkpoint(folder: Path) -> str | None:
-    """What to resume from; what came after it, and a checkpoint that a kill tore, is removed."""
+    """Return the last complete checkpoint; remove torn and later ones."""
     for checkpoint in folder.glob("checkpoint-*"):
         try:
             json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems, three of them.
+"""The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems.
 
 Run by `make demo`. Everything goes under runs/demo/, adapters too; weights/ is left alone. The
 stage scripts do the work, with the options of configs/demo_sft.yaml and configs/demo_grpo.yaml;
-what is here is their order and the summary.
+this file runs them and writes the summary.
 
 The three rows of the table share prompt, problems, grader and token limit. "gain" is GRPO's lead
 over the SFT adapter in sampled accuracy (mean over k completions a problem, at the training
@@ -113,11 +113,11 @@ def _argv(file: Path, **paths: Path) -> list[str]:
 
 
 class Clock:
-    """Times the stages (`with clock("sft"): …`), and says at the start of each how long is left.
+    """Times the stages (`with clock("sft"): …`) and prints the remaining time at the start of each.
 
     Args:
         expected: stage → seconds on the machine of the constants above.
-        limits: seconds that a stage may take at most.
+        limits: stage → most seconds.
     """
 
     def __init__(self, expected: Mapping[str, float], limits: Mapping[str, float]) -> None:
@@ -129,7 +129,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def left(self) -> float | None:
-        """Estimate the seconds of the stages that are not done; None before the first is."""
+        """Estimate the seconds of the unfinished stages; None before the first is done."""
         done = sum(self._expected[stage] for stage in self.seconds)
         if not done:
             return None
@@ -153,7 +153,7 @@ class Clock:
 def _expected_seconds(
     config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The stages in order, with their seconds, and the limits that there are."""
+    """Return the stages in order with their expected seconds, and the limits."""
     steps = grpo.steps_for(grpo.max_samples or 2000)
     rollouts = steps * grpo.batch_size * grpo.group_size
     validations = grpo.eval_samples * grpo.eval_group_size_for(grpo.eval_samples or 1)
@@ -194,9 +194,9 @@ def _evaluate(
     adapters: Mapping[str, Path | None],
     clock: Clock,
 ) -> dict[str, dict[str, Evaluation]]:
-    """Base (None) and adapters on the same problems, one after the other on one copy of the base.
+    """Evaluate the base (None) and adapters on the same problems, on one copy of the base.
 
-    The base is not sampled, which would say little.
+    The base is not sampled.
     """
     from eval import evaluate_row
     from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
@@ -240,7 +240,7 @@ def _summary(results: Rows) -> dict[str, Any]:
 
 
 def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
-    """Kind of decoding → strict accuracy after so many seconds of training: [[seconds, …], …]."""
+    """Return decoding → [[seconds of training, strict accuracy], …]."""
     from rlm.model import AdapterInfo
 
     at = {row: AdapterInfo.load(path).run["seconds"] for row, path in adapters.items()}
@@ -257,7 +257,7 @@ def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
 
 
 def _validation_curve(sft: Path, grpo: GRPOConfig) -> dict[str, list]:
-    """The same of the problems on which GRPO validates itself; {} without any."""
+    """Return the curve of GRPO's own validation; {} without any."""
     from rlm.model import AdapterInfo
     from rlm.runs import read_log
 
@@ -298,8 +298,7 @@ def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _show_three(sft: Evaluation, grpo: Evaluation) -> None:
-    """Print how many problems are of each of KINDS, and of each the first, both answers side by
-    side."""
+    """Print the number of problems of each of KINDS, and the first of each with both answers."""
     pairs = [(a.strict, b.strict) for (a,), (b,) in zip(sft.groups, grpo.groups, strict=True)]
     right = [(a.correct, b.correct) for a, b in pairs]
     counts = [f"{right.count(pattern)} {kind}" for kind, pattern in KINDS.items()]

@@ -1,10 +1,10 @@
-"""Ask a running server the questions of prompts.json and write down what it answered.
+"""Ask a running server the questions of prompts.json and record the answers.
 
     python server.py &
     python examples/record_prompts.py
 
-Each question gets its curl line, the answer of this run, and whether that is its `gold`; those
-answered right come first. `model` says who answered, `score` how many were right. requests.http
+Each question gets its curl line, the answer, and whether it equals `gold`; right ones come first.
+`model` says who answered, `score` how many were right. requests.http
 beside the file gets the same requests in the same order. The key, if the server wants one, is taken
 from RLM_API_KEY. Nothing is written unless all were answered.
 """
@@ -75,13 +75,13 @@ def main(config: RecordConfig) -> int:
 
 
 def is_right(response: str, gold: str) -> bool:
-    """Whether a response's answer is the gold, a number or a text."""
+    """Return whether a response's answer equals the gold, a number or a text."""
     kind = "number" if parse_number(gold) is not None else "text"
     return grade(response, gold, strict=False, kind=kind).correct
 
 
 def as_http(text: str, book: dict[str, Any]) -> str:
-    """requests.http with the book's requests and score; what stands only there stays."""
+    """Update requests.http with the requests and score; other parts stay."""
     names = {f"### {entry['name']}" for entry in book["prompts"]}
     blocks = re.split(r"^(?=###)", text, flags=re.M)
     is_ours = [block.partition("\n")[0] in names for block in blocks]
@@ -100,10 +100,10 @@ def as_http(text: str, book: dict[str, Any]) -> str:
 
 
 def ask(client: httpx2.Client, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    """The server's JSON.
+    """Return the server's JSON.
 
     Raises:
-        UsageError: no server, or it refused.
+        UsageError: no server answers, or it refuses.
     """
     try:
         response = client.request(method, path, json=body)
@@ -118,7 +118,7 @@ def ask(client: httpx2.Client, method: str, path: str, body: Any = None) -> dict
 
 
 def curl(url: str, body: dict[str, Any], *, keyed: bool) -> str:
-    """One line that asks the same from a shell; the key stays in its variable."""
+    """Return the curl line of a request; the key stays in its variable."""
     key = ' -H "Authorization: Bearer $RLM_API_KEY"' if keyed else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     endpoint = shlex.quote(url.rstrip("/") + "/phase1/reasoning")

@@ -1,7 +1,7 @@
 """The one client for OpenAI-compatible servers: any LLM API for recipes, vLLM for rollouts.
 
 It sends through the `openai` package, whose own retries are off: here each try waits for the rate
-limit and is paid from the budget. `openai` (a third of a second) is imported for the first client,
+limit and counts in the budget. `openai` (a third of a second) is imported for the first client,
 not with this module.
 """
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class BudgetExceeded(UsageError):
-    """The next request could cost more than what is left; it was not sent."""
+    """The next request could exceed the budget, so it was not sent."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ FREE = Price()
 
 @dataclass
 class Usage:
-    """What one request takes: at first its highest cost and about its tokens, then what it took."""
+    """Tokens and cost of a request: first the maximum, then the actual values."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -73,33 +73,33 @@ class Budget:
     def __init__(self, max_cost: float | None = None) -> None:
         self.max_cost = math.inf if max_cost is None else max_cost
         self.cost, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
-        self._reserved: list[float] = []  # of the requests in flight
+        self._reserved: list[float] = []  # reserved for requests in flight
         self._changed = threading.Condition()
 
     @contextmanager
     def reserve(self, usage: Usage) -> Iterator[None]:
-        """Keep a request's highest cost aside while it runs; then count what `usage` has become.
+        """Reserve a request's maximum cost while it runs; then count its actual `usage`.
 
-        One that does not fit beside those in flight waits: most end cheaper than they might have.
+        Wait if it does not fit beside those in flight: most end cheaper than their maximum.
 
         Raises:
-            BudgetExceeded: it does not fit even alone.
+            BudgetExceeded: it does not fit alone.
         """
-        most = usage.cost
+        max_cost = usage.cost
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(most) or not self._reserved)
-            if not self._fits(most):
+            self._changed.wait_for(lambda: self._fits(max_cost) or not self._reserved)
+            if not self._fits(max_cost):
                 raise BudgetExceeded(
-                    f"stopped at a cost of {self.cost:.4g}: the next call could cost {most:.2g}, "
-                    f"and the budget is {self.max_cost:g}"
+                    f"stopped at a cost of {self.cost:.4g}: the next call could cost "
+                    f"{max_cost:.2g}, and the budget is {self.max_cost:g}"
                 )
-            self._reserved.append(most)
+            self._reserved.append(max_cost)
         try:
             yield
         finally:
             with self._changed:
                 self._changed.notify_all()
-                self._reserved.remove(most)
+                self._reserved.remove(max_cost)
                 self.cost += usage.cost
                 self.prompt_tokens += usage.prompt_tokens
                 self.completion_tokens += usage.completion_tokens
@@ -109,7 +109,7 @@ class Budget:
 
 
 class RateLimit:
-    """Lets requests through so that no minute holds more of them, or of their tokens."""
+    """Limits requests and tokens per minute."""
 
     def __init__(
         self, requests: int | None = None, tokens: int | None = None, window: float = 60.0
@@ -120,7 +120,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def wait(self, usage: Usage) -> None:
-        """Wait until a request fits; one that needs more than a window waits for an empty one."""
+        """Wait until a request fits; one larger than the limit waits for an empty window."""
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -136,12 +136,12 @@ class RateLimit:
             time.sleep(max(pause, 0.001))
 
 
-MAX_RETRY_AFTER = 60.0  # seconds; who asks for more is told to the user instead
-TEMPLATE_TOKENS = 64  # that a server may put around a conversation (its system prompt, roles)
+MAX_RETRY_AFTER = 60.0  # seconds; a longer Retry-After is reported to the user
+TEMPLATE_TOKENS = 64  # tokens that a server may add to a conversation (system prompt, roles)
 
 
 class APIError(UsageError):
-    """A request was refused, or failed every time; `status` is HTTP's, None without an answer."""
+    """A request was refused or failed every time; `status` is None without a response."""
 
     def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -150,7 +150,7 @@ class APIError(UsageError):
 
 @dataclass(frozen=True)
 class ChatReply:
-    """text is empty where the server sent none (a reasoning model cut off while it thinks)."""
+    """A reply. `text` is "" if the server sent none (a reasoning model that was cut off)."""
 
     text: str
     finish_reason: str | None
@@ -161,7 +161,7 @@ class ChatReply:
 
 
 class APIClient:
-    """Sends requests to one server; any number of threads may share it."""
+    """A thread-safe client for one server."""
 
     def __init__(
         self,
@@ -183,15 +183,15 @@ class APIClient:
             url: as in http://127.0.0.1:8000/v1; /v1 is added where there is no path.
             api_key_env: the environment variable that holds the key. With neither it nor
                 `api_key`, no key is sent.
-            key_source: where the user may change `api_key`, for messages.
-            budget, rate_limit: clients may share them; every try counts.
+            key_source: where the user sets `api_key`, for messages.
+            budget, rate_limit: may be shared by clients; every try counts.
             concurrency: requests in flight at the same time; more wait for their turn.
             timeout: seconds without a byte from the server.
             attempts: tries of a request, the first included.
-            backoff: seconds before the second try; it doubles with each further one.
+            backoff: seconds before the second try, doubled for each further one.
 
         Raises:
-            UsageError: that is no URL, or the variable is not set.
+            UsageError: the URL is invalid, or the variable is not set.
         """
         self._key_source = f"the environment variable {api_key_env}" if api_key_env else key_source
         self._key = _checked_key(api_key_env, api_key, self._key_source)
@@ -201,7 +201,7 @@ class APIClient:
         self.retries = 0  # tries after the first of a request
         self._count = threading.Lock()
         self._attempts, self._backoff = attempts, backoff
-        self._jitter = random.Random()  # its own: the run's random numbers stay reproducible
+        self._jitter = random.Random()  # not the run's random numbers, which stay reproducible
         self._client = _openai_client(self.url, concurrency, timeout)
 
     def chat(
@@ -219,16 +219,16 @@ class APIClient:
             options: sent as they are (top_p, seed, stop, response_format, …).
 
         Raises:
-            APIError: the request was refused, failed every time, or the reply is none.
-            BudgetExceeded: it was not sent.
-            UsageError: no such server or model, or a key that it does not take.
+            APIError: the request was refused, failed every time, or the reply is invalid.
+            BudgetExceeded: the request was not sent.
+            UsageError: the server or model does not exist, or the key is not accepted.
         """
         body = {"model": model, "messages": list(messages), "temperature": temperature}
         body |= {"max_tokens": max_tokens, **options}
-        # A token is at least one byte of text: a bound that needs no tokenizer.
+        # A token is at least one byte of text, so this bound needs no tokenizer.
         size = len(json.dumps(body, ensure_ascii=False).encode()) + TEMPLATE_TOKENS
-        most = self.price.cost(size, max_tokens)
-        reply = self.post("chat/completions", body, most, size // 4 + max_tokens)
+        max_cost = self.price.cost(size, max_tokens)
+        reply = self.post("chat/completions", body, max_cost, size // 4 + max_tokens)
         try:
             choice, tokens = reply["choices"][0], _token_counts(reply)
             text = _text(choice["message"]["content"])
@@ -239,7 +239,7 @@ class APIClient:
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
     def models(self) -> list[dict[str, Any]]:
-        """List the models on offer. One try only: this finds out whether the server is there.
+        """List the models. One try only, to check that the server answers.
 
         Raises:
             UsageError: it is not.
@@ -252,13 +252,13 @@ class APIClient:
     def post(
         self, path: str, body: dict[str, Any], max_cost: float = 0.0, tokens: int = 0
     ) -> dict[str, Any]:
-        """Post a JSON object and return the one that is answered ({} for plain text).
+        """Post a JSON object and return the response's object ({} for plain text).
 
-        429, 5xx and broken connections are tried again, after a pause that doubles, with jitter,
-        and that is not shorter than the server asks for. Other refusals are final.
+        429, 5xx and broken connections are retried after a doubling pause with jitter, at least
+        Retry-After. Other refusals are final.
 
         Args:
-            tokens: about as many as it takes, for the rate limit.
+            tokens: an estimate for the rate limit.
         """
         for attempt in range(1, self._attempts + 1):
             try:
@@ -279,7 +279,7 @@ class APIClient:
         raise AssertionError("the last try returns or raises")
 
     def _send(self, method: str, path: str, usage: Usage, **body: Any) -> dict[str, Any]:
-        """One try, paid from the budget: nothing if it was refused, all if no answer tells."""
+        """Try once. The budget pays nothing for a refusal and the maximum without a response."""
         import httpx2
         import openai
 
@@ -313,19 +313,19 @@ class APIClient:
             return answer
 
     def _refusal(self, error: openai.APIStatusError) -> UsageError:
-        """Make the exception for an answer that is not 2xx."""
+        """Make the exception for a status that is not 2xx."""
         said, response = error.body, error.response
         for key in ("error", "message", "detail"):  # OpenAI's form, and FastAPI's
             said = said[key] if isinstance(said, dict) and key in said else said
         message = " ".join(str(said).split())
-        if self._key:  # some servers quote it; before the text is cut, or a part of it would stay
+        if self._key:  # some servers quote the key; replace it before the text is cut
             message = message.replace(self._key, "***")
         status = error.status_code
         text = f"{response.url}: {status} {response.reason_phrase}: {message[:300]}"
         if status in (401, 403):
             where = f"; it is read from {self._key_source}" if self._key_source else ""
             return UsageError(f"{text} (wrong or missing API key{where})")
-        if status == 404:  # a model that is not there is named; a path that is not there is not
+        if status == 404:  # a missing model is named, a missing path is not
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
         return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
@@ -335,7 +335,7 @@ def _checked_key(variable: str | None, given: str, source: str) -> str:
     key = (os.environ.get(variable, "") if variable else given).strip()
     if variable and not key:
         raise UsageError(f"API key not found: set the environment variable {variable}")
-    if not (key.isascii() and key.isprintable()):  # the HTTP library's own error would quote it
+    if not (key.isascii() and key.isprintable()):  # the HTTP library's error would quote the key
         raise UsageError(f"{source or 'what is given'} holds no API key")
     return key
 
@@ -349,7 +349,7 @@ def _checked_url(url: str) -> str:
         raise UsageError(f"{url!r} is not a URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
-    if parsed.userinfo:  # it would stand in every message
+    if parsed.userinfo:  # the URL is in every message
         raise UsageError("put the key into an environment variable, not into the URL")
     return url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
 
@@ -363,7 +363,7 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
         # Servers close idle connections (commonly after 5 s). A request that meets one just being
         # closed would look like a crash, so the client drops them first.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
-        # A proxy of the company's does not reach this machine's own servers.
+        # A company proxy does not reach servers on this machine.
         trust_env=httpx2.URL(url).host not in ("127.0.0.1", "localhost"),
         verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
         follow_redirects=False,  # the key is for this server
@@ -379,15 +379,15 @@ def _token_counts(reply: dict[str, Any]) -> tuple[int, int]:
 
 
 def _text(content: Any) -> str:
-    """Read a message's text: it holds nothing, a text, or parts of which some are text."""
+    """Return a message's text from None, a string, or a list of parts."""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part.get("type") == "text")
-    # A lone surrogate (a server that cut an emoji) could be neither stored nor sent on.
+    # A lone surrogate (from a cut emoji) can be neither stored nor sent.
     return (content or "").encode(errors="replace").decode()
 
 
 def _retry_after(value: str) -> float:
-    """Read the seconds of a Retry-After header: a number or a date; 0 for neither."""
+    """Return the seconds of a Retry-After header (a number or a date), else 0."""
     try:
         return max(0.0, float(value))
     except ValueError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlm import __version__
-from rlm.cli import CONSOLE, UsageError, run_main, tell
+from rlm.cli import CONSOLE, UsageError, print_stderr, run_main
 
 __all__ = ["COMMANDS", "main"]
 
@@ -33,18 +33,18 @@ rlm COMMAND --help lists the options of a command; rlm --version says which rlm 
 
 
 def _write_reward(options: Sequence[str]) -> int:
-    """Write the template of a reward; the exit code."""
+    """Write the template of a reward; return the exit code."""
     from rlm.rewards import write_reward_template
 
     if len(options) != 1 or options[0].startswith("-"):
-        tell("usage: rlm reward FILE.py (a new file, for --reward FILE.py:reward)")
+        print_stderr("usage: rlm reward FILE.py (a new file, for --reward FILE.py:reward)")
         return 0 if options == ["--help"] else 2
     try:
         write_reward_template(Path(options[0]))
     except UsageError as error:
-        tell(f"error: {error}")
+        print_stderr(f"error: {error}")
         return 2
-    tell(f"{options[0]}: a reward that runs as it is; try it: python {options[0]}")
+    print_stderr(f"{options[0]}: a reward that runs as it is; try it: python {options[0]}")
     return 0
 
 
@@ -63,7 +63,7 @@ def main() -> NoReturn:
         run_main(view.main, view.ViewConfig, description=view.__doc__)
     known = [*COMMANDS, "reward", "view"]
     if command not in COMMANDS:
-        tell(f"error: unknown command {command!r}: one of {', '.join(known)}")
+        print_stderr(f"error: unknown command {command!r}: one of {', '.join(known)}")
         sys.exit(2)
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]

@@ -1,7 +1,7 @@
-"""Tools: what writes into a completion while the model generates it.
+"""Tools write into a completion while the model generates it.
 
-The protocol of a tool, how `--tool` and `tool=` name one, and the calculator: it completes
-`<<11*5=` with `55>>`, in GSM8K's notation, by exact arithmetic. What an expression may hold is in
+The tool protocol, loading for `--tool` and `tool=`, and the calculator: it completes `<<11*5=` with
+`55>>` (GSM8K's notation) by exact arithmetic. What an expression may hold is in
 rlm/grading/equations.py; its length is bounded.
 """
 
@@ -16,14 +16,14 @@ from rlm.grading import evaluate_expression
 __all__ = ["Calculator", "Tool", "as_tool", "load_tool"]
 
 MAX_LENGTH = 100  # characters of an expression; GSM8K's longest has 30
-MAX_DIGITS = 15  # before the point of a result
-MAX_DECIMALS = 6  # after it
+MAX_DIGITS = 15  # digits before the decimal point
+MAX_DECIMALS = 6  # digits after it
 
 
 class Tool(Protocol):
-    """Decides from a completion's text so far what is inserted next.
+    """Returns a text to insert after a completion's text so far.
 
-    name: how the run's records call it. trigger: the tool is asked only where the text ends in it
+    name: its name in the run's records. trigger: the tool is called only if the text ends with it
     ("": after every token).
     """
 
@@ -31,7 +31,7 @@ class Tool(Protocol):
     trigger: str
 
     def __call__(self, text: str) -> str | None:
-        """Return what is inserted after `text`, the end of a completion so far, or None.
+        """Return the text to insert after `text`, the end of the completion so far, or None.
 
         It must depend on the text alone: a completion is a function of prompt, seed and weights.
         """
@@ -39,25 +39,25 @@ class Tool(Protocol):
 
 
 def as_tool(tool: object) -> Tool:
-    """Return the tool that is meant: a `Tool`, or an object of a class of it.
+    """Return a `Tool`; a class is instantiated.
 
     Raises:
-        TypeError: it is something else; the message says what is missing.
+        TypeError: it is not a Tool; the message says what is missing.
     """
     tool = tool() if isinstance(tool, type) else tool
     for attribute in ("name", "trigger"):
         if not isinstance(getattr(tool, attribute, None), str):
-            raise TypeError(f"a tool has a {attribute}, as text; {tool!r:.60} has none")
+            raise TypeError(f"tool.{attribute} must be a str; {tool!r:.60} has none")
     if not callable(tool):
-        raise TypeError(f"a tool is called with a text; {tool!r:.60} can not be called")
+        raise TypeError(f"a tool must be callable with a str; {tool!r:.60} is not")
     return tool
 
 
 def load_tool(spec: str) -> Tool | None:
-    """Load what `--tool` names: none, calculator, or FILE.py:NAME.
+    """Load the tool of `--tool`: none, calculator, or FILE.py:NAME.
 
     Raises:
-        UsageError: there is no such tool, file or name, or it is no tool.
+        UsageError: the tool, file or name does not exist, or it is not a tool.
     """
     if spec == "none":
         return None
@@ -75,9 +75,8 @@ def load_tool(spec: str) -> Tool | None:
 class Calculator:
     """Completes `<<EXPRESSION=` with the result and `>>`.
 
-    A result is an integer or a finite decimal, exactly: it never writes a false equation. Where
-    there is none (10/3), or it is too long, and for whatever is no expression, the model goes on by
-    itself.
+    A result is an exact integer or finite decimal, so no false equation is written. Otherwise
+    (10/3, a long result, no expression) nothing is inserted and the model continues.
     """
 
     name = "calculator"
@@ -102,7 +101,7 @@ class Calculator:
 
 
 def write_decimal(value: Fraction) -> str | None:
-    """Write a number as GSM8K does, 55 or 0.25; None where that is not exact, or too long.
+    """Format a number as GSM8K does (55, 0.25); None if that is not exact or too long.
 
     >>> [write_decimal(Fraction(n)) for n in ("55", "-1/4", "10/3", "1/1024")]
     ['55', '-0.25', None, None]

@@ -21,6 +21,9 @@ def needs_shared(path: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not (SHARED / path).exists(), reason=f"needs ../shared/{path}")
 
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
 def has_no_compiler() -> bool:
     return shutil.which(shlex.split(os.environ.get("CC") or "cc")[0]) is None
 
@@ -50,6 +53,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"this is no x86 CPU": lambda: os.uname().machine not in ("x86_64", "AMD64"),
     r"not installed: ": lacks_programs("cc", "qemu-aarch64", "aarch64-linux-gnu-gcc"),
     r"needs curl": lacks_programs("curl"),
+    r"needs git": lacks_programs("git"),
     r"no Chromium": lacks_programs("chromium"),
     # Extras, of which `make test` installs none.
     r"an extra: pip install -e '\.\[verify\]'": lacks("math_verify"),

@@ -23,12 +23,10 @@ MODULES = (
 )
 OPTIONS = """# Options
 
-Every option of every script, made from the code by `make reference`. `--help` prints the same.
-
-A value comes from the first of these that sets it: the command line, `--config FILE.yaml`, a
-`--preset`, the default. Names may be written with dashes or underscores. Many names of TRL and
-transformers are taken too ([names](names.md),
-[algorithms](../explanation/algorithms.md#presets-and-options)).
+Made from the code by `make reference`; `--help` prints the same. Every script takes `--config`.
+The command line wins over `--config FILE.yaml`, this over a `--preset`, this over the default.
+Names may be written with dashes or underscores; many names of TRL and transformers are taken too
+([names](names.md), [algorithms](../explanation/algorithms.md#presets-and-options)).
 """
 API = """## Signatures and docstrings
 
@@ -55,40 +53,54 @@ OBJECTS = (  # module, name, methods
 
 
 def options_page() -> str:
+    """Each option once: a script names those that an earlier one has with the same meaning."""
     os.environ["COLUMNS"] = "4000"  # an option a line
-    trained = _options_of("train_grpo.py")
-    sections = [
-        trained if script == "train_grpo.py" else _options_of(script)
-        for script in (*SCRIPTS, *MODULES)
-    ]
-    known = {row for row in trained.splitlines() if row.startswith("| `--")}
-    place = (*SCRIPTS, *MODULES).index("recipes.orchestrator.train")
-    sections[place] = _without(known, sections[place])
-    return "\n".join([OPTIONS, *sections])
+    sections, known = [OPTIONS], {}
+    for script in (*SCRIPTS, *MODULES):
+        groups = _options_of(script)
+        rows = [row for table in groups.values() for row in table]
+        repeated = [row for row in rows if row in known]
+        known |= {row: script for row in rows if row not in known}
+        name = script if script.endswith(".py") else f"python -m {script}"
+        sections.append(f"## {name}\n\n{_repeated(repeated, known)}{_tables(groups, repeated)}")
+    return "\n".join(sections)
 
 
-def _without(known: set[str], section: str) -> str:
-    """A section without the options that train_grpo.py has just the same, and a line about them."""
-    rows = [row for row in section.splitlines() if row not in known]
-    text = "\n".join(rows)
-    empty = r"(?:^### [^\n]*\n\n)?^\| option [^\n]*\n\|---[^\n]*\n(?!\|)"
-    text = re.sub(empty, "", text, flags=re.M)
-    said = "It also takes these options of [train_grpo.py](#train_grpopy), with the same defaults:"
-    names = sorted(re.findall(r"`--([\w-]+)", "\n".join(known & set(section.splitlines()))))
-    title, _, rest = text.partition("\n")
-    listed = ", ".join(f"`--{name}`" for name in names)
-    return f"{title}\n\n{said} {listed}.\n{rest}"
+def _repeated(rows: list[str], known: dict[str, str]) -> str:
+    """A line that names the rows of earlier scripts: these, or all but the others."""
+    said = []
+    for script in dict.fromkeys(known[row] for row in rows):
+        theirs = [row for row in known if known[row] == script and _name(row) != "--config"]
+        same, other = (sorted(_name(row) for row in theirs if (row in rows) == k) for k in (1, 0))
+        names = same if len(same) <= len(other) else other
+        if same:
+            said.append(f"{'' if names is same else 'all but '}`{'`, `'.join(names)}` of {script}")
+    return f"It also takes {'; '.join(said)}.\n\n" if said else ""
 
 
-def _options_of(script: str) -> str:
+def _name(row: str) -> str:
+    return row.split("`")[1].split(" ")[0].rstrip(",")
+
+
+def _tables(groups: dict[str, list[str]], repeated: list[str]) -> str:
+    """The other rows: of a long list a table a group, else one."""
+    groups = {title: [r for r in rows if r not in repeated] for title, rows in groups.items()}
+    head = "| option | meaning | default |\n|---|---|---|\n"
+    if sum(map(len, groups.values())) < 40:
+        return head + "".join(f"{row}\n" for rows in groups.values() for row in rows)
+    tables = (f"**{t}**\n\n{head}{chr(10).join(rows)}\n" for t, rows in groups.items() if rows)
+    return "\n".join(tables)
+
+
+def _options_of(script: str) -> dict[str, list[str]]:
+    """The rows of a script's options, by group, as --help prints them."""
     code, text = run(script, "--help")
     assert code == 0, script
-    name = script if script.endswith(".py") else f"python -m {script}"
-    rows: list[str] = [f"## {name}\n"]
     after = re.split(r"^(?:positional arguments|options):$", text, maxsplit=1, flags=re.M)[1]
-    heading, table, notes = "", [], []
-    for line in [*after.splitlines(), "end:"]:
-        option = re.match(r"  (-\S.*?|\w+)(?:\s{2,}(\S.*))?$", line) if not notes else None
+    groups: dict[str, list[str]] = {}
+    table = groups.setdefault("Options", [])
+    for line in after.splitlines():
+        option = re.match(r"  (-\S.*?|\w+)(?:\s{2,}(\S.*))?$", line)
         if option and "--help" not in option[1]:
             said, default = _split_default(option[2] or "")
             name = option[1].replace("|", "\\|")
@@ -97,14 +109,11 @@ def _options_of(script: str) -> str:
             said, default = _split_default(line.strip())
             table[-1] = f"{table[-1].removesuffix('|  |  |')}| {said} | {default} |"
         elif line.strip() and not line.startswith(" "):
-            if table:
-                title = [f"### {heading[0].upper()}{heading[1:]}\n"] if heading else []
-                head = ["| option | meaning | default |", "|---|---|---|"]
-                rows += [*title, *head, *table, ""]
-            heading, table = line.rstrip(":"), []
-            if heading in ("algorithms", "presets", "end"):
-                heading = ""
-    return "\n".join(rows)
+            heading = line.rstrip(":")
+            if heading in ("algorithms", "presets"):
+                break
+            table = groups.setdefault(heading[0].upper() + heading[1:], [])
+    return groups
 
 
 def _split_default(text: str) -> tuple[str, str]:

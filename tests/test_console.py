@@ -140,3 +140,19 @@ def test_a_script_run_by_its_path_says_how_it_is_run(script):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     module = script.removesuffix(".py").replace("/", ".")
     assert (done.returncode, done.stderr) == (2, f"error: run it as python -m {module}\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "here"),
+    [
+        (["-m", "grpo_training.generator2", "--max-problems", "10"], "train generator 2 "),
+        (["-m", "grpo_training.critic"], "python -m recipes.experience.train critic "),
+        (["train_rl.py"], "python -m recipes.orchestrator.train"),
+    ],
+)
+def test_a_command_of_another_readme_says_what_to_type(typed, here):
+    command = [sys.executable, *typed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert here in done.stderr
+    assert done.stderr.count("\n") == 1

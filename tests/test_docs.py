@@ -1,5 +1,6 @@
-"""README and the pages of docs/: links lead somewhere, named files and options exist, commands are
-parsed by the real parser, quoted messages and figures are those of the code and of the results."""
+"""Every page: links lead somewhere, named files and options exist, commands are accepted by the
+real parser, Python compiles and finds its imports, messages and figures are those of the code and
+of the results, generated pages are up to date. test_walkthroughs.py runs what pages show."""
 
 import ast
 import dataclasses
@@ -11,12 +12,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
+from golden import ROOT
+from reference_pages import REFERENCE, api_section, options_page, with_section
 
 from rlm.cli.flags import flags_of, with_underscores
 from rlm.cli.options import read_options
+from rlm.data import FORMATS
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 
-ROOT = Path(__file__).parent.parent
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
@@ -40,18 +44,24 @@ NAMING_OPTIONS = (  # in running text, and those of our scripts
 )
 OTHER_PROGRAMS = {"logprobs_mode"}  # vLLM's
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
-COMMAND = re.compile(
-    r"^(?:[A-Z_]+=\S+ )*(?:\S*python|torchrun .*?|rlm) (?:-m )?"
-    r"(train_sft|train_grpo|eval|inference|server)(?:\.py)?\b(.*)",
-    re.M,
-)
 SCRIPT_CONFIGS = {
     "train_sft": ("rlm.training", "SFTConfig"),
     "train_grpo": ("rlm.training", "GRPOConfig"),
     "eval": ("eval", "EvaluateConfig"),
     "inference": ("inference", "InferenceConfig"),
     "server": ("server", "ServerConfig"),
+    "recipes.orchestrator.train": ("recipes.orchestrator.train", "OrchestratorConfig"),
+    "recipes.orchestrator.evaluate": ("recipes.orchestrator.evaluate", "EvaluateConfig"),
+    "recipes.orchestrator.ask": ("recipes.orchestrator.ask", "AskConfig"),
+    "recipes.experience.train": ("recipes.experience.train", "TrainConfig"),
+    "recipes.experience.select": ("recipes.experience.select", "SelectConfig"),
+    "recipes.experience.evaluate": ("recipes.experience.evaluate", "EvaluateConfig"),
 }
+COMMAND = re.compile(
+    r"^(?:[A-Z_]+=\S+ )*(?:\S*python|torchrun .*?|rlm) (?:-m )?"
+    rf"({'|'.join(map(re.escape, SCRIPT_CONFIGS))})(?:\.py)?\b(.*)",
+    re.M,
+)
 
 
 def name_of(page: Path) -> str:
@@ -107,7 +117,8 @@ def options_of(script: str) -> set[str]:
 
 def commands_of(page: Path):
     """(script, words) of each command in a block, with files that are there."""
-    for block in FENCE.findall(text_of(page)):
+    lines = re.findall(r"`(python [^`\n]*)`", text_of(page)) if page.name == "names.md" else []
+    for block in [*FENCE.findall(text_of(page)), *lines]:
         for script, rest in COMMAND.findall(block.replace("\\\n", " ")):
             yield script, [word for word in shlex.split(rest, comments=True) if word != "…"]
 
@@ -212,12 +223,42 @@ def test_what_a_row_of_the_architecture_names_is_there(row: str):
             assert name in defined, f"{files[0]} has no {name}"
 
 
-NAMES = text_of(ROOT / "docs/reference/names.md")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_of_a_page_compiles_and_its_imports_work(page: Path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", text_of(page), re.M | re.S)
+    if page.name == "python-api.md":  # signatures are no statements
+        blocks = blocks[: text_of(page).partition("## Signatures")[0].count("```python")]
+    for block in [*blocks, *re.findall(r"`(from (?:rlm|recipes)[^`…]*)`", text_of(page))]:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(("rlm", "recipes")):
+                exec(ast.unparse(node), {})
 
 
-@pytest.mark.parametrize("line", re.findall(r"`(from rlm[^`…]*)`", NAMES))
-def test_an_import_of_the_names_page_works(line: str):
-    exec(line, {})
+(TAKEN,) = re.findall(r"Taken as they are: `([^`]*)`", text_of(ROOT / "docs/reference/names.md"))
+VALUES = {"--algorithm": "Dr.GRPO", "--preset": "dapo", "--reasoning_format": "simple"}
+VALUES |= {"--clip_eps": "0.1"}
+
+
+@pytest.mark.parametrize("option", TAKEN.split())
+def test_an_option_that_the_names_page_calls_taken_is_taken(option: str):
+    switches = ("--use_lora", "--use_4bit", "--use_8bit", "--use_wandb")
+    value = [] if option in switches else [VALUES.get(option, "8")]
+    given = read_options(GRPOConfig, [option, *value], presets=PRESETS)
+    assert given or option == "--use_lora"  # which is always on
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("options.md", lambda page: options_page()),
+        ("python-api.md", lambda page: with_section(page, api_section())),
+    ],
+)
+def test_a_generated_page_is_up_to_date(name: str, made, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "")  # options_page sets it, and it is put back here
+    page = (REFERENCE / name).read_text(encoding="utf-8")
+    assert page == made(page), "make reference"
+    assert "`--learning-rate" in page or "0x" not in page
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -273,3 +314,9 @@ def test_the_figures_of_the_lm_eval_page_are_those_of_the_run():
         [row[k] for k in ("lm_eval", "evaluate", "different_verdicts")] for row in record["rows"]
     ]
     assert [[int(cell) for cell in row] for row in cells] == rows
+    assert FORMATS["deepseek"].system_prompt in page
+    task = yaml.safe_load((ROOT / "examples/lm_eval/rlm_numbers.yaml").read_text())
+    assert f"--tasks {task['task']} " in page
+    ((filtered, _),) = [each["filter"] for each in task["filter_list"]]
+    for text, number in (("1,080", "1,080"), ("<answer>-7</answer>", "-7"), ("3/4", "3/4")):
+        assert re.findall(filtered["regex_pattern"], text)[-1] == number

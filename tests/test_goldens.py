@@ -91,7 +91,7 @@ class Training:
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def start(self, script: str, name: str, flags: str, code: int = 0) -> dict[str, torch.Tensor]:
-        listed = flags.replace("SFT", str(self.folder / "sft")).split()
+        listed = [self.folder / "sft" if flag == "SFT" else flag for flag in flags.split()]
         if script == "train_grpo.py":
             listed += ["--reward", self.folder / "reward.py:likes_letters"]
         files = ["--model", self.base, "--dataset", self.folder / "data.jsonl"]

@@ -1,5 +1,5 @@
-"""Whatever is asked, each script asks the same token ids: with a system prompt of one's own, and
-for each kind of answer."""
+"""Whatever is asked, each script asks the same token ids: with a system prompt of one's own, with
+other tags, and for each kind of answer; and an adapter that learned others is refused."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from rlm.evaluation import model_card
 from rlm.grading import AnswerType
 from rlm.model import AdapterInfo
 from rlm.sampling import Sampler
+from tests.test_train_grpo import a_config, a_trainer
 
 OWN = "You are a careful clerk.<|im_end|>\nThink in <think>, answer in <answer>."
 QUESTION = "How many eggs are in 7 boxes of 6?"
 SCRIPTS = ("sft", "grpo", "evaluate", "inference", "/phase1/reasoning", "/v1/chat/completions")
+RANK = {"lora_r": 16, "lora_alpha": 32}  # as SFT makes adapters
 REWARD = """
 def short(completion, strict_verdict):
     assert strict_verdict.reason not in ("correct", "gold_unreadable")
@@ -184,8 +186,9 @@ def test_of_mixed_data_the_request_says_which_kind(model_dir, tokenizer, tmp_pat
     rows = [{"ask": text, "answer": "42", "solution": "It is 42."} for text in numbers]
     choice = {"answer": "B", "solution": "It is B.", "answer_type": "choice"}
     rows += [choice | {"ask": text} for text in choices]
-    way = go_all_the_way(tmp_path, model_dir, rows, answer_type="choice")
-    format = FORMATS["deepseek"]
+    tags = ("--reasoning-format", "simple")  # SFT is told, the other scripts follow the adapter
+    way = go_all_the_way(tmp_path, model_dir, rows, *tags, answer_type="choice")
+    format = FORMATS["simple"]
     asked = {"number": {tuple(render_prompt(tokenizer, text, format)) for text in numbers}}
     format = format.with_answer_type("choice")
     asked["choice"] = {tuple(render_prompt(tokenizer, text, format)) for text in choices}
@@ -197,8 +200,13 @@ def test_of_mixed_data_the_request_says_which_kind(model_dir, tokenizer, tmp_pat
     assert kinds_of(tmp_path) == [("number", "choice")] * 2
     assert way.reply["answer_type"] == way.json["answer_type"] == "choice"
     info = AdapterInfo.load(tmp_path / "grpo")
-    assert info.format == FORMATS["deepseek"]
+    assert info.format == FORMATS["simple"]
     assert info.describe_prompts().count("```") == 4
+    report = json.loads((tmp_path / "evaluation/evaluation.json").read_text())
+    assert report["config"]["reasoning_format"] == "simple"
+    # The same in Python.
+    trainer = a_trainer(model_dir, a_config(tmp_path, sft_adapter=tmp_path / "sft", **RANK))
+    assert trainer.config.reasoning_format == trainer.scorer.reasoning_format == "simple"
     run_json = json.loads((tmp_path / "grpo/run.json").read_text()) | {"answer_types": ["essay"]}
     (tmp_path / "grpo/run.json").write_text(json.dumps(run_json))
     with pytest.raises(UsageError, match=r"answer_types are \['essay'\]; known are number, choice"):
@@ -243,13 +251,53 @@ def test_an_empty_one_leaves_it_out(tokenizer):
     assert FORMATS["simple"].with_prompt(None) == FORMATS["simple"]
 
 
-def test_adapters_with_different_prompts_are_not_evaluated_together(seen, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("system_prompt", "Be brief.", "different system prompts"),
+        ("reasoning_format", "simple", "different tags"),
+    ],
+)
+def test_adapters_with_different_prompts_are_not_evaluated_together(
+    name, value, said, seen, tmp_path
+):
     other = tmp_path / "other"
     other.mkdir()
     run_json = json.loads((seen.folder / "grpo" / "run.json").read_text())
-    run_json["config"]["system_prompt"] = "Be brief."
+    run_json["config"][name] = value
     (other / "run.json").write_text(json.dumps(run_json))
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (other / name).symlink_to(seen.folder / "grpo" / name)
-    with pytest.raises(UsageError, match="different system prompts"):
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (other / file).symlink_to(seen.folder / "grpo" / file)
+    with pytest.raises(UsageError, match=said):
         evaluate.EvaluateConfig.resolve({"sft_adapter": seen.folder / "sft", "adapter": other})
+
+
+@pytest.mark.parametrize(
+    ("script", "cls", "option"),
+    [
+        (train_sft, train_sft.SFTConfig, "--adapter"),
+        (train_grpo, train_grpo.GRPOConfig, "--sft-adapter"),
+        (evaluate, evaluate.EvaluateConfig, "--adapter"),
+    ],
+)
+def test_other_tags_than_the_adapters_are_refused(script, cls, option, seen, capsys):
+    adapter = seen.folder / "sft"
+    typed = [option, str(adapter), "--reasoning-format", "simple"]
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, cls, argv=typed)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: --reasoning-format simple: the adapter {adapter} was trained with deepseek; leave "
+        "the option out, or name another adapter (or none)\n"
+    )
+
+
+def test_other_tags_than_the_adapters_are_refused_in_python(seen, model_dir, tmp_path):
+    adapter, said = seen.folder / "sft", "was trained with deepseek"
+    config = a_config(tmp_path, sft_adapter=adapter, reasoning_format="simple", **RANK)
+    with pytest.raises(UsageError, match=said):
+        a_trainer(model_dir, config)
+    options = {"model": str(model_dir), "adapter": adapter, "reasoning_format": "simple"}
+    config = train_sft.SFTConfig(**options)
+    with pytest.raises(UsageError, match=said):
+        train_sft.train(config, [])

@@ -512,7 +512,7 @@ def by_length(completions, reasoning_format, **_):
 
 
 def test_the_reward_is_the_one_that_was_asked_for(model_dir, tmp_path):
-    """And it gets the tags; test_course_scripts follows these from stage to stage."""
+    """And it gets the tags; test_same_prompts follows these from stage to stage."""
     (tmp_path / "mine.py").write_text(REWARD)
     assert run(
         train_grpo, "--model", model_dir, *DATA, "--reasoning_format", "simple", "--reward",
@@ -587,6 +587,75 @@ def test_importing_a_script_runs_nothing(tmp_path):
     )
     assert (result.returncode, result.stdout) == (0, "")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- prompts that are too long --------------------------------------------------------------------
+
+
+def questions_in(path, questions):
+    rows = [{"id": f"p{i}", "question": text, "answer": "1"} for i, text in enumerate(questions)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+SUMS, LONG = [f"{i} + 1?" for i in range(40)], [f"{i} {'x' * 990}" for i in range(5)]
+
+
+def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path, capsys):
+    """A byte is a token, and 1,024 of them the window."""
+    file = questions_in(tmp_path / "mine.jsonl", SUMS + LONG)  # of each kind some are held out
+    grpo, found = tmp_path / "grpo", tmp_path / "found"
+    arguments = [
+        "--model", model_dir, "--dataset", file, "--sft-adapter", "none", "--steps", 1,
+        "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 8, "--output", grpo,
+        "--run-dir", tmp_path / "run",
+    ]  # fmt: skip
+    assert run(train_grpo, *arguments) == 0
+    said = capsys.readouterr().out
+    limit = (
+        "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8; "
+        "--max-prompt-length sets less)"
+    )
+    assert f"4 of 41 problems left out: {limit}" in said
+    assert f"1 of 4 validation problems left out: {limit}" in said
+    assert json.loads((grpo / "run.json").read_text())["validated_on"] == 3
+
+    arguments = ["--adapter", grpo, "--sft-adapter", "none", "--split", "test", "--few-shot", 3]
+    arguments += ["--max-new-tokens", 8, "--output", found]
+    assert run(evaluate, *arguments) == 0
+    said = capsys.readouterr().out
+    left_out = "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8)"
+    assert f"5 of 45 problems left out: {left_out}" in said
+    report = json.loads((found / "evaluation.json").read_text())
+    assert report["left_out"] == 5
+    assert "test, n = 40; " in said
+
+
+def test_a_few_shot_row_whose_prompts_are_too_long_is_left_out(model_dir, tmp_path, capsys):
+    """The problems stay."""
+    arguments = ["--base-only", "--model", model_dir, *DATA, "--max-samples", 2, "--few-shot", 9]
+    assert run(evaluate, *arguments, "--max-new-tokens", 8, "--output", tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "no few-shot row: prompts over 1016 tokens" in said
+    report = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (list(report["greedy"]["rows"]), report["left_out"]) == (["base"], 0)
+
+
+def test_where_all_are_too_long_it_is_one_line(model_dir, tmp_path, capsys):
+    file = questions_in(tmp_path / "mine.jsonl", LONG)
+    common = ["--model", model_dir, "--dataset", file, "--max-new-tokens", 200]
+    grpo = [*common, "--sft-adapter", "none", "--output", tmp_path / "o", "--run-dir", tmp_path]
+    for script, arguments in (
+        (train_grpo, grpo),
+        (train_grpo, [*grpo, "--doctor"]),
+        (evaluate, [*common, "--base-only", "--output", tmp_path / "found"]),
+    ):
+        assert run(script, *arguments) == 2
+        said = capsys.readouterr().err
+        assert re.fullmatch(
+            r"error: every prompt of the problems is over 824 tokens \(the model's window of 1024 "
+            r"less --max-new-tokens 200.*\)\n", said
+        ), said  # fmt: skip
 
 
 # --- a user's mistakes: one line that says what to do, exit code 2, nothing written --------------

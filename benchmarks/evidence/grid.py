@@ -1,10 +1,10 @@
-"""Run the cells that are not done, each in processes of its own; nothing that is done is repeated.
+"""Run the unfinished cells, each in processes of its own.
 
 A cell's directory: `train/` (checkpoints), `adapter/`, `train.json` (trained), `scores/` (a file
 for each test set), `result.json` (done), `log.txt`. The JSON files are renamed into place when they
-are complete, so a kill at any moment leaves either the work or no trace of it, and the same command
-goes on: our trainer and TRL's from their last checkpoint, SFT from its start, judging from the
-test set it was at. A cell that fails is named with its log, and the others go on.
+are complete, so after a kill the same command continues: our trainer and TRL's from their last
+checkpoint, SFT from its start, judging from the current test set. A cell that fails is named with
+its log, and the others continue.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def is_trained(config: EvidenceConfig, cell: Cell) -> bool:
 
 
 def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
-    """Run the chosen cells that are left, in order, each once at most.
+    """Run the chosen unfinished cells in order.
 
     Returns:
-        The cells that are still left, and those of them that failed.
+        The unfinished cells, and those that failed.
 
     Raises:
-        UsageError: a cell needs one that is neither done nor chosen, or other settings were used.
+        UsageError: a cell needs another that is neither done nor chosen, or the settings differ.
     """
     config.fix()
     chosen, failed = config.chosen_cells(), []
@@ -62,12 +62,12 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
 
 
 def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
-    """Train and judge a cell, each in a process of its own that keeps the lock while it lives.
+    """Train and judge a cell, each in a process that holds the cell's lock.
 
-    So where the grid is killed and a child lives on, no second process writes into its cell.
+    So if the grid is killed and a child survives, no second process writes into its cell.
 
     Returns:
-        False if a process ended badly; what was done stays.
+        False if a process failed; finished work stays.
     """
     begun = time.monotonic()
     log = config.folder(cell).resolve() / "log.txt"
@@ -93,7 +93,7 @@ def state(config: EvidenceConfig, cell: Cell) -> str:
 
 
 def show(config: EvidenceConfig) -> None:
-    """A table of the chosen cells."""
+    """Print a table of the chosen cells."""
     states = {cell.name: {"state": state(config, cell)} for cell in config.chosen_cells()}
     show_table("", states, "cell")
     done = sum(row["state"] == "done" for row in states.values())

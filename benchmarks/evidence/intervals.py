@@ -1,8 +1,8 @@
 """Intervals over seeds and problems: a bootstrap in which both are resampled.
 
 Every seed is judged on the same problems, so seeds and problems are crossed, not nested: a
-resample draws seeds and, once for all of them, problems. Drawing other problems for each seed
-would divide the spread of the problems by the number of seeds, which no further seed could earn.
+resample draws seeds and one set of problems for all of them. Other problems for each seed would
+wrongly divide the variance of the problems by the number of seeds.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Interval:
 
     @property
     def holds_zero(self) -> bool:
-        """Whether zero lies inside, as the bounds are printed: a bound of 0.0 decides nothing."""
+        """Whether zero lies inside the printed bounds: a bound of 0.0 decides nothing."""
         return round(self.low, 3) <= 0 <= round(self.high, 3)
 
     @property
     def verdict(self) -> str:
-        """What the interval says, in words. With few seeds it says it of these seeds alone.
+        """The interval in words. With few seeds it is a statement about these seeds only.
 
-        The bootstrap resamples n seeds with (n − 1) / n of their variance, and knows no t: with few
-        seeds the interval is too narrow. Where nothing but the seed varies, and that normally, one
-        of 95 % holds the truth in 74 % of the cases with 3 seeds, in 83 with 5, in 89 with 10
-        (simulated). One that holds zero would hold it if it were wider, too.
+        The bootstrap underestimates the variance of n seeds by (n − 1) / n and does not use t, so
+        with few seeds the interval is too narrow. If only the seed varies, normally distributed, a
+        95 % interval holds the true value in 74 % of the cases with 3 seeds, 83 % with 5, 89 % with
+        10 (simulated). An interval that contains zero would contain it if it were wider, too.
         """
         if self.holds_zero:
             return "zero lies inside"
@@ -73,8 +73,8 @@ class Interval:
 def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Percentile interval of the mean over seeds and problems (pigeonhole bootstrap, Owen 2007).
 
-    Rows and columns are drawn with replacement, independently of each other. It is conservative
-    for the problems; three seeds are too few to say much about seeds, and a table must say so.
+    Rows and columns are drawn with replacement, independently. It is conservative for the
+    problems; three seeds say little about seeds, which a table must mention.
 
     Raises:
         ValueError: nothing to resample.
@@ -91,7 +91,7 @@ def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0)
 
 @cache  # a page of intervals is over a few numbers of problems, and drawing takes the time
 def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
-    """(resamples, count): how often each of `count` was drawn, over `count`."""
+    """Return (resamples, count): how often each of `count` was drawn, over `count`."""
     drawn = np.random.default_rng([seed, count]).multinomial(
         count, np.full(count, 1 / count), size=resamples
     )
@@ -99,7 +99,7 @@ def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
 
 
 def difference(a: Scores, b: Scores) -> Interval:
-    """b - a, paired by seed and problem; an arm without seeds (the base) is the same in each.
+    """Return b - a, paired by seed and problem; an arm without seeds (the base) pairs with each.
 
     Raises:
         ValueError: they cannot be paired.
@@ -111,7 +111,7 @@ def difference(a: Scores, b: Scores) -> Interval:
 
 
 def scores(test: Mapping[str, Any], metric: str, grading: str) -> list[float]:
-    """The score of each problem of one test set of one cell.
+    """Return the score of each problem of a cell's test set.
 
     Args:
         metric: "greedy"; "sampled" (share of its samples that is right); "majority" (maj@8, mean
@@ -122,7 +122,7 @@ def scores(test: Mapping[str, Any], metric: str, grading: str) -> list[float]:
         return [float(bit) for bit in test["greedy"][grading]]
     if metric == "majority":
         return test["sampled"]["majority"][grading]
-    groups = test["sampled"][grading]  # of each problem a text of zeros and ones
+    groups = test["sampled"][grading]  # a string of zeros and ones for each problem
     if metric == "sampled":
         return [group.count("1") / len(group) for group in groups]
     k = int(metric.removeprefix("pass@"))

@@ -1,6 +1,6 @@
-"""A cell on the test sets: scores and texts in `scores/`, what the report needs in `result.json`.
+"""Judge a cell on the test sets: scores and texts in `scores/`, the report's data in `result.json`.
 
-Each test set is written when it is complete, so a kill costs one set at most.
+Each test set is written when complete, so a kill loses one set at most.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHOTS = 8  # worked examples that `base_few` is shown: the best of 2, 4 and 8 (d
 
 
 class Judge:
-    """A model on problems: the base, or with an adapter."""
+    """A model with or without an adapter, to sample on problems."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class Judge:
         self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
-        """One greedy completion of each (k = 1), or k drawn at the training temperature."""
+        """Sample a greedy completion of each problem (k = 1), or k at training's temperature."""
         return self.evaluate(problems, k=k, temperature=0.0 if k == 1 else 1.0)
 
 
 def judge(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    """Judge a trained cell on all test sets and write its `result.json`, the mark of being done."""
+    """Judge a trained cell on all test sets and write `result.json`, which marks it as done."""
     prepare_process()
     settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     folder = settings.folder(cell)
     made_once(folder / "result.json", partial(_judge, settings, cell, folder))
-    # Hundreds of megabytes that only a resume or the curve needed.
+    # Hundreds of megabytes, needed only for a resume or the curve.
     for leftover in (folder / "train").glob("checkpoint*"):
         shutil.rmtree(leftover)
     return {}
@@ -102,7 +102,7 @@ def _judge(config: EvidenceConfig, cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
-    """What runs this cell again in an empty grid, after the ones it needs."""
+    """Return the command that repeats this cell in an empty grid, after those it needs."""
     default = EvidenceConfig()
     spelled = [] if cell.seed in default.seeds else [f"--seeds {cell.seed}"]
     usual = default.settings()
@@ -113,7 +113,7 @@ def command_of(config: EvidenceConfig, cell: Cell) -> str:
 
 
 def _public(name: str, value: object) -> object:
-    """A directory's place on one machine says nothing to the reader of a report."""
+    """Remove local paths, which mean nothing to a reader."""
     if name == "dataset" and str(value).startswith("gsm8k:"):
         return "gsm8k:DIRECTORY"
     return Path(str(value)).name if name == "model" and Path(str(value)).is_dir() else value
@@ -123,7 +123,7 @@ def _public(name: str, value: object) -> object:
 
 
 def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
-    """One test set: `scores` for the report, and the texts to read."""
+    """Judge one test set: `scores` for the report, and the texts."""
     greedy = examiner(test.problems, 1)
     sampled = examiner(test.problems[: test.sampled], config.samples)
     texts = {
@@ -137,7 +137,7 @@ def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[st
 
 
 def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
-    """One test set as the report keeps it: a zero or a one for each completion, no texts."""
+    """Return a test set's scores: a zero or a one for each completion, no texts."""
     majority = {
         name: [_majority(group, strict) for group in sampled.groups]
         for name, strict in GRADINGS.items()
@@ -154,12 +154,12 @@ def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
 
 
 def _bits(result: Evaluation, strict: bool) -> list[str]:
-    """For each problem a text of zeros and ones, one for each of its completions."""
+    """Return a string of zeros and ones for each problem, one per completion."""
     return ["".join(str(int(g.verdict(strict).correct)) for g in group) for group in result.groups]
 
 
 def _majority(group: Sequence[Graded], strict: bool) -> float:
-    """maj@8, mean over the disjoint groups of 8 (of all, where there are fewer)."""
+    """Return maj@8, averaged over disjoint groups of 8 (or all, if fewer)."""
     size = min(VOTERS, len(group))
     starts = range(0, len(group) - size + 1, size)
     votes = [majority_score([g.verdict(strict) for g in group[i : i + size]]) for i in starts]
@@ -184,7 +184,7 @@ def _curve(
     validation: Sequence[Problem],
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Validation after some of the steps and at the end, against seconds and samples."""
+    """Return validation after some steps and at the end, by seconds and samples."""
     rows, scores, model = [], config.folder(cell) / "scores", examiner.model
     final = {n: t.clone() for n, t in model.named_parameters() if "lora_" in n}
     validate = partial(_validate, config, examiner, validation)
@@ -201,7 +201,7 @@ def _curve(
 
 
 def _points(config: EvidenceConfig, folder: Path) -> dict[int, Path]:
-    """Steps done → what the adapter was then; not the last, which is `adapter/`."""
+    """Return steps → adapter for the snapshots before the last, which is `adapter/`."""
     found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}  # ours
     found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}  # TRL's
     return {step: found[step] for step in sorted(found) if 0 < step < config.steps}
@@ -220,10 +220,10 @@ def _validate(
 
 
 def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
-    """The adapter of a checkpoint of ours, or of one that PEFT wrote.
+    """Load the adapter of a checkpoint, ours or PEFT's.
 
     Raises:
-        RuntimeError: its tensors are not those of `names`.
+        RuntimeError: its tensors differ from `names`.
     """
     ours, prefix = folder / "state.safetensors", "adapter/"
     if ours.exists():

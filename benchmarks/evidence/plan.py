@@ -1,8 +1,8 @@
-"""The arms of the grid, its sizes and its cells; README.md says why they are what they are.
+"""The arms, sizes and cells of the grid; README.md explains them.
 
 A *cell* is one arm with one seed: it trains an adapter (or none) and is judged on all test sets.
-A seed decides everything about it: the worked solutions, the practice problems, the new adapter,
-what is drawn. Cells of one seed share data and SFT start.
+The seed decides everything: worked solutions, practice problems, the new adapter, sampling. Cells
+of one seed share data and SFT start.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rlm.training import GRPOConfig
 
 
 class Arm(NamedTuple):
-    """How a cell is trained, and what it stands for in the report."""
+    """How a cell is trained, and its role in the report."""
 
     title: str
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
-    needs: tuple[str, ...] = ()  # arms of the same seed that come first
+    needs: tuple[str, ...] = ()  # arms of the same seed that must run first
     # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (GRPO by
     # another formula, as many completions), "choice" (GRPO, one option changed), or none of them
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
-    rounds: int = 1  # of rejection sampling: each draws with what the one before has learned
-    solvable: bool = False  # GRPO takes the problems that the start solves at times
-    flipped: float = 0.0  # share of the verdicts that are turned round
-    golds: str = ""  # "shuffled": each problem has another one's
+    rounds: int = 1  # of rejection sampling, each from the previous adapter
+    solvable: bool = False  # GRPO uses the problems that the start solves sometimes
+    flipped: float = 0.0  # share of the verdicts that are inverted
+    golds: str = ""  # "shuffled": each problem has another problem's gold
     reward: str = ""  # "random": a coin decides
-    braked: bool = False  # GRPO validates on the way, and stops where the accuracy falls
+    braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
 # The learning half of the trials: as many completions, 10 larger steps, an update every two groups.
 MINI_BATCHES: dict[str, Any] = {
     "steps": 10,
     "batch_size": 32,
-    "mini_batch_size": 4,  # of which two have a signal
+    "mini_batch_size": 4,  # of which about two have a signal
     "learning_rate": 3e-4,
     "warmup_steps": 5,
 }
@@ -51,7 +51,7 @@ TOPR = MINI_BATCHES | {"algorithm": "topr", "mini_batch_size": 2}
 BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps, validation problems
 FLIPPED = (0.05, 0.1, 0.2, 0.5)
 START = "sft"
-OURS = "grpo"  # whose seconds are the budget of the rivals
+OURS = "grpo"  # the arm whose seconds are the rivals' budget
 BEST = "topr"  # the default algorithm: a report shows its leads where it was run
 # DAPO's share of the problems of a step: it draws others for groups without a difference, four in
 # ten at the start, and so comes to about as many completions.
@@ -171,7 +171,7 @@ COMMANDS = ("run", "report")
 
 
 def setting(default: Any, help: str, **bounds: Any) -> Any:
-    """A flag that a grid keeps: it decides what a cell measures."""
+    """Declare a flag that is fixed within a grid, because it decides what a cell measures."""
     return flag(default, help, group="settings", **bounds)
 
 
@@ -220,9 +220,9 @@ class EvidenceConfig:
     # --- the cells ------------------------------------------------------------------------------
 
     def all_cells(self) -> list[Cell]:
-        """Seed by seed, so that a grid that is stopped early holds whole seeds.
+        """Return all cells seed by seed, so that a stopped grid has whole seeds.
 
-        The base learns nothing: it is one cell, whatever the seeds, and stands beside each of them.
+        The base learns nothing, so it is one cell that pairs with every seed.
         """
         cells = [Cell(arm, 0) for arm in ARMS if ARMS[arm].kind == "base"]
         trained = [arm for arm in ARMS if ARMS[arm].kind != "base"]
@@ -231,7 +231,7 @@ class EvidenceConfig:
     def chosen_cells(self) -> list[Cell]:
         """
         Raises:
-            UsageError: a pattern that no cell's name matches.
+            UsageError: a pattern matches no cell.
         """
         cells = self.all_cells()
         for pattern in self.cells:
@@ -245,15 +245,15 @@ class EvidenceConfig:
         return self.grid / "cells" / cell.name
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides what a cell measures, and must not change within a grid."""
+        """Return the settings that must not change within a grid."""
         free = {"command", "cells", "list", "seeds", "grid", "docs"}
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
-        """Write the settings into a new grid, or find the same ones in an old one.
+        """Write the settings of a new grid, or check them against an existing one's.
 
         Raises:
-            UsageError: the grid was begun with others, or with other test sets.
+            UsageError: the grid was begun with other settings or test sets.
         """
         from benchmarks.evidence.pools import OTHER, gym_installed  # they import this file
 
@@ -276,7 +276,7 @@ class EvidenceConfig:
                 write_atomically(file, settings | begun)
 
     def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
-        """The options of our trainer for a cell; TRL's schedule is read off it, too."""
+        """Return our trainer's options for a cell; TRL's schedule is derived from them."""
         folder = self.folder(cell)
         options = {
             "model": self.model,
@@ -314,12 +314,12 @@ PRESETS = {"gsm8k": GSM8K}
 
 
 def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
-    """The whole file or none: a file that is there is a mark that the work is done."""
+    """Write a file atomically: its existence marks finished work."""
     replace_file(file, json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def made_once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """What the file holds; if there is none, what `make` returns is written first."""
+    """Return the file's contents; if it does not exist, write the result of `make` first."""
     if not file.exists():
         made = make()
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The report's picture: opaque white, so that it reads on a dark page as on a light one."""
+"""The report's picture, with a white background for dark and light pages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Point = tuple[float, Interval]
 
 
 def curves(results: Results, arms: Sequence[str], path: Path) -> None:
-    """Accuracy on validation problems against seconds and samples, from where SFT ended.
+    """Plot validation accuracy against seconds and samples, from the end of SFT.
 
-    The first arm has its interval around it.
+    The first arm has a band with its interval.
 
-    A line is dashed where only its ends were measured.
+    A line is dashed if only its ends were measured.
     """
     last = {arm: results.arms[arm][0]["curve"][-1] for arm in [START, *arms]}
     kinds = [kind for kind in ("sampled", "greedy") if kind in last[START]]
@@ -62,7 +62,7 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
 
 
 def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Point]:
-    """Where every seed has a point: the start, after as many samples, the end.
+    """Return the points that every seed has: the start, equal sample counts, the end.
 
     A run that was interrupted has a checkpoint, and so a point, that the other seeds lack.
     """
@@ -85,7 +85,7 @@ def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Poin
 
 
 def _line(axes: Axes, arm: str, points: Sequence[Point], style: str, *, banded: bool) -> None:
-    """An arm's means; its intervals too if it is the best one, for more bands hide all."""
+    """Draw an arm's means, and the intervals of the best arm only."""
     x = [place for place, _ in points]
     if banded:
         low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))

@@ -1,8 +1,7 @@
-"""Which problems an arm learns from, and which it is judged on.
+"""The problems that an arm learns from, and those it is judged on.
 
-No problem is in two of these: word problems are split by a hash of their numbers, the test families
-are in no other split, and GSM8K's practice problems are those of its train file without the ones
-whose solutions are shown.
+The sets are disjoint: word problems are split by a hash of their numbers, the test families are in
+no other split, and GSM8K's practice problems exclude those whose solutions are shown.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ GYM_SEED = 20_000
 
 @dataclass(frozen=True)
 class Pools:
-    """What a seed's arms learn from."""
+    """The training problems of a seed's arms."""
 
     solved: list[Problem]
     practice: list[Problem]  # without solutions; exactly what GRPO's steps take
@@ -94,14 +93,14 @@ def pools(config: EvidenceConfig, seed: int) -> Pools:
 
 
 def validation_problems(config: EvidenceConfig, count: int) -> list[Problem]:
-    """Problems to validate on along the way."""
+    """Return the validation problems."""
     if config.dataset == "word-problems":
         return made("validation", count, 0, TAUGHT + PRACTISED)
     return load_problems(config.dataset, "validation", max_samples=count)
 
 
 def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet]:
-    """The same for every cell, but for how many the base samples."""
+    """Return the test sets, equal for all cells except for the base's samples."""
     sampled = config.base_sampled if base else config.sampled_problems
     greedy, sets = config.greedy_problems, []
     if config.dataset == "word-problems":
@@ -120,12 +119,12 @@ def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet
 
 
 def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> list[Problem]:
-    """Problems of our generator, families in turn: a prefix is balanced, too."""
+    """Generate problems with the families in turn, so that every prefix is balanced."""
     return generate_word_problems(split, count, seed, (LEVEL,), families)
 
 
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
-    """The same problems, each with another one's gold: a reward that no reasoning can earn."""
+    """Return the problems with each other's golds: a reward that no reasoning can earn."""
     order = list(range(len(problems)))
     random.Random(f"golds {seed}").shuffle(order)  # then each gets its neighbour's in this order
     after = dict(zip(order, order[1:] + order[:1], strict=True))
@@ -139,10 +138,10 @@ def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
 
 
 def check_gsm8k(dataset: str) -> None:
-    """That the directory holds the published files, byte for byte.
+    """Check that the directory has the published files, byte for byte.
 
     Raises:
-        UsageError: it does not, or the name is no GSM8K directory.
+        UsageError: a file is missing or differs, or it is not a GSM8K directory.
     """
     name, _, folder = dataset.partition(":")
     if name != "gsm8k" or not folder:
@@ -160,7 +159,7 @@ def gym_installed() -> bool:
 
 
 def gym_problems(count: int) -> list[Problem]:
-    """Problems of reasoning-gym's arithmetic tasks, tasks in turn, no question twice."""
+    """Return distinct problems of reasoning-gym's arithmetic tasks, with the tasks in turn."""
     import reasoning_gym
 
     each = -(-count // len(GYM_TASKS))

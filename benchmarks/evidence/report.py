@@ -1,8 +1,8 @@
-"""Writes a grid's page and picture: what the finished cells say, and nothing else.
+"""Write a grid's page and picture from its finished cells.
 
 The `result.json` of each finished cell is copied into `evidence/ARM.json` beside the page (no
 texts, a zero or a one for each completion). The page, report.md.jinja, is made from these copies
-alone, so anybody can make it again. A section without data is left out.
+alone, so it can be reproduced. Sections without data are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.evidence import plots
-from benchmarks.evidence.intervals import FEW_SEEDS
 from benchmarks.evidence.plan import ARMS, BEST, OURS, START, EvidenceConfig
 from benchmarks.evidence.pools import TITLES
 from benchmarks.evidence.results import Result, Results, copy_results, machine_name
@@ -50,7 +49,7 @@ def render(results: Results, values: dict[str, Any]) -> str:
 
 
 def contents(results: Results) -> dict[str, Any]:
-    """What the page is filled in with. Its tables begin with the best method that was run."""
+    """Return the template's variables. The tables begin with the best method that was run."""
     share = results.share_a_seed
     pass_at = f"pass@{min(8, results.settings['samples'])}"
     best = BEST if BEST in results.arms else OURS
@@ -60,7 +59,6 @@ def contents(results: Results) -> dict[str, Any]:
     return {
         "ARMS": ARMS,
         "START": START,
-        "FEW_SEEDS": FEW_SEEDS,
         "METRICS": ("greedy", "sampled", pass_at),
         "pass_at": pass_at,
         "results": results,
@@ -87,19 +85,19 @@ def contents(results: Results) -> dict[str, Any]:
 
 
 def average(cells: Sequence[Result], key: str) -> str:
-    """The mean over the cells that were trained."""
+    """Return the mean over the trained cells."""
     values = [cell["training"][key] for cell in cells if "seconds" in cell["training"]]
     return f"{mean(values):.0f}" if values else "–"
 
 
 def timed_alike(results: Results, cells: Sequence[Result]) -> list[Result]:
-    """Those of the machine that most cells of all arms ran on."""
+    """Return the cells of the machine that most cells ran on."""
     usual = Counter(map(machine_name, results.cells)).most_common(1)[0][0]
     return [cell for cell in cells if machine_name(cell) == usual]
 
 
 def machines(results: Results) -> str:
-    """The machine of most cells; then any other, with its cells."""
+    """Name the machine of most cells, then others with their cells."""
     found: dict[str, list[str]] = {}
     for cell in results.cells:
         found.setdefault(machine_name(cell), []).append(cell["cell"])

@@ -1,4 +1,4 @@
-"""Results of the finished cells: loads them, compares arms, and has their machines' names."""
+"""Results of the finished cells: loading, comparison, machine names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Results:
     def load(cls, folder: Path) -> Results:
         """
         Raises:
-            UsageError: cells of different settings lie side by side.
+            UsageError: the cells have different settings.
         """
         files = sorted(folder.glob("*.json"))
         found = [cell for file in files for cell in json.loads(file.read_text(encoding="utf-8"))]
@@ -52,7 +52,7 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """Of training; the base has none."""
+        """The training seeds; the base has none."""
         return sorted({c["seed"] for c in self.cells if ARMS[c["arm"]].kind != "base"})
 
     @property
@@ -62,12 +62,12 @@ class Results:
 
     @property
     def left_out(self) -> list[str]:
-        """The other test sets, which compare with nothing."""
+        """Test sets that not every cell was judged on."""
         return [name for name in self._all_sets if name not in self.sets]
 
     @property
     def pooled(self) -> list[str]:
-        """The test sets whose problems make up the headline."""
+        """The test sets of the headline figure."""
         shared = self.sets
         return [name for name in WORDS if name in shared] or [n for n in shared if n != OTHER]
 
@@ -78,17 +78,17 @@ class Results:
     def accuracy(
         self, arm: str, metric: str, grading: str = "strict", sets: Sets = None
     ) -> Interval:
-        """Share of right answers of an arm."""
+        """Return an arm's share of right answers."""
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
     def lead(
         self, arm: str, over: str, metric: str, grading: str = "strict", sets: Sets = None
     ) -> Interval:
-        """By how much `arm` is ahead of `over`, on the seeds and problems that both have."""
+        """Return the lead of `arm` over `over` on their common seeds and problems."""
         return difference(*self.paired(over, arm, metric, grading, sets))
 
     def shared(self, a: str, b: str) -> list[list[Result]]:
-        """Both arms' cells of the seeds that both have; the base stands beside each."""
+        """Return both arms' cells of the common seeds; the base pairs with each."""
         rows = [self.arms.get(a, []), self.arms.get(b, [])]
         if "base" in (ARMS[a].kind, ARMS[b].kind):
             return rows
@@ -106,12 +106,12 @@ class Results:
         grading: str = "strict",
         sets: Sets = None,
     ) -> tuple[Scores, Scores]:
-        """Both arms' scores where both have them: same seeds, same problems (prefixes of each set).
+        """Return both arms' scores on common seeds and problems (prefixes of each set).
 
         The base samples fewer problems than the others.
 
         Raises:
-            ValueError: no seed is done for both.
+            ValueError: no common seed.
         """
         if not self.share_a_seed(a, b):
             raise ValueError("no seed is done for both arms")
@@ -125,7 +125,7 @@ class Results:
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
-    """(seeds, problems) of an arm's cells over several test sets.
+    """Return (seeds, problems) of an arm's cells over several test sets.
 
     Raises:
         ValueError: the cells were judged on different problems.
@@ -139,9 +139,9 @@ def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: s
 
 
 def copy_results(config: EvidenceConfig) -> None:
-    """Copy the results of the grid's finished cells to where they are committed, a file an arm.
+    """Copy the results of finished cells to the committed files, one per arm.
 
-    Seeds that are there already and that this grid does not have are kept.
+    Existing seeds that this grid lacks are kept.
     """
     target = config.docs / "evidence"
     found: dict[str, list[Result]] = {}
@@ -158,7 +158,7 @@ def copy_results(config: EvidenceConfig) -> None:
 
 
 def machine_name(cell: Result) -> str:
-    """What decides a cell's seconds: equal for two cells whose seconds compare."""
+    """Return a machine name; seconds are comparable if it is equal."""
     found = cell["machine"]
     sets = [name for name in found.get("instruction_sets") or () if name not in ("fma", "f16c")]
     limit = found.get("onednn_max_cpu_isa")

@@ -1,7 +1,7 @@
-"""How each arm is trained. Every function here runs in the cell's own process, writes under the
-cell's directory, and returns what `train.json` says of it.
+"""Training of each arm. The functions run in the cell's process, write to the cell's directory, and
+return the contents of `train.json`.
 
-No adapter is chosen by its score: all arms are judged as they are after their last update.
+No adapter is chosen by its score: all are judged after their last update.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold
 
 
 def train(config: Mapping[str, Any], arm: str, seed: int) -> Record:
-    """Train the cell's adapter into `adapter/`, or go on where a kill stopped it."""
+    """Train the cell's adapter into `adapter/`, or resume it."""
     settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     if ARMS[arm].kind == "base":
         return {}
@@ -75,7 +75,7 @@ def _sft(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
-    """As many examples as fit in the seconds that GRPO of this seed took; several passes if so."""
+    """Run SFT for the seconds that this seed's GRPO took, in several passes if needed."""
     learned = pools(config, cell.seed)
     more = learned.practice_solved if cell.arm == "sft_all_solved" else []
     count = _examples_for(config, cell, _budget(config, cell))
@@ -83,10 +83,10 @@ def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
-    """Draw as many completions as GRPO does, keep what is right, learn it, in GRPO's seconds.
+    """Rejection sampling with GRPO's number of completions and seconds.
 
-    Of several rounds each draws for its part of the problems with the adapter of the round before,
-    and goes on from there with all that was kept so far. One pass over what is new is the least.
+    Each round samples for its part of the problems with the previous round's adapter, and trains
+    that on all completions kept so far, with at least one pass over the new ones.
     """
     rounds, practice = ARMS[cell.arm].rounds, pools(config, cell.seed).practice
     adapter, budget = _start(config, cell), _budget(config, cell) / rounds
@@ -116,7 +116,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
-    """Learn what GRPO of this seed answered rightly, in the seconds that its updates took."""
+    """Run SFT on the right completions of this seed's GRPO, for its seconds of updates."""
     ours = config.folder(Cell(OURS, cell.seed))
     steps = read_json(ours / "train.json")["steps"]
     drawing = sum(step["sample"] + step["score"] for step in steps)
@@ -138,7 +138,7 @@ def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
 def _draw(
     config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path, k: int
 ) -> Record:
-    """k completions of each problem."""
+    """Sample k completions of each problem."""
     examiner = Judge(config, cell, config.max_new_tokens, adapter)
     started = time.monotonic()
     drawn = examiner(practice, k)
@@ -147,7 +147,7 @@ def _draw(
 
 
 def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[Problem]:
-    """A worked problem of each completion that is right under strict grading."""
+    """Return a worked problem for each strictly right completion."""
     worked = []
     for problem, group in zip(problems, texts, strict=True):
         for text in group:
@@ -159,7 +159,7 @@ def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[
 
 
 def _distinct(right: Sequence[Problem]) -> dict[tuple[str, str], Problem]:
-    """One of each problem and reasoning."""
+    """Keep one of each problem and reasoning."""
     return {(problem.id, problem.solution): problem for problem in right}
 
 
@@ -172,7 +172,7 @@ def _budget(config: EvidenceConfig, cell: Cell) -> float:
 
 
 def _examples_for(config: EvidenceConfig, cell: Cell, seconds: float) -> int:
-    """How many examples SFT learns in so many seconds, as fast as this seed's SFT went."""
+    """Return how many examples fit in the seconds at the speed of this seed's SFT."""
     sft = read_json(config.folder(Cell(START, cell.seed)) / "train.json")
     return max(1, round(seconds / sft["seconds"] * sft["examples"]))
 
@@ -185,7 +185,7 @@ def _fine_tune(
     start: Path | None = None,
     folder: Path | None = None,
 ) -> Record:
-    """Stage 1's own trainer on `count` examples, in one pass; after a kill it goes on, too.
+    """Run stage 1's trainer on `count` examples in one pass; resumable.
 
     Args:
         examples: drawn from in shuffled passes.
@@ -216,7 +216,7 @@ def _fine_tune(
 
 
 def _resumed(options: SFTConfig | GRPOConfig) -> Any:
-    """The options of a run that goes on from its checkpoint, if a kill left one."""
+    """Return the options that resume a run if it has a checkpoint."""
     begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
     return replace(options, resume=begun)
 
@@ -225,7 +225,7 @@ def _resumed(options: SFTConfig | GRPOConfig) -> Any:
 
 
 def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
-    """Ours; after a kill it goes on from its newest checkpoint, to the same end."""
+    """Run our trainer; it resumes from its newest checkpoint."""
     from rlm import GRPOTrainer
 
     options = _resumed(config.grpo_config(cell, _start(config, cell)))
@@ -269,8 +269,8 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
 def _solvable(
     config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]
 ) -> tuple[list[Problem], float]:
-    """The problems that the start solves in some of a few completions but not in all, and the
-    seconds that the completions took."""
+    """Return the problems that the start solves in some but not all of a few completions, and the
+    seconds of sampling these."""
     draw = partial(_draw, config, cell, practice, _start(config, cell), SOLVE_RATE_SAMPLES)
     drawn = made_once(config.folder(cell) / "drawn.json", draw)
     right = {p.id: _solved(p, texts) for p, texts in zip(practice, drawn["texts"], strict=True)}
@@ -285,7 +285,7 @@ def _solved(problem: Problem, texts: Sequence[str]) -> int:
 
 
 def random_reward(seed: int) -> Callable[..., list[float]]:
-    """A reward that knows nothing: a coin for each completion, the same again after a resume."""
+    """Return a reward that is a coin per completion, reproducible after a resume."""
 
     def coin(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
         return [float(hit) for hit in _coins(seed, prompts, completions, RANDOM_SHARE)]
@@ -294,7 +294,7 @@ def random_reward(seed: int) -> Callable[..., list[float]]:
 
 
 def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:
-    """The strict verdict, turned round for this share of the completions, whatever their text."""
+    """Return the strict verdict, inverted for this share of the completions."""
 
     def flipped(
         prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any
@@ -310,7 +310,7 @@ def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:
 def _coins(
     seed: int, prompts: Sequence[str], completions: Sequence[str], share: float
 ) -> list[bool]:
-    """A coin for each completion, the same again after a resume."""
+    """Return a reproducible coin for each completion."""
     rows = enumerate(zip(prompts, completions, strict=True))
     texts = (f"{seed}\0{place}\0{prompt}\0{text}" for place, (prompt, text) in rows)
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
@@ -328,7 +328,7 @@ def _trl(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _timed(steps: Sequence[Record]) -> Record:
-    """Seconds of training, evaluation and checkpoints apart, whatever was killed in between."""
+    """Seconds of training without evaluation and checkpoints, across restarts."""
     for step in steps:
         step["total"] = step["sample"] + step["score"] + step["learn"]
     seconds = list(accumulate(step["total"] for step in steps))

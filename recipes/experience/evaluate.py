@@ -253,10 +253,11 @@ def estimate(
 
 def main(config: EvaluateConfig) -> int:
     libraries = load_libraries(config)
-    problems = load_unseen(config)
     names = (*GENERATORS, "critic") if config.committee else (config.role,)
     file = config.run_dir / "evaluate_calls.jsonl"
+    # Before the data: a missing key is found without a hub, or a download.
     agents = open_agents(names, config, config.temperature, config.api_config, file)
+    problems = load_unseen(config)
     calls = estimate(config, problems, libraries)
     announce_cost(calls, agents.values(), config.max_cost)
     if config.plan:

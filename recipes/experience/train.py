@@ -200,7 +200,7 @@ def main(config: TrainConfig) -> int:
             for trainer in trainers:
                 shown = trainer.summary()
                 replace_json(config.run_dir / f"{trainer.name}_summary.json", shown)
-                terminal.facts(trainer.name, shown_summary(shown))
+                terminal.table(trainer.name, shown_summary(shown))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 from rlm.cli import flag, takes_aliases, terminal
 from rlm.training import GRPOConfig, resolve
@@ -23,6 +23,8 @@ class OrchestratorConfig(GRPOConfig):
         *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),
         *("steps", "batch_size", "group_size", "run_dir"),
     )
+
+    PROVISIONAL: ClassVar = {}
 
     # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
     NOT_USED = (
@@ -142,7 +144,9 @@ PUBLISHED_NAMES = {
     "orchestrator_id": "model", "agent_model_id": "agent_model", "run_root": "run_dir",
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
     "orch_max_tokens": "max_new_tokens", "orch_temperature": "temperature",
-    "agent_max_tokens": "agent_max_tokens", "lr": "learning_rate", "kl_coef": "kl_weight",
+    "agent_max_tokens": "agent_max_tokens", "agent_temperature": "agent_temperature",
+    "lr": "learning_rate", "weight_decay": "weight_decay",
+    "kl_coef": "kl_weight", "kl_target": "kl_target",
     "val_rows": "eval_samples", "val_every": "eval_every",
 }  # fmt: skip
 
@@ -155,6 +159,17 @@ class Config:
     def __init__(self) -> None:
         for name, option in PUBLISHED_NAMES.items():
             setattr(self, name, getattr(OrchestratorConfig, option))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"Config has no {name}; it has {', '.join(PUBLISHED_NAMES)} "
+            "(OrchestratorConfig has all options)"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in PUBLISHED_NAMES:
+            self.__getattr__(name)
+        super().__setattr__(name, value)
 
     def to_options(self) -> OrchestratorConfig:
         """Return the same options under the names of the command line."""

@@ -44,6 +44,7 @@ COLUMNS = {
     "valid": ("graph/valid_rate", ".2f"),
     "differ": ("graph/distinct", ".2f"),
     "leaks": ("graph/leak_rate", ".2f"),
+    "cut off": ("agents/truncated_rate", ".2f"),
 }
 Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
 
@@ -185,6 +186,7 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
     solved, used = scores(row), tokens(row)
     of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
     graphs = {name: fmean(run[name] for run in of_runs) for run in of_runs[:1] for name in run}
+    replies = [reply for group in row for run in group for reply in run.replies]
     return {
         "problems": len(row),
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
@@ -192,6 +194,7 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
         **used,
         "cost_of_1000": 1000 * price.cost(used["read"], used["written"] + used["orchestrator"]),
         **graphs,
+        "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
     }
 
 

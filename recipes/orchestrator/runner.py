@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,7 @@ class Reply:
     completion_tokens: int = 0
     error: str | None = None
     logprobs: Sequence[float] = ()  # of its tokens, where the model is ours
+    truncated: bool = False  # cut off at the longest reply that was allowed
 
 
 @dataclass
@@ -80,7 +82,13 @@ class LocalLLM:
             groups = self.sampler.sample(prompts, 1, params, seeds, on_finish)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return [
-            Reply(decode(c.token_ids), len(prompt), len(c.token_ids), logprobs=c.logprobs)
+            Reply(
+                decode(c.token_ids),
+                len(prompt),
+                len(c.token_ids),
+                logprobs=c.logprobs,
+                truncated=c.truncated,
+            )
             for prompt, (c,) in zip(prompts, groups, strict=True)
         ]
 
@@ -118,7 +126,8 @@ class RemoteLLM:
             )
         except APIError as error:
             return Reply("", error=str(error))
-        return Reply(reply.text, reply.prompt_tokens, reply.completion_tokens)
+        used = (reply.prompt_tokens, reply.completion_tokens)
+        return Reply(reply.text, *used, truncated=reply.finish_reason == "length")
 
 
 @dataclass
@@ -190,6 +199,7 @@ class Trajectory:
                 "system_prompt": call.system_prompt,
                 "input_payload": call.text,
                 "output_text": reply.text,
+                "truncated": reply.truncated,
             }
             for name, call, reply in zip(AGENT_IDS, self.calls, self.replies, strict=False)
         }
@@ -290,6 +300,7 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     count = len(trajectories)
     graphs = [t.graph for t in trajectories if isinstance(t.graph, Graph)]
+    replies = [reply for t in trajectories for reply in t.replies if not reply.error]
     invalid = Counter(t.graph.reason for t in trajectories if isinstance(t.graph, InvalidGraph))
     return {
         "graph/valid_rate": len(graphs) / count,
@@ -298,6 +309,8 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "graph/leak_rate": sum(t.leak for t in trajectories) / count,
         "agents/correct": sum(t.solved() for t in trajectories) / count,
         "agents/failed": sum(t.error is not None for t in trajectories),
+        "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
+        "agents/length_max": max((r.completion_tokens for r in replies), default=0),
         "agents/tokens_read": sum(t.prompt_tokens for t in trajectories) / count,
         "agents/tokens_written": sum(t.completion_tokens for t in trajectories) / count,
     }

@@ -140,6 +140,16 @@ class OrchestratorTrainer(GRPOTrainer):
             ]
             run.directory.append(run.directory.path / "rollouts.jsonl", rows)
 
+    def _cold_start(self) -> str:
+        """Say what to type so that training starts from an adapter that writes graphs."""
+        if self._loaded is None:
+            return "leave out --sft-adapter none: the cold start then teaches it the JSON first"
+        given = f'pass start_adapter="{DEFAULT_START}" to make_lora_orchestrator'
+        if (DEFAULT_START / ADAPTER_FILES[0]).is_file():
+            return given
+        model = f"--model {self.config.model} --steps 1"
+        return f"type python -m recipes.orchestrator.train {model} once, then {given}"
+
     def train_and_test(
         self,
         train: Sequence[Problem],
@@ -150,9 +160,7 @@ class OrchestratorTrainer(GRPOTrainer):
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
                 "warning: the orchestrator starts bare: hardly any of its graphs can be read, and "
-                "the others earn 0. A cold start teaches it the JSON: type python -m "
-                f"recipes.orchestrator.train --steps 1 once, then give {DEFAULT_START} as "
-                "start_adapter (--sft-adapter)"
+                f"the others earn 0; {self._cold_start()}"
             )
         test = fit_prompts(self.config, self.policy, self.render, test, "test problems")
         summary = self.train(train, validation)
@@ -269,7 +277,8 @@ def main(config: OrchestratorConfig) -> int:
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)
     trainer = OrchestratorTrainer(config, agents)
-    terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}")
+    limit = f"at most {config.agent_max_tokens} tokens a reply (--agent-max-tokens)"
+    terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
     tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not asked"
     facts = {
@@ -280,7 +289,7 @@ def main(config: OrchestratorConfig) -> int:
         "adapter": config.output,
         "next": f"python -m recipes.orchestrator.evaluate --run {config.run_dir}",
     }
-    terminal.facts("Done", facts)
+    terminal.table("Done", facts)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Flags: what a dataclass field says of itself, and the checks that hold for all its values.
+"""Flags: a dataclass field as a command-line option, and the checks of its values.
 
-An option has one name in all scripts, so one table says under which heading of --help it stands,
-`option_groups.yaml`. `synonyms.yaml` has the names that mean the same in TRL, transformers and
-other GRPO trainers; an unknown name gets the most similar one.
+`option_groups.yaml` says under which heading of --help an option stands, in all scripts.
+`synonyms.yaml` has the names that mean the same in TRL, transformers and other GRPO trainers; an
+unknown name gets the most similar one.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """An option as the command line and YAML know it."""
+    """An option of the command line and YAML."""
 
     help: str = ""
-    choices: Sequence[Any] | None = None  # of a tuple field: for each item
+    choices: Sequence[Any] | None = None  # for each item of a tuple field
     aliases: Sequence[str] = ()  # other names; those of TRL and others are in synonyms.yaml
     # Of another spelling (`OTHER_SPELLINGS` of a config): the fields that its value sets.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
     bare: Any = None  # its value where it is typed without one
-    default_text: str = ""  # what --help calls the default, where its value says too little
+    default_text: str = ""  # text of the default in --help
     hidden: bool = False  # accepted, but not in --help
     group: str | None = None  # its heading in --help
-    min: float | None = None  # bounds of a number; of a tuple field: of each item
+    min: float | None = None  # bounds of a number, or of each item of a tuple
     above: float | None = None
     max: float | None = None
-    name: str = ""  # these three are the field's
+    name: str = ""  # these three come from the field
     kind: Any = None
     default: Any = None
 
@@ -61,20 +61,20 @@ class Flag:
         return "|".join(map(str, self.choices or map(_describe, members_of(self.kind))))
 
     def spelled(self, value: Any) -> Any:
-        """Return the choice that a value names in its own spelling (Dr.GRPO), else the value."""
+        """Return the choice that a value names in any spelling (Dr.GRPO), else the value."""
         if isinstance(value, list | tuple):  # of each item
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
 
     def normalised(self, value: Any) -> Any:
-        """Return the value as a config holds it: a choice, a path."""
+        """Return the value as stored in a config: a choice or a Path."""
         members = members_of(self.kind)
         if isinstance(value, str) and Path in members and str not in members:
             value = Path(os.path.expanduser(value))
         return self.spelled(value)
 
     def allows(self, value: Any) -> bool:
-        """Whether `check` passes."""
+        """Return whether `check` passes."""
         try:
             self.check(value)
         except ValueError:
@@ -82,7 +82,7 @@ class Flag:
         return True
 
     def check(self, value: Any) -> None:
-        """Raise ValueError if a value, or an item of it, is no choice or out of bounds."""
+        """Raise ValueError if a value, or one of its items, is not a choice or out of bounds."""
         bounds = (
             ("at least", self.min, operator.ge),
             ("above", self.above, operator.gt),
@@ -124,9 +124,9 @@ class Flag:
 
 
 def flag(default: Any, help: str, **about: Any) -> Any:
-    """Declare a dataclass field, and what the command line needs to know about it.
+    """Declare a dataclass field with its command-line option.
 
-    Choices and bounds hold for values from Python too, where `__post_init__` calls `check_values`.
+    Choices and bounds hold in Python too if `__post_init__` calls `check_values`.
 
     Args:
         about: the other fields of `Flag`.
@@ -135,7 +135,7 @@ def flag(default: Any, help: str, **about: Any) -> Any:
 
 
 def spelling(kind: type, becomes: Callable[[Any], Mapping[str, Any]], **about: Any) -> Flag:
-    """Declare another spelling of an option: a name of its own whose value sets other fields.
+    """Declare an alias with its own values, which set other fields.
 
     Args:
         about: the other fields of `Flag`.
@@ -144,10 +144,10 @@ def spelling(kind: type, becomes: Callable[[Any], Mapping[str, Any]], **about: A
 
 
 def always(value: Any, reason: str, **about: Any) -> Flag:
-    """Declare an option that has one legal value, accepted because other programs have it.
+    """Declare an option with one legal value, accepted because other programs have it.
 
     Args:
-        reason: what is said where it has another value.
+        reason: the error message for any other value.
     """
 
     def refuse_others(given: Any) -> Mapping[str, Any]:
@@ -159,7 +159,7 @@ def always(value: Any, reason: str, **about: Any) -> Flag:
 
 
 def flags_of(cls: type) -> list[Flag]:
-    """Return the flags of a dataclass, in the order of its fields, then its other spellings."""
+    """Return the flags of a dataclass in field order, then its other spellings."""
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
     others = synonyms([*(field.name for field in fields), *spellings])
@@ -184,10 +184,10 @@ def flags_of(cls: type) -> list[Flag]:
 
 
 def takes_aliases(cls: type[T]) -> type[T]:
-    """Make the constructor of a dataclass of flags take the other names and spellings of its
-    fields, and complete the values by `cls.complete`, where the class has it.
+    """Make a dataclass's constructor accept aliases of its fields, and apply `cls.complete` if the
+    class defines it.
 
-    An unknown name is a TypeError with the hint of the command line.
+    An unknown name raises TypeError with the command line's suggestion.
     """
     options_of: Any = cls
     make, fields = cls.__init__, dataclasses.fields(options_of)
@@ -205,10 +205,10 @@ def takes_aliases(cls: type[T]) -> type[T]:
 
 
 def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, given under any of their names, by the names of their fields.
+    """Map options given under any of their names to field names.
 
     Raises:
-        TypeError: no option has the name, or one is given twice.
+        TypeError: an unknown name, or an option that is given twice.
         ValueError: two of them contradict each other.
     """
     fields = {key: flag for flag in flags_of(cls) for key in flag.keys}
@@ -225,10 +225,10 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace every other spelling of a layer by the fields that it sets: see `Flag.becomes`.
+    """Replace the aliases of a layer by the fields that they set (`Flag.becomes`).
 
     Raises:
-        ValueError: it sets nothing, because its fields have other values; or its value is refused.
+        ValueError: the fields already have other values, or the value is refused.
     """
     merged = dict(values)
     for flag in flags_of(cls):
@@ -248,19 +248,19 @@ def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalised(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as the fields hold them: a choice in another spelling (Dr.GRPO) becomes the
-    choice, a text where a path belongs becomes one."""
+    """Return normalised values: a choice in another spelling (Dr.GRPO) becomes the choice, a string
+    becomes a Path."""
     flags = {flag.name: flag for flag in flags_of(cls)}
     return {name: flags[name].normalised(value) for name, value in values.items()}
 
 
 def check_values(config: Any) -> None:
-    """Hold a config's values against the choices and bounds of their flags; None is always one.
+    """Check a config's values against the choices and bounds of their flags; None is valid.
 
-    What `normalised` changes is changed; the config may be frozen.
+    Values are replaced by their normalised form; the config may be frozen.
 
     Raises:
-        ValueError: the first that fails; the message names its flag.
+        ValueError: names the first flag that fails.
     """
     for flag in flags_of(type(config)):
         if flag.becomes:
@@ -269,22 +269,22 @@ def check_values(config: Any) -> None:
         if bool in members_of(flag.kind) and not isinstance(value, bool | None):
             raise ValueError(f"{flag.spelling}: expected true or false, got {value!r}")
         new = flag.normalised(value)
-        if new is not value:  # only in a config whose constructor does not do it: `takes_aliases`
+        if new is not value:  # not if `takes_aliases` did it in the constructor
             object.__setattr__(config, flag.name, new)
         flag.check(new)
 
 
-def tell(text: str) -> None:
-    """Write a line to stderr if somebody still reads it."""
+def print_stderr(text: str) -> None:
+    """Write a line to stderr; ignore a closed pipe."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
 
 
-say_once = cache(tell)  # a script may read its command line twice
+print_once = cache(print_stderr)  # a script may parse its command line twice
 
 
 def replace_unencodable(stream: IO[str]) -> None:
-    """Let a stream write "?" for a character that its encoding lacks: else it loses the whole text.
+    """Make a stream write "?" for a character that its encoding lacks, instead of failing.
 
     Python does so itself for stderr.
     """
@@ -317,8 +317,6 @@ def find_choice(value: Any, choices: Sequence[Any]) -> Any:
 def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
-
-# --- names of options ---------------------------------------------------------------------------
 
 CUTOFF = 0.75  # of difflib's likeness; below it a guess is seldom what was meant
 

@@ -1,4 +1,4 @@
-"""Runs a script: from its command line to its exit code, a mistake in one line.
+"""Run a script from its command line to its exit code; print a user's mistake as one line.
 
 Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal n.
 """
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rlm.cli.flags import replace_unencodable, tell, with_dashes
-from rlm.cli.options import Interrupted, UsageError, parse, resolve_config
+from rlm.cli.flags import print_stderr, replace_unencodable, with_dashes
+from rlm.cli.options import Interrupted, UsageError, check, resolve_config
 
 T = TypeVar("T")
 
@@ -31,14 +31,14 @@ IS_INSTALLED = not (Path(__file__).parents[2] / "requirements.txt").exists()  # 
 
 
 def check_command_line(cls: type, **parse_options: Any) -> None:
-    """Answer --help, or refuse a mistake, and exit; else do nothing.
+    """Handle --help and mistakes, and exit; otherwise do nothing.
 
-    For a script whose imports take seconds, before them. `run_main` parses again. A config's
-    `check_files`, where it has one, looks at the files that options name.
+    Called before slow imports; `run_main` parses again. A config's `check_files`, if it has one,
+    checks the files that options name.
     """
     _open_standard_streams()
     try:
-        config = parse(cls, **parse_options)
+        config = check(cls, **parse_options)
         if hasattr(config, "check_files"):
             config.check_files()
     except UsageError as error:
@@ -49,7 +49,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
     """Resolve the command line, call `main(config)` and exit with the code it returns."""
     _open_standard_streams()
     logging.basicConfig(format="%(message)s")
-    if os.environ.get("RANK", "0") == "0":  # one process says which columns of the data are used
+    if os.environ.get("RANK", "0") == "0":  # only the main process logs which columns are used
         logging.getLogger("rlm").setLevel(logging.INFO)
     try:
         code = main(resolve_config(cls, **parse_options))
@@ -58,55 +58,55 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         code = _refuse(error)
     except Interrupted as error:
         if error.note:
-            tell(error.note + _how_to_resume(cls, parse_options.get("argv")))
+            print_stderr(error.note + _how_to_resume(cls, parse_options.get("argv")))
         code = 128 + error.number
     except KeyboardInterrupt:
-        tell("interrupted")
+        print_stderr("interrupted")
         code = 130
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        tell(f"error: out of memory: {_what_takes_less(cls)} ({first_line})")
+        print_stderr(f"error: out of memory: {_what_takes_less(cls)} ({first_line})")
         code = 2
     except BrokenPipeError:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # asks for no events: only errors are reported
-        if not poll.poll(0):  # some other pipe broke, and that is a bug
+        poll.register(sys.stdout.fileno(), 0)  # no events: only errors are reported
+        if not poll.poll(0):  # another pipe broke: a bug
             raise
         # `script | head` has read enough. Python flushes stdout once more at exit: to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except OSError as error:  # every file is replaced whole or grows by whole lines: none is lost
+    except OSError as error:  # files are replaced whole or grow by whole lines, so none is lost
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
         go_on = _how_to_resume(cls, parse_options.get("argv")) or " and run it again"
-        tell(f"error: {what}: {error.strerror}; make room{go_on}")
+        print_stderr(f"error: {what}: {error.strerror}; make room{go_on}")
         code = 2
     sys.exit(code)
 
 
 def _open_standard_streams() -> None:
-    """Open those that a parent closed (`>&-`): the next file would take their number and text."""
+    """Open standard streams that a parent closed (`>&-`): the next file would take their place."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # open() takes the lowest free number, this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     replace_unencodable(sys.stdout)
 
 
 def _refuse(error: UsageError) -> int:
-    """Say a mistake in one line, and return the exit code."""
-    tell(f"error: {' '.join(str(error).split())}")
+    """Print the error as one line; return the exit code."""
+    print_stderr(f"error: {' '.join(str(error).split())}")
     return 2
 
 
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
-    """Return the command that continues, where the script has --resume."""
+    """Return the command that resumes the run, if the script has --resume."""
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
@@ -119,10 +119,10 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
 
 
 def command_of(script: str, **options: object) -> str:
-    """Return how a script is run here: from a wheel, there is no file to call.
+    """Return the command that runs a script; a wheel has no script files.
 
     Args:
-        options: those to type, but for None; quoted for a shell.
+        options: those that are not None, quoted for a shell.
 
     >>> command_of("train_sft", dataset="my file.jsonl", columns=None)
     "python train_sft.py --dataset 'my file.jsonl'"
@@ -135,7 +135,7 @@ def command_of(script: str, **options: object) -> str:
 
 
 def _what_takes_less(cls: type) -> str:
-    """Name the script's options that take less memory."""
+    """Name the script's options that reduce memory."""
     options = {field.name for field in dataclasses.fields(cls)}
     lower = ("train_batch_tokens", "micro_batch", "max_num_seqs", "max_length", "max_new_tokens")
     use = {"checkpointing": "--checkpointing", "quantize": "--quantize 4bit", "model": "--model"}
@@ -146,6 +146,6 @@ def _what_takes_less(cls: type) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell an error of Python's, a GPU's or PyTorch's CPU allocator from others."""
+    """Return whether Python's, the GPU's or PyTorch's CPU allocator ran out of memory."""
     name, text = type(error).__name__, str(error)
     return name in ("MemoryError", "OutOfMemoryError") or "allocate memory" in text

@@ -1,6 +1,6 @@
 """Options of a script: one dataclass, read from defaults < preset < YAML < command line.
 
-Every layer goes through the same converters, and a mistake in any of them is refused in one line.
+Every layer uses the same converters; a mistake in any layer raises a one-line error.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Row = tuple[str, Any, Any]  # where it is written, key, value
 
 
 class UsageError(Exception):
-    """A user's mistake: one line and exit code 2, no traceback: see `rlm.cli.main`."""
+    """A user's mistake: printed as one line without a traceback, exit code 2 (`rlm.cli.main`)."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal was obeyed between two steps, when everything was saved."""
+    """A signal was handled between two steps, after everything was saved."""
 
     def __init__(self, number: int, note: str) -> None:
         """
         Args:
-            note: what is saved where; "" where another process says it.
+            note: what is saved where; "" if another process prints it.
         """
         super().__init__(note)
         self.number, self.note = number, note
@@ -59,16 +59,21 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
     """Build a `cls` from `argv`; a user's mistake raises UsageError.
 
     Args:
-        options: presets, description and epilog, as `read_options` takes them.
+        options: presets, description and epilog of `read_options`.
     """
     return _build(cls, read_options(cls, argv, **options))
 
 
+def check(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
+    """`parse`, but what only the machine can decide has the value that `cls.PROVISIONAL` names."""
+    return _build_provisional(cls, read_options(cls, argv, **options))
+
+
 def required(value: T | None, option: str) -> T:
-    """Return a value that a command line has once it is resolved.
+    """Return a value that is set in a resolved config.
 
     Raises:
-        UsageError: it is None, in a config that was made in Python.
+        UsageError: it is None, in a config made in Python.
     """
     if value is None:
         raise UsageError(f"{option} is not set, and nothing else says it")
@@ -76,13 +81,13 @@ def required(value: T | None, option: str) -> T:
 
 
 def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """`parse`, and what no layer says is decided by `cls.resolve`, where the class has one.
+    """Parse the command line; `cls.resolve`, if defined, decides what no layer sets.
 
     `resolve(given)` gets the values that a preset, the YAML file or the command line set, and
-    returns those to build the config from: it alone may look at the machine or the disk.
+    returns the config's values. Only it may look at the machine or the disk.
     """
     given = read_options(cls, argv, **options)
-    config = _build(cls, given)  # a contradiction is refused before anything is looked at
+    config = _build_provisional(cls, given)  # contradictions are refused before the machine is seen
     resolve: Callable[[Values], Values] | None = getattr(cls, "resolve", None)
     return _build(cls, resolve(given)) if resolve else config
 
@@ -136,8 +141,12 @@ def _build(cls: type[T], values: Mapping[str, Any]) -> T:
         raise UsageError(str(error)) from error
 
 
+def _build_provisional(cls: type[T], values: Mapping[str, Any]) -> T:
+    return _build(cls, {**getattr(cls, "PROVISIONAL", {}), **values})
+
+
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the fields as JSON holds them; dumped as YAML, `--config` reads them back."""
+    """Return the fields as JSON values; `--config` reads a YAML dump of them."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
@@ -207,7 +216,7 @@ def _read_yaml(path: str) -> list[Row]:
 
 
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
-    """Check the rows of a layer and convert them; `typed` says that they are the command line.
+    """Check and convert the rows of a layer; `typed`: they are from the command line.
 
     Files of other programs are read too: their -1 (not set) is skipped under their own names, and
     all the keys that are not known here are named at once.
@@ -276,35 +285,35 @@ def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
 
 @cache
 def _run_file(name: str, path: Path, modified: int) -> ModuleType:
-    """Run a file as a module, once for each of its versions: a script looks at it before its own
-    imports, and again after them."""
+    """Run a file as a module, once per version of the file, because a script loads it before and
+    after its slow imports."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up
+    sys.modules[spec.name] = module  # dataclasses and pickle look the module up
     folder = str(path.parent)
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        # Last from now on: a neighbour named like a library must not hide it from other modules.
+        # At the end of sys.path: a file named like a library must not hide it from other modules.
         sys.path.remove(folder)
         sys.path.append(folder)
     return module
 
 
 def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
-    """Run the file of FILE.py:NAME and return the object of that name.
+    """Return the object NAME of FILE.py:NAME.
 
-    The file can import its neighbours, as a script can.
+    The file can import modules from its folder.
 
     Args:
         option: the flag that names it, for messages.
-        kinds: what it may be, besides something that can be called.
+        kinds: accepted types besides callables.
 
     Raises:
-        UsageError: there is no such file or name, or the file fails when it is run.
+        UsageError: the file or name does not exist, or running the file fails.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
@@ -315,10 +324,11 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     try:
         module = _run_file(f"{option[2:]}_{path.stem}", path.resolve(), path.stat().st_mtime_ns)
         found = getattr(module, name, None)
-    except (Exception, SystemExit) as error:  # sys.exit would end the program, without a word
+    except (Exception, SystemExit) as error:  # sys.exit would end the program silently
         raise UsageError(f"{option} {spec}: {type(error).__name__}: {error}") from error
     if not callable(found) and not isinstance(found, kinds):
         own = vars(module).items()
-        names = ", ".join(n for n, v in own if getattr(v, "__module__", "") == module.__name__)
+        there = [n for n, v in own if getattr(v, "__module__", "") == module.__name__]
+        names = ", ".join(there) or "none"
         raise UsageError(f"{option} {spec}: no function or class {name!r}; it has {names}")
     return found

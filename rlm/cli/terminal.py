@@ -1,4 +1,4 @@
-"""Prints what a run shows: tables and bars on a terminal, plain lines without one."""
+"""Terminal output: tables and progress bars on a terminal, plain lines without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlm.cli.flags import replace_unencodable
 
 
 class _Console(Console):
-    """A console that a closed pipe or a lost terminal silences: the run goes on."""
+    """A console that a closed pipe or a lost terminal silences, so that the run continues."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         replace_unencodable(self.file)
@@ -38,8 +38,8 @@ class _Console(Console):
 console = _Console(highlight=False, soft_wrap=True, markup=False)
 
 
-def facts(title: str, rows: Mapping[str, object]) -> None:
-    """Print a two-column table: before a run what will happen, after it what did."""
+def table(title: str, rows: Mapping[str, object]) -> None:
+    """Print a two-column table."""
     if not console.is_terminal:
         console.print(title)
         for name, value in rows.items():
@@ -57,7 +57,7 @@ def line(text: str) -> None:
 
 
 def sample(question: str, completion: str, verdict: str) -> None:
-    """Print a completion to read: the quickest way to see what is being rewarded."""
+    """Print a completion with its reward."""
     if not console.is_terminal:
         indented = "\n".join(f"  | {row}" for row in f"{question}\n{completion}".splitlines())
         line(f"  sample ({verdict})\n{indented}")
@@ -74,9 +74,9 @@ def bars(counts: Mapping[str, int], total: int) -> None:
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar that disappears when done; yields the function that moves it on by one.
+    """Show a progress bar that disappears when done; yield a function that advances it by one.
 
-    Without a terminal it is a line a minute, so that a log shows whether an hour's work goes on.
+    Without a terminal it prints a line a minute, so that a log shows progress.
     """
     if not console.is_terminal:
         yield _lines(description, total)
@@ -103,14 +103,14 @@ def _lines(description: str, total: int) -> Callable[[], None]:
         if now - said >= 60 and done < total:
             said = now
             left = f", {time_left((now - began) / done * (total - done))}"
-            # The first of them wait for kernels to compile: no estimate of the rest.
+            # The first iterations wait for kernels to compile, so they give no estimate.
             line(f"{description}: {done} of {total}{left if 10 * done >= total else ''}")
 
     return advance
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as a person reads them.
+    """Format seconds for people.
 
     >>> duration(7.2), duration(200)
     ('7 s', '3 min 20 s')
@@ -120,7 +120,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """Write an estimate of the seconds that are left, no finer than an estimate is.
+    """Format an estimate of the remaining seconds.
 
     >>> time_left(12.3), time_left(250), time_left(4000)
     ('about 12 s left', 'about 4 min left', 'about 1 h 7 min left')

@@ -1,4 +1,4 @@
-"""The cases of cases.yaml: what a trainer is given, and what it must answer.
+"""The cases of cases.yaml: inputs and expected results.
 
 Letters: n rows (completions), T their padded length.
 """
@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 FILE = Path(__file__).with_name("cases.yaml")
-# What a loss is, unless its case says otherwise.
+# Defaults of a loss case.
 LOSS = {
     "aggregation": "sequence",  # "sequence", "token", or "constant": sum / (rows · constant)
     "constant": 8,
@@ -37,7 +37,7 @@ Adapter = Callable[[str, SimpleNamespace], Tensor | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A formula with what is given and what must come out."""
+    """A formula with inputs and expected result."""
 
     name: str
     formula: str
@@ -54,7 +54,7 @@ def load_cases() -> list[Case]:
 
 
 def run_case(adapter: Adapter, case: Case) -> dict[str, Any] | None:
-    """Return what a trainer answers, as `Case.expected` has it; None: it does not offer this."""
+    """Return a trainer's result in the form of `Case.expected`; None if it is not offered."""
     if case.formula == "loss":
         return _run_loss(adapter, case.given)
     given = {name: _without_null(value) for name, value in case.given.items()}
@@ -69,7 +69,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Add up the losses of the parts of a step, and take the gradient of their sum."""
+    """Sum the losses of a step's parts, and compute the gradient of the sum."""
     ratios = torch.tensor(given["ratios"], dtype=torch.float32)  # (n, T)
     old = torch.full_like(ratios, OLD_LOGPROB)
     logprobs = (old + ratios.log()).requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Compares what trainers answer with the values computed by hand."""
+"""Compare trainers' results with values computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEERS = ("trl", "verl")
 
 
 def load_peers() -> tuple[dict[str, tuple[Adapter, ModuleType]], dict[str, str]]:
-    """Return the peers that are installed, (adapter, source) by name, and why others are not."""
+    """Return the installed peers, name → (adapter, source), and why others are missing."""
     found, missing = {}, {}
     for name in PEERS:
         try:
@@ -36,8 +36,8 @@ def compare(case: Case, adapter: Adapter, peer: str = "", source: ModuleType | N
     """Return {"status": "equal" | "differs" | "documented" | "not offered", "answer": …, …}.
 
     Args:
-        peer: the name under which the case may know a difference.
-        source: the module in which the line of that difference stands.
+        peer: its name in the case's known differences.
+        source: the module that contains the line of a difference.
     """
     answer = run_case(adapter, case)
     if answer is None:
@@ -55,7 +55,7 @@ def compare(case: Case, adapter: Adapter, peer: str = "", source: ModuleType | N
 
 
 def _distance(answer: Any, expected: Any, exact: bool) -> float:
-    """The largest absolute difference; 0 within fp32's rounding, infinite for another shape."""
+    """Return the largest absolute difference; 0 within fp32 rounding, inf for another shape."""
     found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (answer, expected))
     if found.shape != wanted.shape:
         return float("inf")
@@ -65,7 +65,7 @@ def _distance(answer: Any, expected: Any, exact: bool) -> float:
 
 
 def place(source: ModuleType, line: str) -> str:
-    """Where a line stands in the source as installed: package/file.py:number."""
+    """Locate a line in the installed source: package/file.py:number."""
     file = inspect.getsourcefile(source)
     for number, text in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
         if line in text:
@@ -74,7 +74,7 @@ def place(source: ModuleType, line: str) -> str:
 
 
 def table(cases: list[Case], user: Callable[..., Any] | None) -> dict[str, Any]:
-    """Run every case against ours, the peers that are installed, and a user's trainer."""
+    """Run every case for ours, the installed peers and a user's trainer."""
     peers, missing = load_peers()
     rows = []
     for case in cases:

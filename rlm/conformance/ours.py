@@ -1,4 +1,4 @@
-"""The formulas of this project, each through the functions that `train_grpo.py` calls."""
+"""This project's formulas, through the functions that `train_grpo.py` calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlm.training import (
 
 
 def ours(formula: str, given: SimpleNamespace) -> Tensor:
-    """Compute a case by the functions that `train_grpo.py` calls: an adapter like any other."""
+    """Compute a case with the functions that `train_grpo.py` calls."""
     return FORMULAS[formula](given)
 
 
@@ -85,7 +85,7 @@ def _sampling_logprobs(given: SimpleNamespace) -> Tensor:
 
 
 def _loss(given: SimpleNamespace) -> Tensor:
-    """Return what the rows of a part add to the loss of the step."""
+    """Return the contribution of a part's rows to the loss of the step."""
     by_ratio = {"sequence": "gspo", "token": "grpo"}[given.ratio]
     algorithm = {"weighted": "cispo", "tapered": "topr"}.get(given.objective, by_ratio)
     config = GRPOConfig(
@@ -105,7 +105,7 @@ def _loss(given: SimpleNamespace) -> Tensor:
         own = [bool(m) for m in mask[:length]]
         reason = "stop" if any(own) else "length"  # a row without tokens: truncated and masked
         tool_mask = own if any(own) and not all(own) else []
-        # The row's number as its tokens, to find it again: the loss does not look at ids.
+        # The row's number as token ids, to identify it: the loss ignores ids.
         completions.append(Completion([row] * length, logprobs[:length], reason, tool_mask))
     rollouts = _rollouts(completions, given.step_advantages.tolist(), config)
     rollouts = [rollout for rollout in rollouts if rollout.completion[0] in given.rows]

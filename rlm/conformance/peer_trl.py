@@ -1,7 +1,7 @@
 """TRL's formulas as installed: two methods of its GRPOTrainer, called without a model.
 
-`_generate_and_score_completions` makes masks, advantages and importance ratios of completions that
-it is told were sampled; `_compute_loss` makes the loss. What a case does not say is TRL's default.
+`_generate_and_score_completions` computes masks, advantages and importance ratios of given
+completions; `_compute_loss` computes the loss. Options that a case does not set are TRL's defaults.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
 
 
 class Accelerator:
-    """Stands for accelerate's."""
+    """Replaces accelerate's class."""
 
     device, process_index, sync_gradients = torch.device("cpu"), 0, True
 
@@ -54,7 +54,7 @@ class Accelerator:
 
 
 def _trainer(processes: int = 1, args: dict[str, Any] | None = None, **own: Any) -> SimpleNamespace:
-    """Return what the methods ask of `self`: TRL's defaults, and over them `own`."""
+    """Return a `self` for the methods: TRL's defaults, overridden by `own`."""
     options = DEFAULTS | (args or {})
     switched_off = ("_entropy_bonus_enabled", "use_adaptive_entropy", "aux_loss_enabled", "tools")
     rest = {
@@ -77,7 +77,7 @@ def _score(
     logprobs: tuple[Tensor, Tensor] = (None, None),
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Return what TRL makes of sampled completions.
+    """Return TRL's result for sampled completions.
 
     Args:
         rewards: (P, G).

@@ -1,7 +1,7 @@
 """verl's formulas as installed: the functions of its `core_algos`, called as its workers call them.
 
-`verl/workers/utils/losses.py` adds policy and KL terms up, and gives every loss the totals of the
-whole batch; so does this. What a case does not say is verl's default.
+Like `verl/workers/utils/losses.py`, this sums policy and KL terms and passes the totals of the
+whole batch to every loss. Options that a case does not set are verl's defaults.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlm.cli import UsageError
-from rlm.grading import grade, parse_number, read_choice, split_completion
+from rlm.grading import ANSWER_TYPES, grade, parse_number, read_choice, split_completion
 
 FIELDS = ("question", "answer", "solution", "completion", "choices", "answer_type", "id")
 HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
@@ -17,6 +18,8 @@ HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 CHOICE_FIELDS = ("choices", "options")
+CHAT_FIELDS = ("messages", "conversations")  # the latter in ShareGPT's form
+BOOLEANS = ("true", "false")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 Row = Mapping[str, Any]
@@ -56,13 +59,25 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
 
     Args:
         columns: field → column, as `parse_columns` returns them. `a.b` is the key b of the object
-            in column a, as in verl's `reward_model.ground_truth`.
+            in column a, as in verl's `reward_model.ground_truth`, and `a.0` the first of a list.
+            `a+b` is the text of a, then that of b. For the field answer_type, a kind of answer is
+            that of all rows.
 
     Raises:
         MissingColumn: the row lacks one of them.
     """
-    found = {field: _value_at(row, column) for field, column in columns.items()}
-    return {name: value for name, value in row.items() if name not in columns.values()} | found
+    found = {field: _field_of(row, field, column) for field, column in columns.items()}
+    used = {*columns.values()} | {part for column in columns.values() for part in column.split("+")}
+    return {name: value for name, value in row.items() if name not in used} | found
+
+
+def _field_of(row: Row, field: str, column: str) -> Any:
+    if field == "answer_type" and column in ANSWER_TYPES:
+        return column
+    if column in row or "+" not in column:
+        return _value_at(row, column)
+    parts = [_value_at(row, part) for part in column.split("+")]
+    return "\n\n".join(text for part in parts if part is not None and (text := str(part).strip()))
 
 
 def _value_at(row: Row, column: str) -> Any:
@@ -70,10 +85,40 @@ def _value_at(row: Row, column: str) -> Any:
         return row[column]
     value: Any = row
     for key in column.split("."):
-        if not isinstance(value, Mapping) or key not in value:
+        value = _parsed(value)
+        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        elif isinstance(value, Mapping) and key in value:
+            value = value[key]
+        else:
             raise MissingColumn(f"no column {column!r}")
-        value = value[key]
     return value
+
+
+def _parsed(value: Any) -> Any:
+    """The object or list that a text spells, as JSON or as Python prints it; else the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return found if isinstance(found, Mapping | list) else value
+    return value
+
+
+def column_names(row: Row) -> list[str]:
+    """The columns of a row, as `--columns` names them: of an object its keys.
+
+    >>> column_names({"id": 1, "task": {"ask": "2 + 3?", "gold": 5}})
+    ['id', 'task.ask', 'task.gold']
+    """
+    names = []
+    for name, value in row.items():
+        inside = _parsed(value)
+        names += [f"{name}.{key}" for key in inside] if isinstance(inside, Mapping) else [str(name)]
+    return names
 
 
 def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
@@ -83,10 +128,12 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     'question from prompt, answer from target'
     """
     names = {column: column for column in row} | columns  # a field of ours → its column
-    is_chat = isinstance(row.get("messages"), list)
-    question = "messages" if is_chat else _first(names, QUESTION_FIELDS)
     solution = names.get("solution")
-    worked = "messages" if is_chat else names.get("completion", solution)
+    chat = next((name for name in CHAT_FIELDS if row.get(name) is not None), None)
+    question = chat or _first(names, QUESTION_FIELDS)
+    if chat is None and _ends_with_reply(rename_columns(row, columns)):
+        chat = question
+    worked = chat or names.get("completion", solution)
     answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and VERL_ANSWER)
     choices = _first(names, CHOICE_FIELDS) or ", ".join(_lettered(row)) or None
     taken = {
@@ -98,15 +145,16 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
 
 
+def _ends_with_reply(row: Row) -> bool:
+    """Whether a chat of the row ends with what the assistant wrote."""
+    chat = _chat(row)
+    return chat is not None and _messages(chat)[-1][0] == "assistant"
+
+
 def has_system_message(row: Row) -> bool:
     """Whether a chat row has a system message of its own (which is not used)."""
-    chats = [row.get(name) for name in ("messages", *QUESTION_FIELDS)]
-    return any(
-        isinstance(message, Mapping) and message.get("role") == "system" and message.get("content")
-        for chat in chats
-        if isinstance(chat, list)
-        for message in chat
-    )
+    chat = _chat(row)
+    return chat is not None and any(role == "system" and text for role, text in _messages(chat))
 
 
 def _first(names: Mapping[str, str], fields: Sequence[str]) -> str | None:
@@ -142,11 +190,12 @@ def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequ
 def read_chat(row: Row) -> Row:
     """Return a row of chat messages, or of a worked answer, as a question with a solution.
 
-    Other rows come back as they are. A chat row has `messages`, or a question (a text or messages)
-    and a `completion`. What the assistant wrote last is taken apart: the solution is its `<think>`
-    block, or all but the final line; the answer is the final number, where the row has no `answer`.
-    A `solution` without an answer is read like a completion. System messages are left out, because
-    one system prompt is used for all rows. verl's rows have their answer in `reward_model`.
+    Other rows come back as they are. A chat row has `messages` (or ShareGPT's `conversations`), or
+    a question (a text or messages) and a `completion`. What the assistant wrote last is taken
+    apart: the solution is its `<think>` block, or all but the final line; the answer is the final
+    number, where the row has no `answer`. A `solution` without an answer is read like a completion.
+    System messages are left out, because one system prompt is used for all rows. verl's rows have
+    their answer in `reward_model`.
 
     Raises:
         LeftOut: it has several turns, or the completion holds no number.
@@ -154,16 +203,14 @@ def read_chat(row: Row) -> Row:
     """
     if not _has_answer(row) and (answer := _verl_answer(row)) is not None:
         row = {**row, "answer": answer}
-    name = next((name for name in QUESTION_FIELDS if row.get(name) is not None), "")
-    asked, completion = row.get(name), row.get("completion")
-    if isinstance(row.get("messages"), list):
-        *prompt, last = _messages(row["messages"])
-        if last[0] != "assistant":
-            prompt, last = [*prompt, last], ("assistant", None)
-    elif isinstance(asked, list):
-        prompt, last = _messages(asked), ("assistant", _last_text(completion))
-    elif isinstance(completion, str | list) and name:
-        prompt, last = [("user", asked)], ("assistant", _last_text(completion))
+    asked = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
+    chat, completion = _chat(row), row.get("completion")
+    if chat is not None:
+        prompt = _messages(chat)
+        is_answered = completion is None and prompt[-1:] and prompt[-1][0] == "assistant"
+        last = prompt.pop()[1] if is_answered else _last_text(completion)
+    elif isinstance(completion, str | list) and asked is not None:
+        prompt, last = [("user", asked)], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and not _has_answer(row):
         return {**row, **_read_completion(solution, {})}
     else:
@@ -171,22 +218,65 @@ def read_chat(row: Row) -> Row:
     turns = [text for role, text in prompt if role == "user"]
     if len(turns) != 1 or any(role == "assistant" for role, _ in prompt):
         raise LeftOut("with several turns, or none")
-    chat = {"messages", "completion", *QUESTION_FIELDS}
-    rest = {k: v for k, v in row.items() if k not in chat}
-    found = _read_completion(last[1], rest) if last[1] else {}
+    used = {*CHAT_FIELDS, "completion", *QUESTION_FIELDS}
+    rest = {k: v for k, v in row.items() if k not in used}
+    found = _read_completion(last, rest) if last else {}
     return {"question": turns[0], **found, **{k: v for k, v in rest.items() if v is not None}}
+
+
+def _chat(row: Row) -> list[Any] | None:
+    """The messages of a row, a list or the text of one; None where it has none."""
+    for name in (*CHAT_FIELDS, *QUESTION_FIELDS):
+        value, found = row.get(name), _parsed(row.get(name))
+        if isinstance(found, list) and (found is value or _are_messages(found)):
+            return found
+    return None
 
 
 VERL_ANSWER = "reward_model.ground_truth"
 
 
 def _verl_answer(row: Row) -> Any:
-    answer = row.get("reward_model")
+    answer = _parsed(row.get("reward_model"))
     return answer.get("ground_truth") if isinstance(answer, Mapping) else None
 
 
 def _has_answer(row: Row) -> bool:
     return any(row.get(name) is not None for name in ANSWER_FIELDS)
+
+
+def read_answer(row: Row) -> Row:
+    """Return a row whose answer is true or false, a list, or an object of a list, with its text.
+
+    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. Other rows come back as they are.
+
+    Raises:
+        LeftOut: the list holds different answers.
+        ValueError: the object has other keys.
+    """
+    name = _first({name: name for name, value in row.items() if value is not None}, ANSWER_FIELDS)
+    value = row[name] if name else None
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # "[0, 1]" is an interval
+        value = _parsed(value)
+    if isinstance(value, Mapping):
+        key = next((key for key in ("text", "spans") if isinstance(value.get(key), list)), None)
+        if key is None:
+            example = next(iter(value), "KEY")
+            raise ValueError(
+                f"the answer is an object; name one of its keys: --columns answer=COLUMN.{example}"
+            )
+        value = value[key]
+    if isinstance(value, list):
+        values = list(dict.fromkeys(map(str, value)))
+        if len(values) > 1:
+            raise LeftOut(
+                "with different reference answers (--columns answer=COLUMN.0 takes the first of a "
+                "list)"
+            )
+        value = value[0] if value else None
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return row if name is None or value is row[name] else {**row, name: value}
 
 
 def read_choices(row: Row) -> Row:
@@ -195,7 +285,8 @@ def read_choices(row: Row) -> Row:
     Published layouts are read: a list `choices` or `options` of texts (MMLU, ScienceQA; AQuA's
     begin with their letters), an object of `text` and `label` lists (ARC, CommonsenseQA), and a
     column for each letter. The answer is a letter or a label, the text of a choice, or an index
-    from 0. The question gets a line for each choice, `A. …`. Other rows come back as they are.
+    from 0. The question gets a line for each choice, `A. …`. A row whose answer is true or false,
+    and that names no answer_type, chooses between these. Other rows come back as they are.
 
     Raises:
         ValueError: the choices are no texts, or the answer is none of them.
@@ -203,6 +294,9 @@ def read_choices(row: Row) -> Row:
     labels, texts = _choices(row)
     answer = next((row[name] for name in ANSWER_FIELDS if row.get(name) is not None), None)
     question = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
+    is_boolean = isinstance(answer, str) and answer.strip().lower() in BOOLEANS
+    if is_boolean and not texts and row.get("answer_type") in (None, "choice"):
+        texts, answer = [*BOOLEANS], answer.strip().lower()
     if not texts or answer is None or not isinstance(question, str):
         return row
     if len(texts) > len(LETTERS):
@@ -226,6 +320,19 @@ def read_choices(row: Row) -> Row:
 
 
 _LABEL = re.compile(r"\s*\(?([A-Za-z])\s*[).:]\s*")
+_LABELS = re.compile(r"(?:^|[,;\n])\s*\(?([A-Za-z])\s*[).:]")
+
+
+def _split_choices(text: str) -> list[str]:
+    """The choices of one text, `a ) 38 , b ) 27`, as MathQA has them.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    _, *parts = _LABELS.split(text)
+    if len(parts) < 4 or [letter.upper() for letter in parts[::2]] != [*LETTERS[: len(parts) // 2]]:
+        raise ValueError("the choices are one text; write a list")
+    return [choice.strip() for choice in parts[1::2]]
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
@@ -234,11 +341,9 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     if found is None:
         letters = _lettered(row)
         return letters, [str(row[letter]) for letter in letters]
-    if isinstance(found, str):  # a column of a CSV file
-        try:
-            found = ast.literal_eval(found)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise ValueError("the choices are one text; write a list") from None
+    found = _parsed(found)
+    if isinstance(found, str):
+        found = _split_choices(found)
     labels: Sequence[Any] = LETTERS[: len(found)] if isinstance(found, Sequence) else ()
     if isinstance(found, Mapping):
         texts, labels = found.get("text"), found.get("label")
@@ -274,7 +379,10 @@ def _place_of(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int |
         if (letter := read_choice(text)) and letter in LETTERS[: len(texts)]:
             return LETTERS.index(letter)
     is_index = text.isascii() and text.isdigit() and int(text) < len(texts)
-    return int(text) if is_index else texts.index(text) if text in texts else None
+    if is_index:
+        return int(text)
+    lowered = [text.lower() for text in texts]  # "True" among the choices, true in the data
+    return lowered.index(text.lower()) if text.lower() in lowered else None
 
 
 def _read_completion(text: str, rest: Row) -> dict[str, str]:
@@ -298,13 +406,30 @@ def without_tags(solution: str) -> str:
     return (solution if reasoning is None else reasoning).strip()
 
 
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+
+
+def _are_messages(found: Sequence[Any]) -> bool:
+    return bool(found) and all(
+        isinstance(each, Mapping) and each.keys() & {"role", "from"} for each in found
+    )
+
+
 def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
-    """(role, text) of each message."""
-    if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+    """(role, text) of each message, of `role` and `content` or ShareGPT's `from` and `value`."""
+    if not _are_messages(messages):
         raise ValueError("messages are no list of role and content")
-    if not all(isinstance(message.get("content"), str) for message in messages):
-        raise LeftOut("with a message that is not text")
-    return [(message["role"], message["content"]) for message in messages]
+    found = []
+    for message in messages:
+        role = message["role"] if "role" in message else message["from"]
+        text = message["content"] if "content" in message else message.get("value")
+        if isinstance(text, list):  # parts, of which all may be text
+            parts = [part.get("text") if isinstance(part, Mapping) else None for part in text]
+            text = "\n".join(parts) if parts and all(isinstance(p, str) for p in parts) else None
+        if not isinstance(text, str):
+            raise LeftOut("with a message that is not text")
+        found.append((ROLES.get(role, role), text))
+    return found
 
 
 def _last_text(completion: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Reads experience libraries and puts the lessons nearest to a question in front of it.
+"""Read experience libraries and put the nearest lessons before a question.
 
 recipes/experience writes them: a JSON list of objects with a `content`. Any model can use one.
 """
@@ -14,24 +14,24 @@ from pathlib import Path
 
 from rlm.cli import UsageError
 
-NEAREST = 3  # lessons that are put in front of a question
-WORKED_EXAMPLE = "worked_example"  # the category of a question with its answer
+NEAREST = 3  # default number of lessons before a question
+WORKED_EXAMPLE = "worked_example"  # category of a worked example
 
 
 @dataclass(frozen=True)
 class Experience:
-    """A lesson in words; with a `question` an example of how that one was answered."""
+    """A lesson in words, or, with a `question`, a worked example."""
 
     content: str
     id: str = ""
     question: str = ""
     about: str = ""  # the text that questions are compared with
-    reach: float = 0.0  # it is for questions at least this similar: those it was tried on
+    reach: float = 0.0  # used for questions at least this similar, as it was tried on
 
 
 @dataclass(frozen=True)
 class InformedQuestion:
-    """A question with lessons in front: what is asked now, earlier turns, ids of the lessons."""
+    """A question with its lessons: the text, earlier turns, ids of the lessons."""
 
     question: str
     examples: tuple[tuple[str, str], ...]
@@ -39,10 +39,10 @@ class InformedQuestion:
 
 
 def load_experiences(path: str | Path) -> tuple[Experience, ...]:
-    """The lessons of a library file, in its order.
+    """Load the lessons of a library file, in order.
 
     Raises:
-        UsageError: unreadable, or no library.
+        UsageError: the file is unreadable or not a library.
     """
     try:
         items = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -68,8 +68,7 @@ def _experience(item: dict, number: int) -> Experience:
 
 
 def similarity(a: str, b: str) -> float:
-    """Share of common words, |A ∩ B| / √(|A| |B|): a cosine of word counts cut at 1, numbers left
-    out.
+    """Return the share of common words without numbers, |A ∩ B| / √(|A| |B|).
 
     >>> round(similarity("Ann has 3 pens.", "Bo has 4 red pens"), 3)  # 2 of 3 and of 4
     0.577
@@ -79,7 +78,7 @@ def similarity(a: str, b: str) -> float:
 
 
 def experience_block(lessons: Sequence[str]) -> str:
-    """The lessons as prompts carry them, one a line; "" without any.
+    """Format lessons for a prompt, one a line; "" without any.
 
     >>> experience_block(["Convert units first."])
     'Lessons from earlier problems:\\n1. Convert units first.'
@@ -89,22 +88,22 @@ def experience_block(lessons: Sequence[str]) -> str:
 
 
 def with_experiences(question: str, lessons: Sequence[str]) -> str:
-    """The question after lessons in words, as a prompt for any model; without any, as it is."""
+    """Return the question after the lessons in words, as a prompt; unchanged without lessons."""
     block = experience_block(lessons)
     return f"{block}\n\nProblem:\n{question.strip()}" if block else question
 
 
 def apply_experiences(
-    question: str, library: Sequence[Experience], most: int | None = NEAREST
+    question: str, library: Sequence[Experience], limit: int | None = NEAREST
 ) -> InformedQuestion:
     """Put the nearest lessons before a question: examples as earlier turns, the nearest last.
 
     Args:
-        most: at most so many of those that are for such a question; None: all.
+        limit: the most lessons to use; None: all within reach.
     """
     found = [(similarity(question, lesson.about), lesson) for lesson in library]
     found = [pair for pair in found if pair[0] >= pair[1].reach]
-    nearest = [lesson for _, lesson in sorted(found, key=lambda pair: -pair[0])[:most]]
+    nearest = [lesson for _, lesson in sorted(found, key=lambda pair: -pair[0])[:limit]]
     examples = [(each.question, each.content) for each in reversed(nearest) if each.question]
     words = [each.content for each in nearest if not each.question]
     used = tuple(each.id for each in nearest)

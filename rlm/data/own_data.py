@@ -132,7 +132,8 @@ def _parse_hub(row: Row, default_id: str) -> list[Problem]:
     try:
         return parse_row(row, default_id)
     except NotAnAnswer as error:
-        raise LeftOut(str(error).partition(": ")[0]) from error
+        reason = str(error).partition(": ")[0]
+        raise LeftOut(f"{reason} (--columns answer_type=text takes words)") from error
 
 
 def hold_out(

@@ -12,14 +12,17 @@ from typing import Any
 from rlm.cli import UsageError
 from rlm.data.columns import (
     ANSWER_FIELDS,
+    CHAT_FIELDS,
     FINAL_LINE,
     HOW_TO_NAME,
     QUESTION_FIELDS,
     LeftOut,
     MissingColumn,
     Row,
+    column_names,
     describe_layout,
     has_system_message,
+    read_answer,
     read_chat,
     read_choices,
     rename_columns,
@@ -45,7 +48,7 @@ NEEDED = (
     "Problems"
 )
 # `rlm.data.columns.read_chat` finds the answer in these.
-CHAT_FIELDS = {"messages", "completion", "solution", "reward_model"}
+ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 ANOTHER_ANSWER = "with another answer"
 
@@ -167,14 +170,18 @@ def _refusal(source: str, number: int, error: Exception, how_many: str, row: byt
     """Say in one line why a file of bad rows is refused, and what its columns are."""
     text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
-        text += f"; the columns are {', '.join(map(str, row))}: {HOW_TO_NAME}"
+        text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
     if isinstance(error, NotAnAnswer):
         text += (
-            '; for words or letters add "answer_type": "text" or "choice", for worked text that '
-            "ends with the answer name its column: --columns completion=COLUMN"
+            '; for words or letters add "answer_type": "text" or "choice" (of all rows: --columns '
+            "answer_type=text), for worked text that ends with the answer name its column: "
+            "--columns completion=COLUMN"
         )
     if isinstance(error, MissingColumn) and ANSWER_FIELDS[0] in str(error):
-        text += '; without reference answers add "answer_type": "open", and give a --reward'
+        text += (
+            '; without reference answers add "answer_type": "open" (of all rows: --columns '
+            "answer_type=open), and give a --reward"
+        )
     return text
 
 
@@ -219,7 +226,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
     # Rows that say what their answers are may have none: `parse_row` looks at each.
     needed = (QUESTION_FIELDS, {*ANSWER_FIELDS, "answer_type"})
-    has_answer_inside = bool(CHAT_FIELDS & columns.keys())
+    has_answer_inside = bool(ANSWER_INSIDE & columns.keys())
     if not has_answer_inside and not all(columns.keys() & {*fields} for fields in needed):
         raise UsageError(f"{name} has the columns {', '.join(map(str, columns))}: {NEEDED}")
 
@@ -259,7 +266,7 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
 
 def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list[Problem]:
     """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
-    row = read_choices(read_chat(row))
+    row = read_choices(read_answer(read_chat(row)))
     kind, solution = _text(row, "answer_type", default="number"), ""
     if kind not in ANSWER_TYPES:
         raise ValueError(f"answer_type is none of {', '.join(ANSWER_TYPES)}: {kind!r}")

@@ -16,7 +16,7 @@ from itertools import chain, cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlm.cli import UsageError, find_choice, say_once, terminal
+from rlm.cli import UsageError, find_choice, print_once, terminal
 from rlm.grading import AnswerType, Verdict, grade, without_boxes
 
 if TYPE_CHECKING:
@@ -127,6 +127,12 @@ FORMATS = Formats(
 )
 
 
+# Where a template begins the reply by opening the reasoning (or by an empty one).
+_OPENED = re.compile(
+    "|".join(rf"<{f.reasoning_tag}>\s*(?:</{f.reasoning_tag}>\s*)?\Z" for f in FORMATS.values())
+)
+
+
 def _render_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
 ) -> str:
@@ -146,7 +152,8 @@ def _render_template(
             date_string=TODAY.strftime("%d %b %Y"),
             rlm_dates=DATES,
         )
-    except (TemplateError, TypeError, ValueError) as error:  # it can refuse, such as a system role
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        # It can refuse, such as a system role.
         raise UsageError(
             f"the chat template of {tokenizer.name_or_path!r} refuses our messages ({error}); "
             "use another instruct model"
@@ -191,7 +198,8 @@ def render_prompt(
     """Token ids of the chat up to where the assistant begins to write.
 
     The template is rendered around placeholders, so each text stands whole in its own place,
-    whatever the template does to texts. The ids are those that `apply_chat_template` gives. Only
+    whatever the template does to texts. The ids are those that `apply_chat_template` gives, but
+    for a reasoning tag that it opens (DeepSeek-R1), which the model writes itself here. Only
     where a text holds a mark of the template (`<|im_end|>`), texts are encoded by themselves, so
     that a user cannot close his turn or open another role.
 
@@ -215,6 +223,12 @@ def render_prompt(
     if any(_NO_TEXT.search(message["content"]) for message in messages):
         raise UsageError("the question or the system prompt has bytes that are no UTF-8 text")
     pieces, texts = _place_texts(tokenizer, messages)
+    if opened := _OPENED.search(pieces[-1]):  # the model writes its tags itself
+        pieces[-1] = pieces[-1][: opened.start()]
+        print_once(
+            f"the chat template of {tokenizer.name_or_path!r} begins the reply with "
+            f"{opened[0].split()[0]}: left out, because the model writes it here"
+        )
     by_template = [encode_text(tokenizer, piece, special=True) for piece in pieces]
     marks = _marks(tokenizer, {*chain(*by_template)})
     wanted = [token for token in chain(*by_template) if token in marks]
@@ -259,7 +273,7 @@ def _place_texts(
         system, first, *rest = messages
         first = first | {"content": f"{system['content']}\n\n{first['content']}"}
         placed = _place_texts(tokenizer, [first, *rest])
-        say_once(
+        print_once(
             f"the chat template of {name} has no system role: the system prompt begins the first "
             "user's turn"
         )
@@ -270,7 +284,7 @@ def _place_texts(
     except UsageError:  # not with these texts
         usual = ""
     if usual != "".join(_alternate(pieces, texts)):
-        say_once(f"the chat template of {name} changes texts; here each is written as it is")
+        print_once(f"the chat template of {name} changes texts; here each is written as it is")
     return pieces, texts
 
 

@@ -108,11 +108,17 @@ def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
 
 
 def _read_whole(data: bytes) -> list[Row] | None:
-    """The rows of one JSON array, or of the one array in a JSON object; None for lines."""
+    """The rows of one JSON array, of the one array in a JSON object, or of an object of columns or
+    of rows, as pandas writes a data frame; None for lines."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
         return None
+    parts = list(found.values()) if _is_object(found) else []
+    if len(parts) > 1 and _is_rows(parts) and len({tuple(part) for part in parts}) == 1:
+        if not all(number.isdecimal() for number in parts[0]):
+            return parts
+        return [{name: column[n] for name, column in found.items()} for n in parts[0]]
     lists = [value for value in found.values() if _is_rows(value)] if _is_object(found) else [found]
     if len(lists) != 1 or not _is_rows(lists[0]):
         return None

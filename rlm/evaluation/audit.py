@@ -1,8 +1,8 @@
-"""Audits the verifier (`eval.py --audit-reward`): where graders disagree on a run's samples.
+"""Audit the grader (`eval.py --audit-reward`): find where graders disagree on a run's samples.
 
 A verifier that misses right answers looks like a model that does not learn. Every completion of a
-run's samples.jsonl is graded strictly, leniently, and by math-verify where it is installed. That
-runs in a process of its own with a limit by the clock: what it is given may take it minutes.
+run's samples.jsonl is graded strictly, leniently, and by math-verify if it is installed, in a
+process of its own with a time limit, because some texts take it minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlm.runs import read_log, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
 START_LIMIT = 60.0  # for importing sympy
-EXAMPLES = 5  # kept of each kind of disagreement
+EXAMPLES = 5  # examples kept of each kind of disagreement
 LONGEST = 20_000  # characters handed to math-verify
 
 # Reads one JSON [gold, text] a line, writes true, false or null. Its own time limits use a signal;
@@ -49,7 +49,7 @@ for line in sys.stdin:
 
 
 class MathVerify:
-    """A second opinion from another process: True, False, or None (it failed or took too long)."""
+    """math-verify in another process: True, False, or None (it failed or took too long)."""
 
     def __init__(self, time_limit: float = TIME_LIMIT) -> None:
         self.time_limit, self.timeouts = time_limit, 0
@@ -67,7 +67,7 @@ class MathVerify:
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
             )
             ready = bool(self._line(START_LIMIT))
-        with suppress(BrokenPipeError):  # it died: no line comes
+        with suppress(BrokenPipeError):  # the worker died
             self._process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
             self._process.stdin.flush()
         line = self._line(self.time_limit) if ready else ""
@@ -78,7 +78,7 @@ class MathVerify:
         return json.loads(line)
 
     def _line(self, seconds: float) -> str:
-        """The next line of the worker; "" if none comes in time, or it has died."""
+        """Return the worker's next line; "" after a time-out or if the worker died."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._process.stdout, selectors.EVENT_READ)
             return self._process.stdout.readline() if ready.select(seconds) else ""
@@ -92,18 +92,18 @@ class MathVerify:
 
 @dataclass
 class Audit:
-    """How often each grader says right, and how often each pair disagrees, as in audit.json."""
+    """How often each grader says right and each pair disagrees, as in audit.json."""
 
     completions: int = 0
     correct: Counter[str] = field(default_factory=Counter)  # by grader
     differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
-    reasons: Counter[str] = field(default_factory=Counter)  # of strict, where lenient says right
+    reasons: Counter[str] = field(default_factory=Counter)  # of strict, if lenient is right
     reward_differs_from_strict: int = 0  # reward above 0 where strict says wrong, or the reverse
     math_verify_timeouts: int = 0
-    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # of `differ`
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # examples of `differ`
 
     def false_negatives(self) -> dict[str, dict[str, float]]:
-        """Of what another grader finds right, the share that strict does not, with 95 %."""
+        """The share of another grader's right answers that strict rejects, with a 95 % interval."""
         found = {}
         for name, total in self.correct.items():
             if name != "strict" and total:
@@ -116,7 +116,7 @@ class Audit:
 def audit_samples(
     groups: Iterable[Mapping], format: Format, second: MathVerify | None, limit: int | None
 ) -> Audit:
-    """Grade up to `limit` completions (none: all) two or three ways."""
+    """Grade up to `limit` completions (None: all) with two or three graders."""
     result = Audit()
     rollouts = (
         (group, *pair)
@@ -147,10 +147,10 @@ def audit_samples(
 
 
 def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
-    """Audit a run's samples: figures, examples, and audit.json under `output`; the exit code.
+    """Audit a run's samples, print figures and examples, write audit.json; return the exit code.
 
     Raises:
-        UsageError: the run left no samples.
+        UsageError: the run has no samples.
     """
     file = run_dir / "samples.jsonl"
     if not file.is_file():
@@ -186,7 +186,7 @@ def _show(run_dir: Path, result: Audit) -> None:
     rows["reward and strict differ"] = f"{result.reward_differs_from_strict} completions"
     if result.math_verify_timeouts:
         rows["math-verify gave up"] = f"{result.math_verify_timeouts} completions"
-    terminal.facts(f"Audit of {n} completions of {run_dir}", rows)
+    terminal.table(f"Audit of {n} completions of {run_dir}", rows)
     for pair, examples in result.examples.items():
         right, wrong = (name.rpartition(" ")[0] for name in pair.split(", "))
         count = result.differ[pair]

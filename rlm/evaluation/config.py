@@ -99,15 +99,15 @@ class EvaluateConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete the config from the adapters' run.json: `resolve_config` calls it.
+        """Complete the config from the adapters' run.json; `resolve_config` calls it.
 
-        The last adapter counts; a default one that is not there makes no row.
+        The last adapter decides; a default adapter that does not exist makes no row.
 
         Raises:
-            UsageError: a named adapter is not there, nothing says which model, or the tags differ.
+            UsageError: a named adapter does not exist, no model is known, or the tags differ.
         """
         if given.get("audit_reward"):
-            return {"max_samples": None, **given}  # all that the run has
+            return {"max_samples": None, **given}  # all samples of the run
         from rlm.model import check_adapter
 
         values, base_only = dict(given), given.get("base_only")
@@ -149,7 +149,7 @@ class EvaluateConfig:
 
     @property
     def format(self) -> Format:
-        """The tags and the system prompt."""
+        """Tags and system prompt."""
         return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
 
     @property
@@ -161,10 +161,10 @@ class EvaluateConfig:
 
 
 def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
-    """The built-in reward that the last adapter was trained with.
+    """Return the built-in reward that the last adapter was trained with.
 
-    One of the user's own is named in a line and not run: no code is run because a file beside an
-    adapter names it.
+    A user's reward is only named in a line: no code runs because a file beside an adapter names
+    it.
     """
     trained_with = [info.run.get("config", {}).get("reward") for info in adapters[-1:]]
     reward = next(filter(None, trained_with), None)
@@ -175,10 +175,10 @@ def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
 
 
 def without_hub(dataset: str) -> str:
-    """Leave out the parts of a mixture that come from the hub, and say so.
+    """Leave out the parts of a mixture that come from the hub, and print them.
 
-    So a command without --dataset evaluates the same problems with and without a network. A data
-    set that comes from the hub as a whole is returned as it is.
+    So a command without --dataset evaluates the same problems with and without a network. If all
+    parts come from the hub, all are kept.
     """
     parts = dataset_parts(dataset)
     here = [part for part in parts if not needs_hub(part)]
@@ -203,13 +203,13 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
 
 
 def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[tuple[str, str]]:
-    """Return which rows are compared: each with the one above it.
+    """Return the pairs of rows to compare: each with the row above it.
 
     The GRPO row is compared with the SFT row only if GRPO started from that very adapter, as its
     run.json records; otherwise it is compared with the base, and a line says so.
 
     Args:
-        rows: names of the rows, from the base on.
+        rows: the names of the rows, the base first.
         adapters: row name → adapter.
     """
     from rlm.model import adapter_hash

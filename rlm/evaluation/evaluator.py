@@ -1,4 +1,4 @@
-"""Evaluates a model on problems: samples completions, grades them both ways, sums up."""
+"""Evaluate a model on problems: sample completions, grade them both ways, summarize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Graded:
-    """A completion and what both gradings say of it."""
+    """A completion with both verdicts."""
 
     text: str
     strict: Verdict
@@ -33,7 +33,7 @@ class Graded:
         return self.strict if strict else self.lenient
 
     def is_flawed(self, strict: bool) -> bool:
-        """Whether the answer is right though an equation of the completion is wrong."""
+        """Whether the answer is right but an equation of the completion is wrong."""
         return self.verdict(strict).correct and has_wrong_equation(self.text)
 
 
@@ -41,10 +41,10 @@ class Graded:
 class Evaluation:
     """Problems and their groups of k graded completions. Every rate is over completions.
 
-    What has an interval is a dictionary of mean, low and high (`summarize_scores`). Accuracy is of
+    Figures with an interval are dicts of mean, low and high (`summarize_scores`). Accuracy is over
     the problems that have a reference answer.
 
-    rewards: of each completion, by a reward of the user's own; None where it gave no verdict.
+    rewards: of each completion by a custom reward; None without a verdict.
     """
 
     problems: Sequence[Problem]
@@ -61,16 +61,16 @@ class Evaluation:
 
     @property
     def comparable(self) -> list[tuple[Problem, Sequence[Graded]]]:
-        """The problems that have a reference answer to compare with, and their groups."""
+        """Return the problems that have a reference answer, with their groups."""
         pairs = zip(self.problems, self.groups, strict=True)
         return [(problem, group) for problem, group in pairs if problem.answer_type != "open"]
 
     def per_problem(self, strict: bool) -> list[float]:
-        """mean@k of each problem; 0 or 1 for k = 1."""
+        """Return each problem's mean@k; 0 or 1 for k = 1."""
         return [fmean(g.verdict(strict).correct for g in group) for _, group in self.comparable]
 
     def reward_per_problem(self) -> list[float | None]:
-        """Mean reward of each problem's completions; None where none has one."""
+        """Return each problem's mean reward; None without any."""
         given = [[r for r in group if r is not None] for group in self.rewards or ()]
         return [fmean(rewards) if rewards else None for rewards in given]
 
@@ -78,7 +78,7 @@ class Evaluation:
         return summarize_scores([r for r in self.reward_per_problem() if r is not None])
 
     def accuracy(self, strict: bool) -> dict[str, float]:
-        """mean@k; for k = 1 with `correct` and `total`."""
+        """Return mean@k; for k = 1 with `correct` and `total`."""
         return self._summary(self.per_problem(strict))
 
     def pass_at(self, k: int, strict: bool) -> dict[str, float]:
@@ -86,12 +86,12 @@ class Evaluation:
         return summarize_scores([pass_at_k(self.k, c, k) for c in right])
 
     def majority_accuracy(self, strict: bool) -> dict[str, float]:
-        """maj@k. Equal numbers are one answer."""
+        """Return maj@k. Equal numbers are one answer."""
         votes = [[g.verdict(strict) for g in group] for _, group in self.comparable]
         return summarize_scores(list(map(majority_score, votes)))
 
     def by_column(self, column: str, strict: bool) -> dict[str, dict[str, float]]:
-        """Accuracy on the problems with each value of a column; {} if no problem has it."""
+        """Return the accuracy for each value of a column; {} if no problem has the column."""
         scores: dict[str, list[float]] = {}
         for (problem, _), score in zip(self.comparable, self.per_problem(strict), strict=True):
             if column in problem.columns:
@@ -102,18 +102,18 @@ class Evaluation:
         return summarize_scores(scores, trials=self.k == 1)
 
     def reasons(self, strict: bool) -> dict[str, int]:
-        """How many completions got each reason, most frequent first."""
+        """Count completions by reason, the most frequent first."""
         return dict(Counter(g.verdict(strict).reason for g in self.completions).most_common())
 
     def right_with_wrong_equation(self, strict: bool) -> dict[str, float]:
-        """How many right completions have a wrong equation, and their share of the right ones."""
+        """Return the number and share of right completions that have a wrong equation."""
         right = sum(g.verdict(strict).correct for g in self.completions)
         count = sum(g.is_flawed(strict) for g in self.completions)
         return {"count": count, "rate": count / right if right else 0.0}
 
     @property
     def format_rate(self) -> float:
-        """Share whose strict grading found one answer where it belongs, right or wrong."""
+        """Return the share of completions in the strict format, right or wrong."""
         return fmean(g.strict.is_answer for g in self.completions)
 
     @property
@@ -138,19 +138,19 @@ def evaluate(
     examples: Sequence[tuple[str, str]] = (),
     on_finish: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Draw k completions of each problem and grade them strictly and leniently.
+    """Sample k completions of each problem and grade them strictly and leniently.
 
-    What is drawn for a problem depends on the seed and the problem's id, not on its neighbours.
+    A problem's samples depend on the seed and its id, not on the other problems.
 
     Args:
         temperature: 0 is greedy, with k = 1.
         examples: (question, completion) pairs shown first (few-shot).
-        on_finish: called after each completion (progress bars).
+        on_finish: called after each completion, for progress bars.
 
     Raises:
-        ValueError: no problems, greedy with k > 1, or a problem among its own examples.
+        ValueError: no problems, greedy with k > 1, or an example is one of the problems.
     """
-    from rlm.sampling import SamplingParams, prompt_seed  # loads torch
+    from rlm.sampling import SamplingParams, prompt_seed  # imports torch
 
     if not problems:
         raise ValueError("no problems to evaluate on")

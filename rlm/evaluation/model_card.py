@@ -1,4 +1,4 @@
-"""The model card of an adapter: what it is, what it was trained on, what was measured, licences.
+"""The model card of an adapter: description, training data, figures, licences.
 
 python -m rlm.evaluation.model_card weights/final_rlm_lora   # prints it
 """
@@ -13,7 +13,7 @@ from typing import Any
 from rlm.evaluation.statistics import wilson_interval
 from rlm.model import AdapterInfo, hub_base, licence_of, public_dataset
 
-PLACEHOLDER = "Model Card for Model ID"  # of the card that PEFT writes into each adapter
+PLACEHOLDER = "Model Card for Model ID"  # text of the card that PEFT writes into each adapter
 # Data set → its licence, and its name on the hub.
 DATA_LICENCES = {
     "gsm8k": ("MIT", "openai/gsm8k"),
@@ -29,8 +29,8 @@ def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
     """Return the README.md for an upload: the folder's own, unless it is a placeholder.
 
     Args:
-        folder: of the adapter.
-        merged: the base is in the weights.
+        folder: the adapter's.
+        merged: the weights include the base.
     """
     own = folder / "README.md"
     if not merged and own.is_file() and PLACEHOLDER not in (text := own.read_text("utf-8")):
@@ -77,7 +77,7 @@ def _training(run: Mapping[str, Any], data: list[str]) -> list[str]:
 
 
 def _measured(run: Mapping[str, Any]) -> str:
-    """The validation with its interval; where it chose the adapter, it is a little too high."""
+    """Describe the validation with its interval; it is biased if it selected the adapter."""
     if (found := run.get("validation")) and run.get("exported"):
         return _validated(found, found[run["exported"]], run)
     accuracy, total = run.get("accuracy"), run.get("validated_on")
@@ -94,7 +94,7 @@ def _measured(run: Mapping[str, Any]) -> str:
 
 
 def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """As `rlm.training` records it in run.json: start, best and last, of which one was exported."""
+    """Describe the validation that `rlm.training` records in run.json: start, best and last."""
     is_accuracy = found["measure"] == "accuracy"
 
     def shown(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Records what an evaluation has drawn, so that one that was stopped goes on where it was.
+"""Record the completions of an evaluation, so that a stopped one can be resumed.
 
 runs/evaluation/completions.jsonl: a line for each row and kind of decoding, when it is complete.
 """
@@ -17,14 +17,14 @@ from rlm.runs import Journal
 
 
 def open_journal(output: Path, resume: bool) -> Journal:
-    """Return the completions drawn so far; none, unless those of an earlier call are resumed.
+    """Open the journal of completions; it is emptied unless --resume.
 
     Raises:
-        UsageError: there is nothing to resume, or the directory cannot be written.
+        UsageError: nothing to resume, or the directory cannot be written.
     """
     from rlm.runs import check_writable
 
-    check_writable("--output", output)  # before the hours, not after them
+    check_writable("--output", output)  # before hours of work, not after
     file = output / "completions.jsonl"
     if not resume:
         file.unlink(missing_ok=True)
@@ -35,10 +35,10 @@ def open_journal(output: Path, resume: bool) -> Journal:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """The completions of one row. What is found there is graded anew.
+    """The completions of one row. Stored completions are graded again.
 
-    A line counts only if all that it was made of is what it would be made of now: so a row of
-    another adapter, or of other options, is drawn again and not taken for this one.
+    A line is used only if adapter, problems and options are the same; otherwise the row is
+    sampled again.
     """
 
     journal: Journal
@@ -48,10 +48,10 @@ class RowRecord:
     def find(
         self, kind: str, decoding: Mapping[str, Any], problems: Sequence[Problem], format: Format
     ) -> Evaluation | None:
-        """What was drawn before; None if nothing was, or it was made of something else.
+        """Return the stored completions; None if there are none or their inputs differ.
 
         Args:
-            kind: "greedy" or "sampled"; `decoding` is how exactly.
+            kind: "greedy" or "sampled". decoding: its parameters.
         """
         key = f"{self.name}, {kind}"
         line = self.journal.rows.get(key)
@@ -72,7 +72,7 @@ class RowRecord:
         return Evaluation(problems, groups)
 
     def add(self, kind: str, decoding: Mapping[str, Any], evaluation: Evaluation) -> None:
-        """Keep what was drawn; it is on the disk when this returns.
+        """Store completions; they are on the disk when this returns.
 
         Raises:
             UsageError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Tables with intervals in the terminal, and the files of an evaluation."""
+"""Print tables with intervals, and write the files of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GRADINGS = {"strict": True, "lenient": False}
 
 
 def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str = "") -> None:
-    """Print a line for each name and a column for each key, in the order they come.
+    """Print a table with a row for each name and a column for each key, in order.
 
-    A cell that a row lacks is blank.
+    Missing cells are blank.
 
     Args:
-        corner: the head of the names.
+        corner: the heading of the names.
     """
     columns = dict.fromkeys(column for cells in rows.values() for column in cells)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -37,7 +37,7 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
         table.add_row(name, *(str(cells.get(column, "")) for column in columns))
     if terminal.console.is_terminal:
         terminal.console.print(table)
-    else:  # in a file nothing limits a line
+    else:  # no line limit in a file
         wide = Console(width=200, file=io.StringIO(), highlight=False)
         wide.print(table)
         terminal.line("\n".join(map(str.rstrip, wide.file.getvalue().splitlines())))
@@ -67,11 +67,11 @@ def write_report(
     about: dict,
     output: Path,
 ) -> None:
-    """Tables in the terminal; evaluation.json, accuracy.png and failures.jsonl in `output`.
+    """Print tables; write evaluation.json, accuracy.png and failures.jsonl to `output`.
 
     Args:
-        results: of each row "greedy" and perhaps "sampled".
-        pairs: the rows that are compared, each with what it is compared to first.
+        results: row → "greedy" and optionally "sampled".
+        pairs: (reference row, row) to compare.
 
     Raises:
         UsageError: a file cannot be written.
@@ -115,7 +115,7 @@ def write_report(
 
 
 def summarize(result: Evaluation) -> dict[str, object]:
-    """What evaluation.json says of a row; pass@k for k = 1, 2, 4, … and all samples."""
+    """Return a row of evaluation.json, with pass@k for k = 1, 2, 4, … and all samples."""
     summary: dict[str, object] = {}
     for name, strict in GRADINGS.items() if result.comparable else ():
         summary[name] = grading = {
@@ -136,7 +136,7 @@ def summarize(result: Evaluation) -> dict[str, object]:
 
 
 def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
-    """b minus a, paired by problem, under both gradings, and by the reward where there is one."""
+    """Return b minus a, paired by problem, for both gradings and the reward, if any."""
     compared = {}
     if a.rewards is not None and b.rewards is not None:
         pairs = zip(a.reward_per_problem(), b.reward_per_problem(), strict=True)
@@ -152,7 +152,7 @@ def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
 
 
 def _difference(compared: Mapping[str, Mapping[str, float]]) -> str:
-    """What the terminal says of a comparison."""
+    """Format a comparison for the terminal."""
     parts = []
     if strict := compared.get("strict"):
         parts.append(f"{points(strict)} points strict")
@@ -179,8 +179,8 @@ def _cells(summary: Mapping) -> dict[str, str]:
 
 
 def failures(results: Mapping[str, Mapping[str, Evaluation]]) -> list[dict[str, object]]:
-    """Every greedy completion that is not right under strict grading, to read; of an open answer
-    those that give none."""
+    """Return the greedy completions that are not right under strict grading, or for open answers
+    those without an answer."""
     return [
         {
             "row": row,

@@ -1,7 +1,7 @@
-"""Statistics of an evaluation: 95 % intervals, paired comparison, pass@k; neither torch nor scipy.
+"""Statistics of an evaluation: 95 % intervals, paired comparison, pass@k. No torch, no scipy.
 
-A problem is the unit of every resampling: completions of one problem are not independent, problems
-are. scipy has the same tests, but its import takes longer than all of them together.
+Problems are resampled, because completions of one problem are not independent. scipy has the same
+tests, but its import takes longer than all of them together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Interval of a proportion p = correct / total, fit for small samples and for 0 and 1.
+    """Return the Wilson interval of correct / total, valid for small samples and for 0 and 1.
 
     (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)   (Wilson 1927)
     """
@@ -24,7 +24,7 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
     scale = 1 + z**2 / total
     centre = (p + z**2 / (2 * total)) / scale
     half = z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2)) / scale
-    # At 0 and 1 a bound is exactly that; rounding may push it past.
+    # Rounding may push a bound beyond 0 or 1.
     low = 0.0 if correct == 0 else centre - half
     high = 1.0 if correct == total else centre + half
     return low, high
@@ -33,11 +33,11 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
 def bootstrap_interval(
     values: Sequence[float], resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Interval of a mean: percentiles of the means of resamples (Efron and Tibshirani 1993).
+    """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
 
-    A mean does not depend on the order, so a resample is drawn as how often it holds each
-    distinct value, which is multinomial: the same distribution as drawing indices, less memory.
-    Equal values give an interval of no width, which says nothing about a small sample.
+    A resample is drawn as multinomial counts of the distinct values: the same distribution as
+    drawing indices, with less memory. Equal values give an interval of width 0, which says
+    nothing about a small sample.
     """
     if not len(values):
         raise ValueError("no values to resample")
@@ -50,7 +50,7 @@ def bootstrap_interval(
 
 
 def t_quantile(p: float, df: int) -> float:
-    """The value below which Student's t with `df` degrees of freedom lies with probability p ≥ 1/2.
+    """Return the quantile p ≥ 1/2 of Student's t with `df` degrees of freedom.
 
     Bisects the distribution, which for a whole `df` is a finite sum (Abramowitz and Stegun 1964,
     26.7.3 and 26.7.4): scipy has the same, and is no dependency.
@@ -73,9 +73,9 @@ def t_quantile(p: float, df: int) -> float:
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of a mean by Student's t: mean ± t s / √n, n - 1 degrees of freedom.
+    """Return the interval mean ± t s / √n of Student's t with n - 1 degrees of freedom.
 
-    For a handful of values: there the bootstrap's is too narrow. Of one value nothing is known.
+    For few values, where the bootstrap's is too narrow. One value gives an infinite interval.
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:
@@ -86,12 +86,12 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[str, float]:
-    """mean, low and high of the problems' scores.
+    """Return mean, low and high of the problems' scores.
 
     Args:
-        scores: without any, the three are NaN.
-        trials: each is 0 or 1 and independent: Wilson's interval instead of the bootstrap's, and
-            `correct` and `total` with it.
+        scores: if empty, the three are NaN.
+        trials: scores are independent and 0 or 1: use Wilson's interval, and add `correct` and
+            `total`.
     """
     if not len(scores):
         return dict.fromkeys(("mean", "low", "high"), math.nan)
@@ -105,7 +105,8 @@ def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[s
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n completions, c of them right, hold a right one: 1 - C(n-c, k) / C(n, k).
+    """Return the chance that k of n completions, c of them right, include a right one:
+    1 - C(n-c, k) / C(n, k).
 
     Unbiased for k ≤ n, unlike 1 - (1 - c/n)^k (Chen et al. 2021, arXiv:2107.03374).
     """
@@ -126,9 +127,9 @@ class Difference:
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """How much better b is than a, from scores in 0…1 of the same problems in the same order.
+    """Return b - a in points, from scores in 0…1 of the same problems in the same order.
 
-    What both find hard or easy cancels, so the interval is narrower than two separate ones.
+    The problems' difficulty cancels, so the interval is narrower than two separate ones.
     """
     if len(a) != len(b):
         raise ValueError(f"not paired: {len(a)} and {len(b)} scores")
@@ -137,7 +138,7 @@ def paired_bootstrap(
 
 
 def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Two-sided exact p of "a and b are equally good", from what only one of them gets right.
+    """Return McNemar's two-sided exact p, from the problems that only one of a and b solves.
 
     p = min(1, 2 · P(X ≤ m)), X ~ Binomial(n, 1/2); n problems with one right, m the fewer ones
     (McNemar 1947; exact form: Fagerland et al. 2013). Without such problems p is 1.
@@ -150,10 +151,10 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
 
 
 def holm(p_values: Sequence[float], alpha: float = 0.05) -> list[bool]:
-    """Which tests are significant together: the chance of even one false one is at most alpha.
+    """Return which tests are significant by Holm's method (family-wise error rate alpha).
 
-    The smallest p of m must be at most alpha / m, the next alpha / (m - 1), …; all after the first
-    that is not fail too (Holm 1979).
+    The smallest p of m must be at most alpha / m, the next alpha / (m - 1), …; after the first
+    failure all others fail (Holm 1979).
 
     >>> holm([0.03, 0.01, 0.04])  # 0.01 ≤ 0.05 / 3, but 0.03 > 0.05 / 2
     [False, True, False]

@@ -1,11 +1,11 @@
-"""Final answers: find one in a completion and compare it with the gold, exactly.
+"""Final answers: find one in a completion, compare it with the gold exactly, and count votes.
 
 Two gradings share one reader (`numbers` for numbers, `read_choice` and `read_text` for letters and
 words). *Strict* is the training reward: the completion is exactly one non-empty `<think>` block,
 then one `<answer>` that holds one number. *Lenient* asks whether the model knows the answer
-whatever it wrapped it in, and is only ever reported. In both at most one value can be claimed, so a
-text that lists guesses is wrong, and nothing inside the thinking counts. Every pattern is linear
-and sizes are bounded: hostile text costs milliseconds, and no str raises.
+whatever it wrapped it in, and is only reported. Both accept at most one value, so a text that lists
+guesses is wrong, and nothing inside the thinking counts. Every pattern is linear and sizes are
+bounded: hostile text takes milliseconds, and no str raises.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rlm.grading.numbers import (
     read_number,
 )
 
-# What an answer is. An open one is a text that is compared with nothing: a reward alone judges it.
+# Answer types. An open answer has no reference; only a reward judges it.
 AnswerType = Literal["number", "choice", "text", "open"]
 ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
-MAX_CHOICE = 1000  # characters of an answer that chooses; the search below is quadratic
+MAX_CHOICE = 1000  # longest text with a choice; the search below is quadratic
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
@@ -45,9 +45,9 @@ _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 
 
 def read_choice(text: str) -> str | None:
-    """The one letter that a text chooses, upper case: "B", "(b)", "Option B", "B) Paris".
+    """Return the letter that a text chooses, in upper case: "B", "(b)", "Option B", "B) Paris".
 
-    None if it chooses none, or more than one ("B or C").
+    None without a choice or with several ("B or C").
 
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
@@ -63,7 +63,7 @@ def read_choice(text: str) -> str | None:
 
 
 def read_text(text: str) -> str | None:
-    """A short text as it is compared: case, spaces and punctuation at its ends do not count.
+    """Normalise a short text for comparison: case, spaces and punctuation at its ends.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
@@ -72,7 +72,7 @@ def read_text(text: str) -> str | None:
     return plain or None
 
 
-# What equal answers of a kind share (a number, a letter, words); None of what is no such answer.
+# Reader of each answer type: a key that equal answers share, or None.
 READERS: dict[AnswerType, Callable[[str], Hashable | None]] = {
     "number": parse_number,
     "choice": read_choice,
@@ -84,8 +84,8 @@ READERS: dict[AnswerType, Callable[[str], Hashable | None]] = {
 REASONS: tuple[str, ...] = (
     "correct",  # one number, equal to the gold
     "wrong",  # one number, another one
-    "ungraded",  # one answer, and nothing to compare it with
-    "gold_unreadable",  # the gold is not one number: never a reward, whatever the completion
+    "ungraded",  # one answer without a gold to compare it with
+    "gold_unreadable",  # the gold is not one number: never a reward
     "no_reasoning",  # strict: no opening think tag
     "unclosed_reasoning",  # the thinking never ends: nothing after it can be an answer
     "repeated_reasoning",  # strict: more than one opening or closing think tag
@@ -105,7 +105,7 @@ _MAX_TEXT = 4000  # characters searched for an answer, counted from the end
 
 @dataclass(frozen=True)
 class Verdict:
-    """`value` is what is compared wherever one answer was given (`is_answer`)."""
+    """The result of grading. `value` is compared if one answer was given (`is_answer`)."""
 
     correct: bool
     reason: str  # one of REASONS
@@ -119,7 +119,7 @@ class Verdict:
 
 
 def normalize_answer(answer: str) -> Hashable | None:
-    """What equal answers of an unknown kind share: their number, else their text. For votes.
+    """Return a key that equal answers of an unknown kind share: number, else text. For votes.
 
     >>> normalize_answer("0.5") == normalize_answer("1/2")
     True
@@ -136,11 +136,11 @@ _ANSWER_IS = re.compile(
     r"(?i)\banswer\b[^\n.:=\d]{0,40}?(?:\b(?:is|be|equals)\b|:|=)"
     r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
 )
-_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # as far as one with a digit goes
+_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # up to one with a digit
 
 
 def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
-    """The opening and the closing brace of each balanced box, inner boxes first."""
+    """Return the brace positions of each balanced box, inner boxes first."""
     stack, pairs = list[re.Match[str]](), []
     for match in _BRACE.finditer(text):
         if match[0] != "}":
@@ -151,7 +151,7 @@ def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
 
 
 def _boxes(text: str) -> list[str]:
-    """The contents of the outermost balanced boxes, in order."""
+    """Return the contents of the outermost balanced boxes, in order."""
     spans: list[tuple[int, int]] = []
     for opening, closing in _brace_pairs(text):
         while spans and spans[-1][0] > opening.end():
@@ -173,21 +173,21 @@ def without_boxes(text: str) -> str:
 
 
 def _tagged(text: str, tag: str) -> str | None:
-    """What stands in the last closed answer tag."""
+    """Return the contents of the last closed answer tag."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def _read_other(region: str, kind: AnswerType) -> Claim:
-    """What a region says where the answer is no number."""
+    """Read an answer that is not a number from a region."""
     value = READERS[kind](region)
     reason = "" if value is not None else "not_a_choice" if kind == "choice" else "no_answer"
     return Claim(value, region.strip(), reason)
 
 
 def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
-    """As `_find`, for other kinds: tag, last box, "answer is", last line; of an open answer all."""
+    """Like `_find` for other kinds: tag, last box, "answer is", last line; open: all."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return _read_other(_MARKUP.sub(" ", inside), kind)
     if kind == "open":
@@ -202,7 +202,7 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
 
 
 def _find(text: str, answer_tag: str) -> Claim:
-    """What a text claims, from the first kind of region that it has."""
+    """Return the claim of a text, from the first kind of region that it has."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return read_number(_MARKUP.sub("\n", inside))
     text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
@@ -222,10 +222,10 @@ def _find(text: str, answer_tag: str) -> Claim:
 
 
 def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str | None, str]:
-    """(reasoning or None, text after the last closing tag), neither stripped.
+    """Split into (reasoning or None, text after the last closing tag), neither stripped.
 
-    A closing tag alone ends a reasoning that began with the text. While the thinking is open,
-    also again after an earlier one, there is no answer: the second part is empty.
+    A closing tag alone ends reasoning that began with the text. While thinking is open (also again
+    after an earlier one) the second part is empty.
     """
     opening, closing = f"<{reasoning_tag}>", f"</{reasoning_tag}>"
     first, end = completion.find(opening), completion.rfind(closing)
@@ -273,12 +273,12 @@ def grade(
     reasoning_tag: str = "think",
     answer_tag: str = "answer",
 ) -> Verdict:
-    """Is the final answer of a completion the gold one?
+    """Compare the final answer of a completion with the gold answer.
 
     Args:
-        gold: None where there is none, so that the verdict only says which answer was given; of an
-            open answer it does not count.
-        kind: what an answer is.
+        gold: None without one, so that the verdict only says which answer was given; ignored for
+            open answers.
+        kind: the answer type.
     """
     compares = gold is not None and kind != "open"
     target = READERS[kind](gold) if compares else None
@@ -302,7 +302,7 @@ def grade(
 
 
 def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:
-    """(solution without the #### line, and without the calculator's <<…>>; gold) of an answer."""
+    """Split GSM8K's answer into (solution without calculator marks, gold)."""
     solution, hashes, rest = answer_field.rpartition("####")
     gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA has one more line
     if not hashes or parse_number(gold) is None:
@@ -316,7 +316,7 @@ _RESULT = re.compile(r"=(\d*)(?:\.(\d*?)0*)?>>(?=(\.\d)?)", re.ASCII)
 
 
 def _as_calculated(result: re.Match[str]) -> str:
-    """Write a mark's result as a calculator does, .50 as 0.5; after it stands 0.5, too, not .5."""
+    """Normalise a mark's result as a calculator writes it: .50 becomes 0.5."""
     whole, rest = result[1] or "0", result[2]
     return f"={whole}{'.' if rest else ''}{rest or ''}>>{'0' if result[3] else ''}"
 
@@ -334,27 +334,27 @@ class Vote:
 
     @property
     def valid(self) -> int:
-        """How many did not abstain."""
+        """The number of votes without abstentions."""
         return sum(map(len, self.ranked))
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who voted for the winner."""
+        """Indices of the votes for the winner."""
         return self.ranked[0] if self.ranked else ()
 
     @property
     def winner(self) -> Hashable | None:
-        """The winning answer as it was first written; None if all abstained."""
+        """The winning answer in its first spelling; None if all abstained."""
         return self.answers[self.members[0]] if self.members else None
 
     @property
     def agreement(self) -> float:
-        """The winner's share of all n, not of the valid ones: abstaining lowers it."""
+        """The winner's share of all n votes; abstentions lower it."""
         return len(self.members) / self.n
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
-        """Every answer that has as many votes as the winner."""
+        """All answers with as many votes as the winner."""
         return tuple(voters for voters in self.ranked if len(voters) == len(self.members))
 
     @property
@@ -363,18 +363,18 @@ class Vote:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The votes of each answer, as it was first written."""
+        """Votes by answer, in its first spelling."""
         return {str(self.answers[voters[0]]): len(voters) for voters in self.ranked}
 
 
 def majority_vote(
     answers: Sequence[Hashable | None], key: Callable[[Hashable], Hashable] = normalize_answer
 ) -> Vote:
-    """Count which answer is given most often (None abstains). 0.5 and 1/2 are one answer.
+    """Find the most frequent answer (None abstains). 0.5 and 1/2 are one answer.
 
     Args:
-        key: what equal answers share, such as a reader of `READERS`; by default their number, or
-            their text.
+        key: maps equal answers to one key, such as a reader of `READERS`; by default number or
+            text.
 
     >>> vote = majority_vote(["8", "7", "8.0", None])
     >>> vote.winner, vote.counts, vote.agreement, vote.members
@@ -389,9 +389,9 @@ def majority_vote(
 
 
 def majority_score(verdicts: Sequence[Verdict]) -> float:
-    """Chance that the majority answer of graded completions is right, ties broken at random.
+    """Return the chance that the majority answer is right, with ties broken at random.
 
-    The expected value, so that the order of sampling does not matter. Its mean is maj@k.
+    This expected value does not depend on the sampling order. Its mean is maj@k.
     """
     values = [verdict.value if verdict.is_answer else None for verdict in verdicts]
     tied = majority_vote(values, key=lambda value: value).tied

@@ -1,8 +1,8 @@
-r"""Arithmetic in a text, exactly: evaluates an expression, and checks every `a op b = c`.
+r"""Arithmetic in a text, exactly: evaluate an expression, find every `a op b = c` and check it.
 
-Read are chains of numbers with + - * / × ÷ x, parentheses, `$`, `%` and thousands separators, and
-GSM8K's calculator marks (`3 + 5 = <<3+5=8>>8` makes two claims). Skipped is what has words between
-its numbers, or begins inside a longer expression (`2 apples + 3 * 4 = 14`). The patterns are
+It reads chains of numbers with + - * / × ÷ x, parentheses, `$`, `%` and thousands separators, and
+GSM8K's calculator marks (`3 + 5 = <<3+5=8>>8` makes two claims). It skips expressions with words
+between their numbers, or that begin inside a longer one (`2 apples + 3 * 4 = 14`). The patterns are
 linear, sizes are bounded and nothing is evaluated as code: a parser reads an expression in one
 pass, and hostile text costs milliseconds.
 """
@@ -23,8 +23,8 @@ def evaluate_expression(text: str) -> Fraction:
     Fraction(7, 1)
 
     Raises:
-        ValueError: it is no expression.
-        ZeroDivisionError: it divides by zero.
+        ValueError: not an expression.
+        ZeroDivisionError: division by zero.
     """
     tokens, end = [], 0
     while match := _TOKEN.match(text, end):
@@ -33,12 +33,12 @@ def evaluate_expression(text: str) -> Fraction:
     parser = _Parser(tokens)
     value = parser.sum()
     if parser.next is not None or text[end:].strip(" \t"):
-        raise ValueError(f"{text!r} goes on after its end")
+        raise ValueError(f"{text!r} has text after its end")
     return value
 
 
 class _Parser:
-    """Reads tokens from left to right, products before sums; ValueError where it can not go on."""
+    """Recursive-descent parser; raises ValueError at an unexpected token."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
@@ -85,13 +85,13 @@ MAX_LENGTH = 200  # characters of one equation; a longer one is not read
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3}){1,6}+(?!\d)|\d++)(?:\.\d++)?+|\.\d++)"
 _OPERAND = rf"[($]{{0,5}}+-?+\$?+{_NUMBER}%?+\){{0,5}}+"
 _SIGN = r"(?:[ \t]*+[-+*/×÷][ \t]*+|[ \t]++x[ \t]++|x(?=[\d(]))"  # "2x - 3 = 5" is algebra
-# A chain without a result is matched too, so that none is searched again from its second number.
+# Also match a chain without a result, so that it is not searched again from its second number.
 _CHAIN = re.compile(
     rf"(?<![\w.($])(?P<left>{_OPERAND}(?:{_SIGN}{_OPERAND})++)"
     rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)"
     rf"(?!\d|[., \t]\d|{_SIGN}[($-]*+[\d.]))?"
 )
-# What stands before a chain that is only the tail of an expression. A bullet opens a line.
+# Text before a chain that is only the end of an expression. A bullet opens a line.
 _INSIDE = re.compile(
     r"(?:[^\s*][ \t]*(?:[-+*/×÷–−]|(?<=[ \t\d])x)|[\d)]|(?:[\d%]|half|third|quarter|fifth) of)"
     r"[ \t($]*\Z"
@@ -103,7 +103,7 @@ _PLAIN = str.maketrans({"×": "*", "x": "*", "÷": "/", "$": None, ",": None})
 
 @dataclass(frozen=True)
 class Equation:
-    """A claim of a text: `left` is `result`."""
+    """A claim that `left` is `result`."""
 
     left: str  # an expression that `evaluate_expression` reads
     result: str  # a decimal
@@ -119,7 +119,7 @@ class Equation:
 
     @property
     def holds(self) -> bool:
-        """Whether the result is the value, or the value rounded to the decimals that it has.
+        """Whether the result is the value, rounded to the result's decimals.
 
         10/3 = 3.33 holds; 2/3 = 0.66 and 10/3 = 3 do not. A percentage may be read as a number,
         too: 5 / 20 * 100 = 25% holds, as 5 / 20 = 25% does.
@@ -138,7 +138,7 @@ class Equation:
 
 
 def find_equations(text: str) -> list[Equation]:
-    """All equations of a text: those of its sentences, then those of its calculator marks.
+    """Return all equations of a text: first those in sentences, then in calculator marks.
 
     >>> [(equation.value == 12, equation.holds) for equation in find_equations("cost: 3 * 4 = 13")]
     [(True, False)]
@@ -148,7 +148,7 @@ def find_equations(text: str) -> list[Equation]:
 
 
 def has_wrong_equation(text: str) -> bool:
-    """Whether a text claims an equation that does not hold."""
+    """Return whether a text has an equation that does not hold."""
     return not all(equation.holds for equation in find_equations(text))
 
 

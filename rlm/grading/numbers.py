@@ -26,9 +26,9 @@ _MAX_DIGITS = 40  # digits of one number
 
 @dataclass(frozen=True)
 class Claim:
-    """What a text claims its answer to be: a value, or why there is none."""
+    """A text's claimed value, or the reason why there is none."""
 
-    value: Fraction | str | None  # str: of an answer that is no number
+    value: Fraction | str | None  # str: an answer that is not a number
     text: str
     reason: str = ""  # one of `rlm.grading.answers.REASONS`
 
@@ -94,7 +94,7 @@ _KINDS = {
     "N": _NUMBER.pattern,
     "\n": r"(?<!\$)\n\s*[-*] +|\n\s*",  # with the bullet that may open a line
     " ": r"\s+",
-    "d": r"[{}()\[\]\"'`]|(?<!\w)[*_]+(?=\S)|(?<=\S)[*_]+(?!\w)",  # decoration, emphasis
+    "d": r"[{}()\[\]\"'`]|(?<!\w)[*_]+(?=\S)|(?<=\S)[*_]+(?!\w)",  # markup
     "$": r"\$|(?:US(?=\$)|USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|Rs\.?)(?![A-Za-z])",
     "%": r"%|(?i:percent)(?!\w)",
     "~": r"(?i:not|never)(?!\w)",
@@ -122,7 +122,7 @@ _LETTERS = {f"k{i}": kind for i, kind in enumerate(_KINDS)}
 
 
 def _lex(text: str) -> tuple[str, list[str]]:
-    """The token kinds, one character each, and the token texts."""
+    """Return the token kinds, one character each, and the token texts."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     kinds, tokens = [], []
@@ -160,7 +160,7 @@ _LISTING = re.compile(r"[-+ d$%,c|~\n.]*")  # between two entries of a list
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The one number that `text` is, exactly; None if it is anything else."""
+    """Parse a text that is exactly one number; None for anything else."""
     text = text.strip()
     if len(text) > MAX_NUMBER:
         return None
@@ -171,7 +171,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _claim(token: str, before: str, after: str) -> Claim:
-    """What a number claims between its neighbours' kinds: nothing, if an operator is next to it."""
+    """Return a number's claim given its neighbours' kinds: None next to an operator."""
     sign = _SIGN.search(before)
     mark = (sign[1] or sign[2]) if sign else ""
     rest = before[: max(sign.start(1), sign.start(2))] if sign else before
@@ -182,10 +182,10 @@ def _claim(token: str, before: str, after: str) -> Claim:
 
 
 def _claims(text: str) -> tuple[list[Claim], list[str]]:
-    """Every value the text claims, and the token kinds between each and the one before it.
+    """Yield each claimed value with the token kinds between it and the previous one.
 
-    Numbers joined by operators are one expression. It claims its right-hand side if that is one
-    number, and nothing (None) otherwise.
+    Numbers joined by operators are one expression, which claims its right-hand side if that is one
+    number, else None.
     """
     kinds, tokens = _lex(text)
     where = [-1, *(i for i, kind in enumerate(kinds) if kind == "N")][-MAX_CLAIMS - 1 :]
@@ -205,7 +205,7 @@ def _claims(text: str) -> tuple[list[Claim], list[str]]:
 
 
 def read_number(region: str) -> Claim:
-    """The one number a region claims."""
+    """Return the only number that a region claims."""
     region = region.strip()
     if (value := parse_number(region)) is not None:
         return Claim(value, region)
@@ -219,7 +219,7 @@ def read_number(region: str) -> Claim:
 
 
 def last_number(text: str) -> Claim:
-    """The last number of a text, unless it ends a bare list of numbers."""
+    """Return the last number of a text, unless it ends a bare list of numbers."""
     claims, before = _claims(text.rstrip()[-_MAX_REGION:])
     if not claims:
         return Claim(None, "", "no_answer")
@@ -241,7 +241,7 @@ _NAMED = re.compile(
 
 
 def numbers_in(text: str) -> set[Fraction]:
-    """The numbers that a text names, without their signs; of a fraction its parts, too.
+    """Return the numbers in a text, without signs; a fraction also gives its parts.
 
     >>> sorted(map(float, numbers_in("Step2 needs 1,080 g, -3.5 km, 3/4 of it and the 2nd.")))
     [0.75, 3.0, 3.5, 4.0, 1080.0]

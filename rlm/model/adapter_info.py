@@ -1,4 +1,4 @@
-"""What is known of an adapter without loading it: its base and its training, from its run.json."""
+"""Reads an adapter's base and training from its run.json, without loading the adapter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlm.grading import ANSWER_TYPES, AnswerType
 from rlm.tools import Calculator
 
 TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
-SHIPPED_ADAPTER = Path(sys.prefix, "share/rlm") / TRAINED_ADAPTER  # of an installed wheel
-# The default of what evaluates, asks and serves.
+SHIPPED_ADAPTER = Path(sys.prefix, "share/rlm") / TRAINED_ADAPTER  # in an installed wheel
+# The default adapter of evaluation, inference and server.
 ADAPTER = (
     SHIPPED_ADAPTER
     if SHIPPED_ADAPTER.exists() and not TRAINED_ADAPTER.exists()
@@ -25,14 +25,14 @@ ADAPTER = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
-OUR_FOLDERS = ("weights", "runs")  # what is missing there is no model of the hub
+OUR_FOLDERS = ("weights", "runs")  # what is missing there is no model on the hub
 
 
 def check_adapter(path: Path, how_to_make: str) -> Path:
     """Check that an adapter's files lie at the path, and return it.
 
     Raises:
-        UsageError: they do not; the message says what to run.
+        UsageError: they are missing; the message says what to run.
     """
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing and _is_base(path):
@@ -62,7 +62,7 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 
 
 def _is_base(path: Path) -> bool:
-    """Whether a path that holds no adapter is a base model's: a folder, or a name on the hub."""
+    """Whether a path without an adapter names a base model: a folder, or a name on the hub."""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
     return (path / "config.json").is_file() or bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
 
@@ -71,10 +71,10 @@ def _is_base(path: Path) -> bool:
 class AdapterInfo:
     """An adapter's base model and how it was trained; defaults where another tool made it.
 
-    base_model: as run.json names it, else as PEFT's adapter_config.json does.
-    quantize: how the base was packed. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    system_prompt: a user's own; None: the format's. tool: as --tool names it.
-    answer_types: what its answers are; where its data mixed several, the most frequent first.
+    base_model: from run.json, else from PEFT's adapter_config.json.
+    quantize: how the base was quantized. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
+    system_prompt: the user's; None is the format's. tool: its name for --tool.
+    answer_types: kinds of its answers, the most frequent first.
     run: all of run.json.
     """
 
@@ -95,7 +95,7 @@ class AdapterInfo:
         """Read the run.json beside an adapter, and its base's name.
 
         Raises:
-            UsageError: the file is there and is no JSON object.
+            UsageError: the file exists and is no JSON object.
         """
         file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
         if not file.exists():
@@ -117,12 +117,12 @@ class AdapterInfo:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """A few questions of its data, for whoever wants to try it."""
+        """A few questions from its training data, as examples."""
         said = self.run.get("questions", ())
         return tuple(q for q in said if isinstance(q, str)) if isinstance(said, list) else ()
 
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
-        """The base model and its quantization: as flags name them, else as in training.
+        """Return the base model and its quantization: those of the flags, else those of training.
 
         Raises:
             UsageError: neither names a base.
@@ -139,10 +139,10 @@ class AdapterInfo:
         return model, self.quantize if quantize == "auto" else quantize
 
     def resolve_format(self, asked: str | None = None) -> str:
-        """The name of the tags: those of training, which are the only ones that it was taught.
+        """Return the name of the tags, always those of training.
 
         Raises:
-            UsageError: others were asked for.
+            UsageError: the option names others.
         """
         was_taught = self.run.get("config", {}).get("reasoning_format")
         if asked and was_taught and asked != was_taught:
@@ -154,12 +154,12 @@ class AdapterInfo:
 
     @property
     def format(self) -> Format:
-        """The tags, the system prompt and the (most frequent) kind of answer of training."""
+        """The tags, the system prompt and the most frequent kind of answer in training."""
         format = FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
         return format.with_answer_type(self.answer_types[0])
 
     def describe_prompts(self) -> str:
-        """The part of a model card that says which system prompts it was trained with."""
+        """Write the part of a model card with the system prompts of training."""
         formats = map(self.format.with_answer_type, self.answer_types)
         prompts = dict.fromkeys(format.system_prompt for format in formats)
         what = "this system prompt" if len(prompts) == 1 else "these system prompts"
@@ -167,11 +167,11 @@ class AdapterInfo:
         return "\n\n".join([f"It was trained with {what} and no other:", *blocks]) + "\n"
 
     def resolve_system_prompt(self, asked: str | None = None) -> str | None:
-        """The system prompt that is asked for (a text or a file), else that of training."""
+        """Return the system prompt of the option (a text or a file), else that of training."""
         return self.system_prompt if asked is None else read_system_prompt(asked)
 
     def resolve_data(self, dataset: str | None, columns: str | None) -> dict[str, str | None]:
-        """Return the data set and its column map; the adapter's where the data set is the same."""
+        """Return the data set and its column map; the adapter's map if the data set is the same."""
         same = dataset in (None, self.dataset)
         mapped = self.run.get("config", {}).get("columns") if same else None
         return {"dataset": dataset or self.dataset, "columns": columns or mapped}
@@ -196,11 +196,11 @@ class AdapterInfo:
         return {name: value for name, value in own.items() if value is not None}
 
     def resolve_tool(self, asked: str = "auto") -> str:
-        """The tool as --tool names it: the one asked for, or for "auto" that of training.
+        """Return the tool's name for --tool; "auto" is that of training.
 
         Raises:
-            UsageError: auto, and it is a tool of the user's own: no code is run because a file
-                beside an adapter names it.
+            UsageError: "auto" would run the user's own code only because a file beside an adapter
+                names it.
         """
         if asked != "auto":
             return asked
@@ -213,7 +213,7 @@ class AdapterInfo:
 
 
 def _peft_settings(path: Path) -> dict[str, Any]:
-    """Read an adapter's adapter_config.json; {} if that fails: loading it says what is wrong."""
+    """Read adapter_config.json; {} if that fails, because loading the adapter names the fault."""
     try:
         return dict(json.loads((path / "adapter_config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -221,7 +221,7 @@ def _peft_settings(path: Path) -> dict[str, Any]:
 
 
 def public_dataset(dataset: str) -> str:
-    """The name of a data set, without the directories of this machine.
+    """Return a data set's name without this machine's directories.
 
     >>> public_dataset("elementary+gsm8k:/home/me/data+/home/me/mine.jsonl")
     'elementary+gsm8k+mine.jsonl'

@@ -1,4 +1,4 @@
-"""LoRA adapters: make, load, compute with them, and know which base one belongs to.
+"""Makes and loads LoRA adapters, computes with them, and checks which base one belongs to.
 
 Adapters stay unmerged on the model that is trained; only safetensors are read or written.
 """
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from rlm.cli import UsageError, command_of, tell
+from rlm.cli import UsageError, command_of, print_stderr
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 from rlm.model.base import base_model_hash, model_directory
 from rlm.model.quantize import dequantized_weight
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
 
 LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # a tensor's name ends so
-# Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything): with them it
+# Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything). With these it
 # is two matrices beside each of some linear layers, and the base is left as it is.
 ANYTHING = """r lora_alpha use_rslora rank_pattern alpha_pattern lora_dropout fan_in_fan_out
     target_modules exclude_modules layers_to_transform layers_pattern eva_config ensure_weight_tying
@@ -58,11 +58,11 @@ PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
     """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero.
 
-    Routers and experts of a mixture stay as they are (PEFT's own "all-linear" takes them too): they
-    are no linear layers, or subclasses that return more than a product.
+    Routers and experts of a mixture get none, unlike under PEFT's "all-linear": they are no linear
+    layers, or subclasses that return more than a product.
 
     Raises:
-        UsageError: PEFT cannot put one on this architecture.
+        UsageError: PEFT does not support this architecture.
     """
     head, kind = model.get_output_embeddings(), model.config.model_type
     names = {
@@ -85,15 +85,15 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
         raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
     if any(p.ndim > 2 for p in policy.get_base_model().parameters()):
         on = ", ".join(sorted(names))
-        tell(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
+        print_stderr(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
     return policy
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:
-    """Say why an adapter can not be put on a base; "" if it can.
+    """Say why an adapter does not belong to a base; "" if it does.
 
     Args:
-        model_hash: of the base; computed if it is not at hand.
+        model_hash: the base's, if known; else it is computed.
     """
     try:
         check_adapter(adapter, HOW_TO_TRAIN_SFT)
@@ -104,7 +104,7 @@ def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -
 
 
 def adapter_hash(path: Path) -> str:
-    """Identify an adapter, wherever it lies: a hash of its tensors and of its settings."""
+    """Hash an adapter's tensors and settings; the path does not count."""
     digest = hashlib.sha256()
     for name in ADAPTER_FILES:
         digest.update((path / name).read_bytes())
@@ -150,8 +150,8 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
 
 
 def _chat_template(directory: Path) -> str | None:
-    """Read the template beside a tokenizer; None if there is none, or no such directory is here
-    (what the hub has is identified by its commit)."""
+    """Read the template beside a tokenizer; None without one, or without such a directory (a hub
+    model is identified by its commit)."""
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -163,8 +163,9 @@ def _chat_template(directory: Path) -> str | None:
 def load_adapter(
     model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
 ) -> PeftModel:
-    """Load an adapter onto a base, in eval mode; or beside those it has, whose layers go on as they
-    were (those that are checkpointed count as training).
+    """Load an adapter onto a base, in eval mode, or beside the adapters that it has.
+
+    Layers that have an adapter keep their mode (checkpointed layers are in training mode).
 
     Every tensor of the file lands in the model, and every LoRA matrix of the model comes from it.
 
@@ -203,14 +204,14 @@ def load_adapter(
 
 
 def _plain_config(path: Path) -> LoraConfig:
-    """Read adapter_config.json, if all that it asks for is two matrices beside linear layers.
+    """Read adapter_config.json, and check that it describes plain LoRA of linear layers.
 
-    Whatever else PEFT can add, replace or subtract changes the base that rows, adapters and the KL
-    term share, or is left out by the sampler. So this lists what may be set (`PLAIN_LORA`); any
-    other option that this PEFT knows must say no.
+    Anything else that PEFT can add or replace changes the base that rows, adapters and the KL term
+    share, or the sampler would leave it out. So only the options of `PLAIN_LORA` may be set; every
+    other option of this PEFT must be off.
 
     Raises:
-        UsageError: the file cannot be read, or one does not.
+        UsageError: the file cannot be read, or another option is on.
     """
     file = path / ADAPTER_FILES[0]
     try:
@@ -226,7 +227,7 @@ def _plain_config(path: Path) -> LoraConfig:
         if name not in plain:
             if not says_no:
                 left_out = f"PEFT {version('peft')} does not know {name} of {file.name}: left out"
-                tell(f"adapter {path}: {left_out}")
+                print_stderr(f"adapter {path}: {left_out}")
             continue
         known[name] = value
         allowed = PLAIN_LORA.get(name, [plain[name]])
@@ -245,7 +246,7 @@ def _plain_config(path: Path) -> LoraConfig:
 
 
 def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Read the tensors by PEFT's names, without the adapter's own that some tools leave in them.
+    """Read the tensors by PEFT's names, without the adapter's name that some tools leave in them.
 
     Raises:
         UsageError: one is no LoRA matrix of a linear layer (PEFT would write it into the base), or
@@ -274,7 +275,7 @@ def _check_places(
     """Refuse an adapter unless its tensors are the base's LoRA matrices, all of them and no others.
 
     Raises:
-        UsageError: they are not; the message counts those that differ.
+        UsageError: they differ; the message counts how many.
     """
     surplus, missing = [*(tensors.keys() - places)], [*(places.keys() - tensors)]
     shapes = [
@@ -298,18 +299,18 @@ def _check_places(
 
 
 def adapter_tensors(policy: PeftModel) -> dict[str, nn.Parameter]:
-    """The tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
+    """Return the tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
     return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
 
 
 def exported_tensors(policy: PeftModel, name: str = "default") -> dict[str, torch.Tensor]:
-    """What PEFT writes of an adapter, by the names in its file."""
+    """Return the tensors that PEFT writes for an adapter, by the names in its file."""
     tensors = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The LoRA matrices that take part in a forward pass now, by name; {} without an adapter."""
+    """Return the LoRA matrices that forward passes now use, by name; {} without an adapter."""
     return {
         f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight
         for name, module in model.named_modules()
@@ -324,7 +325,7 @@ def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def merged_weight(linear: nn.Module) -> torch.Tensor:
     """Merge a linear layer's weight, (out, in), with its active adapters, in a new tensor.
 
-    Packed weights are unpacked. The sum is made in fp32: rounded once, not once per adapter.
+    Quantized weights are dequantized. The sum is in fp32, so it is rounded once, not per adapter.
     """
     lora = isinstance(linear, LoraLayer)
     weight = dequantized_weight(linear.get_base_layer() if lora else linear)
@@ -339,10 +340,10 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
 
 
 def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool) -> None:
-    """Keep each layer's input only, if wanted, and recompute the rest in the backward pass.
+    """Keep only each layer's input, if wanted, and recompute the rest in the backward pass.
 
-    transformers does so in training mode only. We train in eval mode (no dropout), so the layers
-    themselves are told that they train, and what is inside them is not.
+    transformers does so in training mode only. We train in eval mode (no dropout), so only the
+    layers are put into training mode, not the modules inside them.
     """
     if wanted:
         policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
@@ -353,7 +354,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool
 
 @contextmanager
 def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Let the policy compute with this adapter of its own, frozen; None is the bare base."""
+    """Let the policy compute with this one of its adapters, frozen; None is the bare base."""
     if adapter is None:
         with policy.disable_adapter():
             yield
@@ -367,10 +368,10 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Let the policy compute as when training started: as the reference of the KL term.
+    """Let the policy compute as the reference of the KL term, that is as when training started.
 
-    After SFT that is the frozen SFT adapter, kept as a second adapter; the bare base only where
-    training started from none.
+    After SFT the reference is the frozen SFT adapter, kept as a second adapter; if training started
+    without one, the bare base.
     """
     if start_adapter is not None and "reference" not in policy.peft_config:
         load_adapter(policy, start_adapter, trainable=False, name="reference")

@@ -1,4 +1,4 @@
-"""Base models: find, load, and know which weights they are.
+"""Finds and loads base models, and identifies their weights.
 
 Nothing that can execute is loaded: safetensors only, no remote code. Base weights are never
 written.
@@ -36,7 +36,7 @@ from rlm.ops import ATTN_IMPLEMENTATION
 from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
-WEIGHTS = "model*.safetensors"  # of a hub model, that are read
+WEIGHTS = "model*.safetensors"  # files of a hub model that are read
 
 
 def model_directory(name: str) -> str:
@@ -49,13 +49,13 @@ def model_directory(name: str) -> str:
 
 
 def _hub_arguments(name: str) -> dict[str, object]:
-    """Where from_pretrained looks. Without network it asks the cache at once, no retries."""
+    """Say where from_pretrained looks: without network in the cache alone, without retries."""
     directory = model_directory(name)
     local = not Path(directory).is_dir() and not hub_reachable()
     return {
         "pretrained_model_name_or_path": directory,
         "local_files_only": local,
-        "trust_remote_code": False,  # said, or transformers asks on the terminal
+        "trust_remote_code": False,  # explicit, or transformers asks on the terminal
     }
 
 
@@ -130,11 +130,11 @@ def load_base(
 
     Args:
         quantize: one of `rlm.model.quantize.QUANTIZATIONS`.
-        attn: how the training pass attends ("auto": as is fastest on this device); our sampler
-            has its own way.
+        attn: attention of the training pass ("auto": the fastest on this device); the sampler
+            has its own.
 
     Raises:
-        UsageError: nothing loadable is there, or it does not attend like that.
+        UsageError: nothing loadable is there, or the model has no such attention.
     """
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
@@ -163,7 +163,7 @@ def load_base(
     if packed:
         freeze_packed_weights(model)
     model.eval().requires_grad_(False)
-    for module in model.modules():  # of older families (GPT-2); an adapter has its own
+    for module in model.modules():  # older families (GPT-2) have it; an adapter has its own
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if device.type == "cuda" and device.dtype == torch.float16 and _overflows(model, name):
@@ -184,7 +184,7 @@ def _overflows(model: PreTrainedModel, name: str) -> bool:
 
 
 def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Split a model into decoder and language-model head: logits are made only where needed.
+    """Split a model into decoder and language-model head, so that few logits need to be computed.
 
     Raises:
         UsageError: the architecture changes the logits after the head, which we would miss.
@@ -200,7 +200,7 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Modul
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
-    """The most tokens that the model can read and write; None where it has no such limit."""
+    """Return how many tokens prompt and completion may have together; None without such a limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -218,7 +218,7 @@ def _cannot_load(name: str, error: Exception) -> str:
 
 
 def base_model_hash(name: str) -> str:
-    """Identify the weights, wherever they lie: a SHA-256 over those of their files.
+    """Hash the weights: a SHA-256 over the hashes of their files; the path does not count.
 
     Raises:
         UsageError: nothing loadable is there.
@@ -243,7 +243,7 @@ def _download_weights(name: str) -> Path:
     options = {"allow_patterns": WEIGHTS, "local_files_only": not hub_reachable()}
     missing = 0
     try:
-        with suppress(DryRunError):  # the hub does not tell: what is in the cache may do
+        with suppress(DryRunError):  # the hub does not answer: the cache may have it
             if not options["local_files_only"]:
                 files = snapshot_download(name, **options, dry_run=True)
                 missing = sum(file.file_size or 0 for file in files if file.will_download)
@@ -255,7 +255,7 @@ def _download_weights(name: str) -> Path:
 
 @contextmanager
 def _announced_download(name: str, size: int) -> Iterator[None]:
-    """Say what will be fetched, if the disk holds it, and show the hub's progress bars."""
+    """Print the size of the download, check the disk, and show the hub's progress bars."""
     from huggingface_hub import constants
     from huggingface_hub import utils as hub
 
@@ -273,7 +273,7 @@ def _announced_download(name: str, size: int) -> Iterator[None]:
 
 
 def _sha256(file: Path) -> bytes:
-    """Hash a file. The hub's cache names a large one by its hash: no need to read gigabytes."""
+    """Hash a file. The hub's cache names large files by their hash, so they need not be read."""
     name = file.resolve().name
     if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):
         return bytes.fromhex(name)

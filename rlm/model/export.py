@@ -38,7 +38,7 @@ def check_output(path: Path, option: str = "--output") -> None:
     """Check that an adapter can be written here, before hours of work depend on it.
 
     Raises:
-        UsageError: it can not, or something else than an adapter is there, which would be replaced.
+        UsageError: it cannot, or it would replace something that is no adapter.
     """
     here = path.resolve()
     check_writable(option, here.parent)
@@ -72,14 +72,14 @@ def save_adapter(
 ) -> None:
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
-    Only the adapter "default" is saved. It takes the place of what stood there once its tensors
+    Only the adapter "default" is saved. It replaces the adapter that stood there once its tensors
     have been read back; that is kept beside, as `<name>.prev`, or as `shipped_rlm_lora` if it is
     the one that came with the project. Without `keep_previous` it is deleted.
 
     Raises:
         UsageError: it cannot be written, or does not read back; what stood there stays.
     """
-    path = path.resolve()  # what a link leads to: it leads to the new adapter afterwards
+    path = path.resolve()  # the target of a link, which then leads to the new adapter
     previous, moved = _kept_as(path), False
     with writing_beside(path) as scratch:
         try:
@@ -112,15 +112,15 @@ def save_adapter(
 
 
 def _kept_as(path: Path) -> Path:
-    """Where `save_adapter` keeps the adapter that stands there: the shipped one for good."""
-    with suppress(UsageError):  # its run.json is broken, and that of the shipped one is not
+    """Return where `save_adapter` keeps the adapter that it replaces: the shipped one for good."""
+    with suppress(UsageError):  # a broken run.json: it is not the shipped adapter
         if AdapterInfo.load(path).run.get("shipped"):
             return path.with_name(SHIPPED)
     return path.with_name(f"{path.name}.prev")
 
 
 def _check_export(policy: PeftModel, folder: Path) -> None:
-    """Compare the file of tensors with what the model's make, byte for byte.
+    """Compare the written tensors with the model's, byte for byte.
 
     Raises:
         OSError: the file holds something else.
@@ -159,7 +159,7 @@ def merge_adapter(
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
     merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
-    # Other programs stop where ours does: also at the token that ends a turn of the template.
+    # Other programs have to stop where ours does: also at the token that ends a turn.
     merged.generation_config.eos_token_id = sorted(
         stop_token_ids(tokenizer, merged.generation_config)
     )

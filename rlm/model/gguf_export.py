@@ -1,7 +1,7 @@
 """Writes a model as a GGUF file for llama.cpp and ollama, in f16 or q8_0.
 
-Of llama.cpp's own converter this covers Llama (SmolLM2 is one), Qwen2 and Qwen3 models with a
-byte-level BPE tokenizer. Anything else is refused, and goes through that converter.
+It covers Llama (SmolLM2 is one), Qwen2 and Qwen3 models with a byte-level BPE tokenizer. Anything
+else is refused, and needs llama.cpp's own converter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRE_TOKENIZERS = {
 
 
 def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that llama.cpp would compute what the model does from what is written here.
+    """Check that llama.cpp computes the same as the model from the file written here.
 
     Raises:
         UsageError: another architecture, rotary scaling or tokenizer.
@@ -73,7 +73,7 @@ def write_gguf(
         kind: one of GGUF_TYPES, for the matrices; vectors stay in fp32.
 
     Raises:
-        UsageError: it is no model for `check_convertible`, or the file cannot be written.
+        UsageError: `check_convertible` refuses the model, or the file cannot be written.
     """
     check_convertible(model, tokenizer)
     path = path.resolve()
@@ -130,7 +130,7 @@ def _add_tokenizer(
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(False)  # where the model wants one, the template writes it
+    writer.add_add_bos_token(False)  # if the model needs one, the template writes it
     writer.add_chat_template(tokenizer.chat_template)
 
 
@@ -165,7 +165,7 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Name the way a byte-level BPE tokenizer splits texts as llama.cpp does; None: unknown to us.
+    """Return llama.cpp's name for how a byte-level BPE tokenizer splits texts; None if unknown.
 
     A normalizer other than NFC would change texts that llama.cpp leaves as they are.
     """

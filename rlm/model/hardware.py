@@ -1,4 +1,4 @@
-"""What this machine has, and what follows: device, number type, model and data to start with."""
+"""Chooses device, number type, model and data by what this machine has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlm.ops import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# By the GB that a GPU has at least: the largest base that trains there in 16 bits, beside what
+# By the minimum GB of a GPU: the largest base that trains there in 16 bits, beside what
 # sampling takes; its licence and its download in GB.
 GPU_MODELS = {
     38: ("Qwen/Qwen2.5-7B-Instruct", "Apache 2.0", 15.2),
@@ -36,12 +36,12 @@ GPU_MODELS = {
     5: ("Qwen/Qwen2.5-1.5B-Instruct", "Apache 2.0", 3.1),
 }
 DRIVER = Path("/proc/driver/nvidia/version")
-CGROUP = Path("/sys/fs/cgroup")  # version 2: of the container that this process is in
+CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2: the container of this process
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where and in which number type the model computes, and why."""
+    """The device and number type in which the model computes, and why."""
 
     type: str
     dtype: torch.dtype
@@ -72,8 +72,8 @@ def pick_device(dtype: str = "auto") -> Device:
 
 
 def why_no_gpu() -> str:
-    """Say why PyTorch can not use this machine's NVIDIA GPU; "" if it can, or there is none."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user: no news
+    """Say why PyTorch cannot use this machine's NVIDIA GPU; "" if it can, or there is none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user hid it
     if hidden or torch.cuda.is_available() or not (driver := _nvidia_driver()):
         return ""
     if torch.version.cuda is None:
@@ -89,7 +89,7 @@ def why_no_gpu() -> str:
 
 
 def _nvidia_driver() -> str | None:
-    """The version of the driver, where one is loaded (under WSL only nvidia-smi knows)."""
+    """Return the version of the loaded driver, if any (under WSL only nvidia-smi knows it)."""
     if DRIVER.is_file():
         found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text(encoding="utf-8"))
         return found[0] if found else "of unknown version"
@@ -104,44 +104,57 @@ def _nvidia_driver() -> str | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model and data that a training script takes when no flag names them."""
+    """The model and data that a training script takes when no flag names them.
+
+    reason: what of this machine, or of the start adapter, decides.
+    about_model, about_dataset: what else speaks for each.
+    """
 
     model: str
     dataset: str
     quantize: str
     reason: str
+    about_model: str = ""
+    about_dataset: str = ""
 
 
 def default_setup() -> Setup:
     """Choose GSM8K and the base that the GPU's memory holds, where both are in reach, else what is
     installed."""
-    embedded = (EMBEDDED_MODEL, "word-problems:1", "none")
-    came = "the 135M model that came with the installation"
+
+    def embedded(reason: str) -> Setup:
+        came = "the 135M model came with the installation"
+        return Setup(
+            *(EMBEDDED_MODEL, "word-problems:1", "none", reason),
+            *(came, "word problems are made on this machine"),
+        )
+
     if not torch.cuda.is_available():
-        return Setup(*embedded, f"{why_no_gpu() or 'no GPU here'}: {came}")
+        return embedded(why_no_gpu() or "no GPU here")
     gigabytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
     fitting = [name for least, (name, *_) in GPU_MODELS.items() if gigabytes >= least]
     if not fitting:
-        return Setup(*embedded, f"a GPU with {gigabytes:.1f} GB: {came}")
+        return embedded(f"a GPU with {gigabytes:.1f} GB")
     if not hub_reachable():
-        return Setup(*embedded, f"the hub is out of reach: {came}")
+        return embedded("the hub is out of reach")
     name = fitting[0]
-    return Setup(name, "gsm8k", "none", f"a GPU with {gigabytes:.0f} GB{model_download(name)}")
+    reason = f"a GPU with {gigabytes:.0f} GB"
+    return Setup(name, "gsm8k", "none", reason, model_download(name))
 
 
 def model_download(name: str) -> str:
-    """Say the licence and the download of a base that `default_setup` may choose; "" of others."""
+    """Describe licence and size of a base that `default_setup` may choose; "" for others."""
     known = {model: about for model, *about in GPU_MODELS.values()}
-    return "; licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
+    return "licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
 
 
 def hub_base(info: AdapterInfo) -> str:
-    """The base model's name on the hub."""
+    """Return the base model's name on the hub."""
     return EMBEDDED_HUB_ID if info.base_model == EMBEDDED_MODEL else str(info.base_model)
 
 
 def licence_of(name: str) -> str:
-    """The licence of a base that is known here; "" of others."""
+    """Return the licence of a base that is known here; "" for others."""
     known = {model: licence for model, licence, _ in GPU_MODELS.values()}
     known |= dict.fromkeys((EMBEDDED_MODEL, "Qwen/Qwen2.5-0.5B-Instruct"), "Apache 2.0")
     return known.get(name, "")
@@ -150,12 +163,12 @@ def licence_of(name: str) -> str:
 def default_values(
     given: Mapping[str, Any], start: AdapterInfo | None, gpu_defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Choose model and data where none are given, say why in a line, and add them to the values.
+    """Choose model and data if none are given, print why, and add them to the values.
 
     Args:
         given: what a preset, YAML and the command line set, of a script's config with the fields
             model, dataset and quantize.
-        start: the adapter that training starts from: the model and data of its run win.
+        start: the adapter that training starts from; the model and data of its run win.
         gpu_defaults: other values that change when a GPU's model is chosen.
     """
     values = {k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")}
@@ -164,7 +177,7 @@ def default_values(
     if values.keys() >= {"model", "dataset"}:
         return values
     setup = default_setup()
-    knows_its_run = start is not None and bool(start.run)  # another tool's adapter does not
+    knows_its_run = start is not None and bool(start.run)  # an adapter of another tool may not
     if knows_its_run:
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
         setup = Setup(model, dataset, start.quantize, "taken from the start adapter")
@@ -176,12 +189,14 @@ def default_values(
         chosen |= gpu_defaults
     new = [name for name in ("model", "dataset") if name not in values]
     named = ", ".join(f"{name} {chosen[name]}" for name in new)
-    terminal.line(f"chosen: {named} ({setup.reason})")
+    about = {"model": setup.about_model, "dataset": setup.about_dataset}
+    reasons = filter(None, [setup.reason, *(about[name] for name in new)])
+    terminal.line(f"chosen: {named} ({'; '.join(reasons)})")
     return chosen | values
 
 
 def pick_quantization(quantize: str) -> str:
-    """Return what "auto" stands for here, with a line if it is none; others stay as they are."""
+    """Resolve "auto", with a line if it means none; other values stay as they are."""
     if quantize != "auto":
         return quantize
     if torch.cuda.is_available():
@@ -194,9 +209,9 @@ def pick_quantization(quantize: str) -> str:
 
 
 def hub_reachable() -> bool:
-    """Tell within three seconds whether the hub (or its mirror, HF_ENDPOINT) answers at all.
+    """Check within three seconds whether the hub (or its mirror, HF_ENDPOINT) answers at all.
 
-    Behind a proxy only the hub's own libraries could tell: they are left to try.
+    Behind a proxy only the hub's own libraries can find out, so this returns True.
     """
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if hub.scheme in urllib.request.getproxies():
@@ -212,11 +227,10 @@ def hub_reachable() -> bool:
 def prepare_process() -> None:
     """Quiet libraries, and let the allocator keep what it frees: every script calls this first.
 
-    Every layer allocates temporaries of a few megabytes; mapped anew each time, page faults take
-    a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to 32 MB; larger
-    ones still go back to the system, so memory stays bounded. oneDNN would keep its code for 1,024
-    shapes of products, a megabyte each; batches and requests have all shapes, and fewer are as fast
-    (128 and 32 were tried, docs/log.md).
+    Every layer allocates temporaries of a few megabytes. If they are mapped anew each time, page
+    faults take a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to
+    32 MB; larger ones still go back to the system, so memory stays bounded. oneDNN would keep its
+    code for 1,024 shapes of products, a megabyte each; 64 are as fast (docs/log.md).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
     from transformers.utils import logging as transformers_logging
@@ -233,7 +247,7 @@ def prepare_process() -> None:
 
 
 def release_memory() -> None:
-    """Hand what is free to the system (or to the GPU's other users), between two kinds of work.
+    """Return free memory to the system (or to other users of the GPU), between two kinds of work.
 
     Without it a step's peak would be the sum of what sampling and learning take, not the larger.
     """
@@ -253,7 +267,7 @@ def available_memory(device_type: str) -> int:
     available = psutil.virtual_memory().available
     limit, used = (CGROUP / f"memory.{name}" for name in ("max", "current"))
     if limit.is_file() and limit.read_text().strip() != "max":
-        # Used is also the cache of files that were read, which the system gives up when asked.
+        # Used memory includes the cache of files, which the system gives up when asked.
         statistics = used.with_name("memory.stat").read_text().split()
         cached = int(statistics[statistics.index("inactive_file") + 1])
         in_use = max(0, int(used.read_text()) - cached)

@@ -1,7 +1,7 @@
 """Quantizes frozen bases to 4 or 8 bits (bitsandbytes), on a GPU or a CPU.
 
 Only the linear layers of the stack are packed; embeddings and head stay as they are. The packed
-weights are never written: adapters stay beside them, and what wants merged weights unpacks a copy.
+weights are never changed: adapters stay beside them, and merging unpacks a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
     """Make transformers' settings that quantize weights as they are loaded; None for "none".
 
     Args:
-        dtype: in which products are computed; 8-bit products keep outliers in it.
+        dtype: type of the products; 8-bit products keep outliers in it.
     """
     from transformers import BitsAndBytesConfig
 
@@ -58,7 +58,7 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
 
 
 def freeze_packed_weights(model: PreTrainedModel) -> None:
-    """Keep forward passes from rewriting packed weights, and tell layers what to unpack to.
+    """Keep forward passes from rewriting packed weights, and set the type that layers unpack to.
 
     On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a product that has
     no backward pass, whenever a layer is in eval mode. We train in eval mode (no dropout).
@@ -83,7 +83,7 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
 
 
 def dequantized_weight(linear: torch.nn.Module) -> torch.Tensor:
-    """The weight of a linear layer, (out, in), unpacked as it multiplies; itself if not packed."""
+    """Return a linear layer's weight (out, in), unpacked as in its product, or as it is."""
     from bitsandbytes import functional
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-Module = Any  # of transformers or PEFT: what it holds is declared nowhere
+Module = Any  # a module of transformers or PEFT, whose attributes are not declared
 
 
 def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
-    """Let the policy compute with fused adapters and, where they can be compiled, fused norms,
-    gating and attention. It takes frozen norms, and a LoRA dropout of 0 as eval mode has."""
+    """Use fused adapters in the policy and, where they can be compiled, fused norms, gating and
+    attention. Norms must be frozen, and LoRA dropout 0."""
     module: Module
     for module in policy.modules():
         if hasattr(module, "lora_A"):
@@ -46,14 +46,14 @@ def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
 
 
 def _lora(self: Module, x: Tensor) -> Tensor:
-    """A linear layer and its adapter: x Wᵀ + (s x Aᵀ) Bᵀ."""
+    """Return a linear layer with its adapter: x Wᵀ + (s x Aᵀ) Bᵀ."""
     return _project(x, self)[0]
 
 
 def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
-    """Multiply one input with several layers, adapters included.
+    """Apply several layers with their adapters to one input.
 
-    Layers of plain numbers with at most one adapter are one function of autograd.
+    Unquantized layers with at most one adapter are one autograd function.
     """
     parts, factors = [], []
     for layer in layers:
@@ -73,10 +73,10 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
 
 
 def _add_adapters(self: Module, x: Tensor) -> Tensor:
-    """`_lora` of any number types and adapters, by torch's functions.
+    """The fallback of `_lora` for any number type and adapters, in torch.
 
-    Packed layers' products may not be changed in place (autograd refuses it for 8 bits): there the
-    sum is a new tensor.
+    Outputs of quantized layers may not be changed in place (autograd refuses it for 8 bits), so
+    their sum is a new tensor.
     """
     result = self.base_layer(x)
     if self.disable_adapters:
@@ -95,9 +95,9 @@ def _add_adapters(self: Module, x: Tensor) -> Tensor:
 class _Projections(torch.autograd.Function):
     """Several linear layers of one input, each with its adapter: y = x Wᵀ + b + (s x Aᵀ) Bᵀ.
 
-    PEFT scales and adds in passes of their own over every output, and autograd adds up the
-    gradients by x in as many. Here products add to what is there. A step of autograd costs about
-    as much as a small product, too.
+    PEFT scales and adds in separate passes over every output, and autograd sums the gradients of
+    x in as many. Here products accumulate in place. An autograd step also costs about as much as
+    a small product.
     """
 
     @staticmethod
@@ -173,7 +173,7 @@ def _attention(
     q, k, v = (
         part.view(shape) for part in _project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     )
-    if hasattr(self, "q_norm"):  # Qwen3 normalises each head's
+    if hasattr(self, "q_norm"):  # Qwen3 normalises each head
         q, k = self.q_norm(q), self.k_norm(k)
     q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -182,7 +182,7 @@ def _attention(
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary position embedding (Su et al., arXiv 2104.09864); its gradient is rotated back."""
+    """Rotary position embedding (Su et al., arXiv 2104.09864); backward rotates the other way."""
 
     @staticmethod
     def forward(
@@ -212,7 +212,7 @@ def _rows(x: Tensor) -> Tensor:
 class _Norm(torch.autograd.Function):
     """weight · x / rms(x) over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
 
-    Keeps x, where transformers keeps it in fp32.
+    Saves x for backward in its own type; transformers saves it in fp32.
     """
 
     @staticmethod
@@ -237,7 +237,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gating(torch.autograd.Function):
-    """silu(gate) · up. Keeps both, where transformers keeps silu(gate) as well."""
+    """silu(gate) · up. Saves both for backward; transformers saves silu(gate) as well."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:

@@ -43,7 +43,7 @@ class TorchOps:
         self.batch_note = batch_note or self.description
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """weight · x / rms(x), the quotient made in fp32; without a weight, of 1."""
+        """Compute weight · x / rms(x), the quotient in fp32; the default weight is 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         unit = (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
@@ -69,7 +69,8 @@ class TorchOps:
         return packed_linear(weights, biases, epsilon, self.rms_norm)
 
     def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate keys or values. Products multiply what is masked too, and 0 · NaN is NaN."""
+        """Allocate keys or values: zeros, because products also read masked entries, and 0 · NaN
+        would be NaN."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
@@ -196,8 +197,8 @@ class TorchOps:
         block = _search(before, wanted)
         wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
         inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-        # Of sums that are not finite, until that is noticed, the last index: a GPU would not
-        # survive one beyond it.
+        # If sums are not finite, take the last index until that is noticed: one beyond it would
+        # crash a GPU.
         tokens = (block * VOCAB_BLOCK + _search(inside, wanted)).clamp(max=vocabulary - 1)
         chosen = probabilities.gather(-1, tokens) / total  # which is one, but for rounding
         return tokens.squeeze(-1), chosen.log().squeeze(-1).float()
@@ -215,7 +216,7 @@ class TorchOps:
             wide = wide.log_softmax(-1)  # log-probabilities of all tokens
             logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
             probabilities = wide.exp()
-            # As a product of a row and a column: no further (rows, V).
+            # A row times a column, without another (rows, V) tensor.
             entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
             if gradients:
                 coefficients = probabilities.neg_()
@@ -227,8 +228,8 @@ class TorchOps:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    Few different lengths: oneDNN keeps its code for each shape that it has multiplied, about a
-    megabyte, up to a thousand of them.
+    This keeps the number of shapes small: oneDNN keeps its code for each, about a megabyte, up to a
+    thousand of them.
     """
     return min(-(-length // multiple) * multiple, at_most)
 
@@ -265,8 +266,8 @@ def packed_linear(
 def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
     """Make linear(x[, other, how]) → (rows, outputs), to which `other` is added or multiplied.
 
-    Where it can, oneDNN multiplies: in its own blocked layout, which a row-major matrix is
-    rearranged into in every single product, and with `other` in the same pass.
+    Where it can, oneDNN multiplies from its own blocked layout, into which it would copy a
+    row-major matrix in every product, and adds or multiplies `other` in the same pass.
     """
     if not _can_pack(weight):
 

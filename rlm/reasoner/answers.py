@@ -1,4 +1,4 @@
-"""Turns finished completions into an answer: the parts of each, a vote, confidence, a verdict."""
+"""Turn finished completions into an answer: parts, vote, confidence, verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlm.data import Format
 from rlm.grading import READERS, AnswerType, Vote, majority_vote
 from rlm.reasoner.stream import ReasoningStream, ToolCall
 
-# Ends of sentences, for reasoning that is one long line. A point inside a number ends nothing.
+# Sentence ends, for reasoning in one long line; a point inside a number is none.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
@@ -30,7 +30,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished completion, read."""
+    """A parsed finished completion."""
 
     response: str
     reasoning: str | None
@@ -53,7 +53,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Confidence:
-    """How sure the answer is. It orders answers; it is no probability of being right."""
+    """Confidence in the answer. It ranks answers; it is not a probability of being right."""
 
     value: float
     method: Literal["vote_share", "mean_token_probability"]
@@ -62,7 +62,7 @@ class Confidence:
 
 @dataclass(frozen=True)
 class VoteCounts:
-    """agreement: the winner's votes over n, so that abstaining lowers it."""
+    """agreement: the winner's votes over n; abstentions lower it."""
 
     n: int
     valid: int  # had an answer in the strict format
@@ -81,10 +81,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """All samples of one question: which is shown, and how sure it is.
+    """All samples of a question, the shown one, and the confidence.
 
-    answer_type: what was asked for, so that equal answers of this kind are one vote.
-    calls: what a tool wrote in the `response` of each.
+    answer_type: decides which answers are equal in the vote.
+    calls: the tool's texts in each `response`.
     """
 
     samples: list[Sample]
@@ -93,26 +93,26 @@ class Answer:
 
     @cached_property
     def vote(self) -> Vote:
-        """Only answers in the strict format vote."""
+        """The vote, over answers in the strict format."""
         answers = [s.final_answer if s.format == "strict" else None for s in self.samples]
         return majority_vote(answers, READERS[self.answer_type])
 
     @property
     def shown(self) -> Sample:
-        """Of the samples that voted for the winner the likeliest; of all if none voted."""
+        """The most likely sample that voted for the winner, or of all if none voted."""
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
         drawn = [sample for sample in candidates if sample.mean_logprob is not None]
         return max(drawn, key=lambda s: s.mean_logprob) if drawn else candidates[0]
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """What a tool wrote in the sample that is shown."""
+        """The tool calls of the shown sample."""
         shown = self.shown
         return next(c for s, c in zip(self.samples, self.calls, strict=True) if s is shown)
 
     @property
     def vote_counts(self) -> VoteCounts | None:
-        """None for a single sample, which votes with nobody."""
+        """The vote's counts; None for a single sample."""
         if len(self.samples) == 1:
             return None
         vote = self.vote
@@ -120,7 +120,7 @@ class Answer:
 
     @property
     def confidence(self) -> Confidence | None:
-        """The winner's share of the votes; of one sample how likely its tokens were on average."""
+        """The winner's share of the votes; for one sample the mean probability of its tokens."""
         if len(self.samples) > 1:
             return Confidence(self.vote.agreement, "vote_share")
         logprob = self.samples[0].mean_logprob
@@ -133,7 +133,7 @@ class Answer:
 
 
 def read_answer(stream: ReasoningStream) -> Answer:
-    """Read all completions of a finished request."""
+    """Parse all completions of a finished request."""
     samples = [read_sample(stream, i) for i in range(len(stream.completions))]
     pairs = zip(samples, stream.completions, strict=True)
     calls = [[c for c in state.tool_calls if c.end <= len(s.response)] for s, state in pairs]
@@ -141,7 +141,7 @@ def read_answer(stream: ReasoningStream) -> Answer:
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
-    """Read a finished completion of a request (there is no gold here, only a format)."""
+    """Parse a finished completion; there is no gold answer, only a format."""
     state, format = stream.completions[index], stream.format
     text = stream.tokenizer.decode(state.ids, skip_special_tokens=True)
     if state.parser.phase == "done":  # the stop text and what was drawn with it are not returned
@@ -163,7 +163,7 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
 
 
 def length_warnings(stream: ReasoningStream) -> list[str]:
-    """Say in plain words what max_new_tokens has cut off a finished request, and what to send."""
+    """Return warnings about what max_new_tokens cut off, with advice."""
     n, limit = len(stream.completions), stream.max_new_tokens
     of = f" in {{}} of {n} answers" if n > 1 else ""
     larger = f"max_new_tokens ({limit}): send a larger one"
@@ -179,7 +179,7 @@ def length_warnings(stream: ReasoningStream) -> list[str]:
 
 
 def without_marks(text: str) -> str:
-    """Write a calculator's marks as people read them; the raw text keeps them.
+    """Replace calculator marks by plain equations for display.
 
     >>> without_marks("total: <<4*6=24>>"), without_marks("4 * 6 = <<4*6=24>>24 eggs")
     ('total: 4*6=24', '4 * 6 = 24 eggs')
@@ -197,7 +197,7 @@ def trace(sample: Sample) -> list[str]:
 
 
 def verify(sample: Sample, expected: str, format: Format) -> Verification:
-    """Grade a sample against the right answer, as in training and leniently."""
+    """Grade a sample against the right answer, strictly (as in training) and leniently."""
     strict, lenient = (
         format.grade(sample.response, expected, strict=strict) for strict in (True, False)
     )

@@ -1,4 +1,4 @@
-"""Loads a trained model, and asks it a question in this process."""
+"""Load a trained model and ask it questions in this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HOW_TO_TRAIN = (
     f"run: {command_of('train_sft')} && {command_of('train_grpo')}, "
     "or add --base for the untrained base model"
 )
-TEMPERATURE_OF_SEVERAL = 0.7  # where none is given and several answers shall differ
-MAX_NUM_SEQS = 16  # answers drawn at the same time
+TEMPERATURE_OF_SEVERAL = 0.7  # default temperature for several answers
+MAX_NUM_SEQS = 16  # answers sampled at the same time
 
 
 def load_rlm_model(
@@ -36,16 +36,16 @@ def load_rlm_model(
     quantize: str = "auto",
     tool: str | Tool = "auto",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the base that the adapter was trained on, with the adapter on it, and the tokenizer.
+    """Load an adapter's base with the adapter, and the tokenizer.
 
     Args:
-        model: another copy of that base (a directory, say); needed if run.json names none.
+        model: another copy of the base, such as a directory; needed if run.json names none.
         base: leave the adapter off.
-        quantize: none, 4bit, 8bit, or auto: as the adapter was trained.
-        tool: none, calculator, FILE.py:NAME, a tool of your own, or auto: as it was trained.
+        quantize: none, 4bit, 8bit, or auto: as in training.
+        tool: none, calculator, FILE.py:NAME, a Tool, or auto: as in training.
 
     Raises:
-        UsageError: no adapter, or one of another base; the message says what to run.
+        UsageError: the adapter is missing or belongs to another base; says what to run.
     """
     adapter = Path(adapter)
     if not base:
@@ -100,15 +100,15 @@ def ask(
     structured: StructuredOutputs | None = None,
     on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
-    """Draw n answers to a question, which vote.
+    """Sample n answers to a question and vote.
 
     Args:
-        model: what `load_rlm_model` has loaded.
-        budget: most tokens of reasoning; None: as many as leave room for an answer.
+        model: from `load_rlm_model`.
+        budget: most reasoning tokens; None: as many as leave room for an answer.
         examples: earlier turns, (question, completion).
-        answer_type: what the answer is to be; None: as in training.
-        structured: what the answer has to be: JSON of a schema, a regex, a choice.
-        on_text: called with each new piece of the first answer, and whether a tool wrote it.
+        answer_type: None: as in training.
+        structured: a JSON schema, regex or choice that constrains the answer.
+        on_text: called with each new text of the first answer, and whether a tool wrote it.
     """
     from rlm.sampling import Request, prompt_seed
 

@@ -1,7 +1,7 @@
-"""Splits a completion into reasoning and answer while its text streams in.
+"""Split a completion into reasoning and answer while its text streams in.
 
-A tag is several tokens, so it works on text: nothing is given out that may still turn out to be a
-tag. Only the block at the very beginning is reasoning; a tag later is plain text of the answer.
+A tag is several tokens, so the parser works on text and holds back what may become a tag. Only the
+block at the very beginning is reasoning; later tags are plain text of the answer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rlm.data import Format
 
 
 class ReasoningParser:
-    """Parses text that arrives in pieces into reasoning and answer, stripped and without tags.
+    """Parses streamed text into reasoning and answer, stripped and without tags.
 
-    However the text is cut into pieces, the joined parts are the same.
+    The joined parts do not depend on how the text is cut.
 
     >>> parser = ReasoningParser(Format("think", "answer"))
     >>> parser.feed("<think>\\n1 + 1 = 2\\n</th"), parser.feed("ink>\\n<answer>2</answer>")
@@ -25,8 +25,8 @@ class ReasoningParser:
     def __init__(self, format: Format, stop: Sequence[str] = (), *, verbatim: bool = False) -> None:
         """
         Args:
-            stop: texts that end the answer, themselves not part of it.
-            verbatim: the answer is all between its first tag and the end, spaces and tags included.
+            stop: texts that end the answer, excluded from it.
+            verbatim: the answer is everything from its first tag to the end.
         """
         self._format = format
         self._opening = f"<{format.reasoning_tag}>"
@@ -35,11 +35,11 @@ class ReasoningParser:
         self._stop, self._verbatim = tuple(stop), verbatim
         self.phase = "start"  # then reasoning, answer, done (a stop text was met)
         self.opened = self.closed = False
-        self._held = ""  # may begin a tag or a stop text, or is space that may end a part
-        self._begun = False  # whether the part has anything but space
+        self._held = ""  # held back: may begin a tag or stop text, or is trailing space
+        self._begun = False  # whether the part has non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
-        """The (reasoning, answer) that are certain after another piece of text."""
+        """Return the (reasoning, answer) text that is certain after another piece."""
         self._held += text
         reasoning = answer = ""
         if self.phase == "start":
@@ -83,7 +83,7 @@ class ReasoningParser:
         return answer
 
     def finish(self) -> tuple[str, str]:
-        """What was held back and is no tag after all."""
+        """Return the text that was held back."""
         if self.phase == "answer" and self._verbatim:
             rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
             return "", rest if self._begun else ""
@@ -91,9 +91,9 @@ class ReasoningParser:
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
     def until_stop(self, text: str) -> str:
-        """The whole text, tags included, up to where its answer met a stop text.
+        """Return the whole text with tags, up to a stop text in the answer.
 
-        Once more letter by letter: spaces before the answer and tags in it count for no stop.
+        It parses again letter by letter, because spaces and tags do not count for a stop.
         """
         again = ReasoningParser(self._format, self._stop)
         for end, letter in enumerate(text, 1):
@@ -107,14 +107,14 @@ class ReasoningParser:
 
     @property
     def closing_begun(self) -> bool:
-        """Whether the text may be in the middle of the closing tag (not at its first letter)."""
+        """Whether the text may be inside the closing tag, beyond its first letter."""
         return self.phase == "reasoning" and _overlap(self._held, self.closing) > 1
 
     def _stripped(self, text: str) -> str:
         return text if self._begun else text.lstrip()
 
     def _certain(self, tags: Sequence[str], stops: Sequence[str] = ()) -> str:
-        """Take from what is held all that begins no tag or stop, and is no space at its end."""
+        """Take the held text that cannot begin a tag or stop, without trailing spaces."""
         self._held = self._stripped(self._held)
         end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
         # What may begin a tag may vanish, and a stop text then go on behind it.
@@ -127,7 +127,7 @@ class ReasoningParser:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many last characters of the text begin the tag (not all of it).
+    """Return how many trailing characters of the text are a proper prefix of the tag.
 
     >>> _overlap("a </th", "</think>"), _overlap("a", "</think>")
     (4, 0)

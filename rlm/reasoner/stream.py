@@ -1,4 +1,4 @@
-"""Follows the completions of one request as they stream, and limits their reasoning."""
+"""Parse the streaming completions of a request, and limit their reasoning."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 # Tokens kept for the answer (a quarter of the limit, if that is less).
 ANSWER_RESERVE = 32
-STRUCTURED_RESERVE = 0.5  # share of the limit that is kept for a structured answer
+STRUCTURED_RESERVE = 0.5  # share of the limit reserved for a structured answer
 # In this last part of a budget the end of a line or sentence already closes the reasoning.
 SOFT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a tool wrote into a completion: its text, and where in the whole text it stands."""
+    """A tool's text in a completion, with its position."""
 
     text: str
     start: int
@@ -35,19 +35,19 @@ class ToolCall:
 
 @dataclass
 class CompletionState:
-    """One completion as far as it has come."""
+    """The state of a streaming completion."""
 
     detokenizer: DecodeStream
     parser: ReasoningParser
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the tokens that were drawn
+    logprobs: list[float] = field(default_factory=list)  # of the sampled tokens
     text: str = ""  # all of it, tags included
     reasoning: str = ""
     answer: str = ""
     opened_at: int = 0  # tokens up to the end of the opening tag
     reasoning_tokens: int = 0  # between the tags
     forced: bool = False
-    out_of_room: bool = False  # forced because only the answer still fitted
+    out_of_room: bool = False  # forced because only the answer still fits
     finish_reason: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     tool_tokens_to_come: int = 0
@@ -66,12 +66,11 @@ class CompletionState:
 class ReasoningStream:
     """Parses the completions of one request as they stream, and enforces the thinking budget.
 
-    The sampler asks it after each token, as the request's `force_tokens`. The reasoning
-    never exceeds the budget (but for a closing tag half written); in its last quarter the end of a
-    line or sentence closes it. Without a budget it is still closed in time for an answer, and an
-    end token inside the reasoning closes it instead of ending the text. Stop texts count in the
-    answer only. What a tool inserts goes first, unless it does not fit: the reasoning is then
-    closed at once.
+    The sampler calls it after each token, as the request's `force_tokens`. The reasoning never
+    exceeds the budget (except to finish a closing tag); in its last quarter the end of a line or
+    sentence closes it. Without a budget it is closed in time for an answer. An end token inside
+    the reasoning closes it instead of ending the text. Stop texts apply to the answer only. A
+    tool's text has priority; if it does not fit, the reasoning is closed at once.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ReasoningStream:
     ) -> None:
         """
         Args:
-            grammar: what the answer has to be. No tool writes into it, and no stop text ends it.
+            grammar: constrains the answer, which then has no tool and no stop texts.
         """
         self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = tokenizer.backend_tokenizer, stop_ids
@@ -114,7 +113,7 @@ class ReasoningStream:
         ]
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
-        """Tokens that take the place of the one just drawn, or None (see `ForceTokens`)."""
+        """Return tokens that replace the one just sampled, or None (see `ForceTokens`)."""
         state = self.completions[row]
         if state.parser.phase == "done":
             return [min(self._stop_ids)]
@@ -135,7 +134,7 @@ class ReasoningStream:
         return self._close_line if line_ended else self._close_text
 
     def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Which tokens the grammar lets come next (`AllowedTokens`); None without a grammar."""
+        """Return the tokens that the grammar allows next (`AllowedTokens`); None without one."""
         if not self._matchers:
             return None
         allowed = self._matchers[row].allowed(ids)
@@ -161,7 +160,7 @@ class ReasoningStream:
         return piece.rstrip(" ").endswith(("\n", ".", "!", "?"))
 
     def _is_too_long(self, state: CompletionState, more: int) -> bool:
-        """Whether so many more tokens would pass a limit of the reasoning."""
+        """Return whether this many more tokens would exceed a limit of the reasoning."""
         total = len(state.ids) + more
         over = self.budget is not None and total - state.opened_at > self.budget
         return over or total > self._last_moment or self.answer_now
@@ -170,7 +169,7 @@ class ReasoningStream:
         return self._decoder.decode(state.ids[-2:], skip_special_tokens=True)
 
     def add_token(self, token: Token) -> tuple[str, str]:
-        """Append a token that the sampler drew; the new (reasoning, answer) text."""
+        """Append a sampled token; return the new (reasoning, answer) text."""
         state = self.completions[token.row]
         state.ids.append(token.id)
         if token.logprob == token.logprob:  # NaN: not drawn
@@ -196,7 +195,7 @@ class ReasoningStream:
         return parts
 
     def _note_tool(self, state: CompletionState, piece: str) -> None:
-        """Note whether a tool wrote a piece of text, which is about to be appended."""
+        """Record whether a tool wrote the text that is about to be appended."""
         continued = state.by_tool
         state.by_tool = state.tool_tokens_to_come > 0
         if not state.by_tool:

@@ -1,4 +1,4 @@
-"""What a user writes: a `RewardFunction`, a plain function, or TRL's keyword contract."""
+"""The reward interfaces: `RewardFunction`, plain functions, and TRL's keyword contract."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlm.cli import UsageError, terminal
 
 Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
-# Given to a plain function only if it names them: TRL's **kwargs hold columns and no more.
+# Passed to a plain function only by name: TRL's **kwargs hold columns only.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("solution", "completion_ids")
-REWARD_ERRORS = (Exception, SystemExit)  # a reward that calls exit() ends nothing but itself
-# A text where messages were expected, as in completion[0]["content"], fails with one of these.
+REWARD_ERRORS = (Exception, SystemExit)  # exit() in a reward must not end the run
+# Errors of code that expects messages, such as completion[0]["content"], on a text.
 NOT_MESSAGES = (TypeError, LookupError, AttributeError)
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
@@ -25,13 +25,12 @@ CONTRACT = (
 
 
 class RewardFunction:
-    """A reward of one completion. Subclass it and write `__call__` (or `async def`).
+    """A reward of one completion. Subclass it and define `__call__` (or `async def`).
 
-    Its weight in a sum is a class attribute, or given to `super().__init__(weight=2.0)`.
+    The weight in a sum is a class attribute or `super().__init__(weight=2.0)`.
     Columns are keywords: `question`, the data set's own fields, `reasoning_format` (the name of
-    the tags in use), `answer_type`, `is_truncated` (there is no end token) and `strict_verdict`
-    (a `Verdict`: what the strict grading says). A `__call__` without `**columns` is given those
-    that it names.
+    the tags in use), `answer_type`, `is_truncated` (no end token) and `strict_verdict` (the
+    `Verdict` of the strict grading). A `__call__` without `**columns` gets those that it names.
     """
 
     weight: float = 1.0
@@ -46,7 +45,7 @@ class RewardFunction:
     def batch_call(
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> list[Reward]:
-        """Many completions; each column holds an entry for each. Override it to score at once."""
+        """Score many completions; columns have an entry for each. Override to score in batches."""
         columns = named_columns(self, columns)
         return [
             self(text, answer, **{name: values[i] for name, values in columns.items()})
@@ -54,7 +53,7 @@ class RewardFunction:
         ]
 
     def pop_metrics(self) -> dict[str, float]:
-        """What to log of the calls since it was last asked, by name: sums over calls."""
+        """Return sums over the calls since the last call of this method, by name, for the log."""
         return {}
 
 
@@ -62,7 +61,7 @@ class RewardFunction:
 class BinaryReward(RewardFunction):
     """`true_value` where `condition_fn(completion, reference_answer)` holds, else `false_value`.
 
-    For 1 if the final answer is right and 0 if not, take `CorrectnessReward`, the default.
+    For a right final answer use `CorrectnessReward`, the default.
     """
 
     condition_fn: Callable[[str, str], bool]
@@ -76,16 +75,16 @@ class BinaryReward(RewardFunction):
 
 
 class FunctionReward(RewardFunction):
-    """Calls a function, plain or `async`, by the names of its parameters.
+    """Calls a plain or `async` function by the names of its parameters.
 
-    TRL gives texts or, where a data set's prompts are conversations, lists of messages. So a
-    function that fails on texts, and does not fail on messages, is given messages from then on.
+    TRL passes texts, or lists of messages if a data set's prompts are conversations. A function
+    that fails on texts but not on messages gets messages from then on.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "weight", None))
         self.function = function
-        self.takes_messages: bool | None = None  # not known before the first call
+        self.takes_messages: bool | None = None  # unknown before the first call
 
     def _call(self, given: Mapping[str, Any]) -> Any:
         given = named_columns(self.function, given)
@@ -117,7 +116,7 @@ class FunctionReward(RewardFunction):
         return found
 
     def _accept(self, found: Any, error: Exception) -> Any:
-        """Return what a function made of messages; raise if it had taken texts before."""
+        """Return the result of a call with messages; raise if earlier calls accepted texts."""
         if self.takes_messages is False:
             raise error
         self.takes_messages = True
@@ -151,8 +150,7 @@ class PlainReward(FunctionReward):
 class PerCompletionReward(FunctionReward):
     """A plain function `(completion, reference_answer) -> float | None`.
 
-    It may name what it wants beside the completion: `reference_answer` or `answer`, `prompt` or
-    `question`, and columns.
+    It may also name `reference_answer` or `answer`, `prompt` or `question`, and columns.
     """
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
@@ -173,10 +171,10 @@ async def _only_later(rewards: Awaitable[Any]) -> Any:
 
 
 def as_list(rewards: Any) -> list[Any]:
-    """Return what a reward of many completions gave, as a list.
+    """Return a batch reward's result as a list.
 
     Raises:
-        UsageError: it is no sequence of values, but one value, a dict or None.
+        UsageError: it is not a sequence of values but one value, a dict or None.
     """
     if isinstance(rewards, Mapping | str) or not isinstance(rewards, Iterable):
         raise UsageError(
@@ -187,7 +185,7 @@ def as_list(rewards: Any) -> list[Any]:
 
 
 def as_messages(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reward's arguments with prompts and completions as TRL's conversations.
+    """Return a reward's arguments with prompts and completions as conversations, as in TRL.
 
     >>> as_messages({"completion": "5", "answer": "5"})
     {'completion': [{'role': 'assistant', 'content': '5'}], 'answer': '5'}
@@ -215,12 +213,12 @@ def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> M
 
 
 def adapt_reward(reward: Any) -> RewardFunction:
-    """Return a function, or an object or class that can be called, as a RewardFunction.
+    """Wrap a function, a callable object or a class as a RewardFunction.
 
-    The names of its parameters say how it is to be called.
+    The names of its parameters decide how it is called.
 
     Raises:
-        TypeError: it is none of these, or its parameters have other names.
+        TypeError: it is not callable, or its parameters have other names.
     """
     if isinstance(reward, type):
         reward = _make(reward)
@@ -229,7 +227,7 @@ def adapt_reward(reward: Any) -> RewardFunction:
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         signature = inspect.signature(reward)
-    except ValueError:  # of some built-in functions
+    except ValueError:  # some built-in functions have no signature
         raise TypeError(f"the parameters of {name} cannot be read: {CONTRACT}") from None
     parameters = signature.parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -250,7 +248,7 @@ def adapt_reward(reward: Any) -> RewardFunction:
 
 
 def _takes_two(signature: inspect.Signature) -> bool:
-    """Whether a completion and an answer can be given in this order, without names."""
+    """Return whether it accepts a completion and an answer as positional arguments."""
     kinds = [p.kind for p in signature.parameters.values()]
     places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in places for k in kinds) >= 2
@@ -263,7 +261,7 @@ def _has_own_call(cls: type[RewardFunction]) -> bool:
 
 
 def _make(cls: type) -> Any:
-    """Make an object of a class that needs no arguments."""
+    """Instantiate a class without arguments."""
     parameters = inspect.signature(cls).parameters.values()
     anyhow = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in anyhow]

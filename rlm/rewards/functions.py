@@ -1,7 +1,7 @@
 """The built-in rewards.
 
-None of these evaluates text, and those that look for an answer want it in an explicit place: a
-number that merely ends a text is no answer.
+None of these evaluates text. Those that look for an answer need it in an explicit place: a
+number at the end of a text does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONNECTIVE = re.compile(
 
 @dataclass(eq=False)
 class CorrectnessReward(RewardFunction):
-    """1 if the strict verdict is "correct", else 0: the reward of the solver."""
+    """1 if the strict verdict is "correct", else 0. The default reward."""
 
     weight: float = 1.0
     right_with_wrong_equation: int = field(default=0, init=False)
@@ -41,7 +41,7 @@ class CorrectnessReward(RewardFunction):
         return float(verdict.correct and (self.allows_wrong_equations or not is_flawed))
 
     def pop_metrics(self) -> dict[str, float]:
-        """How often a right answer had a wrong equation."""
+        """Return how often a right answer had a wrong equation."""
         found = {"reward/right_with_wrong_equation_rate": float(self.right_with_wrong_equation)}
         self.right_with_wrong_equation = 0
         return found
@@ -51,7 +51,7 @@ class CorrectnessReward(RewardFunction):
 class StepsReward(CorrectnessReward):
     """1 if the strict verdict is "correct" and no equation of the completion is wrong, else 0.
 
-    A completion without an equation passes: reasoning in words is no mistake.
+    A completion without equations passes: reasoning in words is allowed.
     """
 
     allows_wrong_equations: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class StepsReward(CorrectnessReward):
 
 @dataclass(eq=False)
 class ConstantReward(RewardFunction):
-    """The same for every completion, so that nothing is learned: for tests and control runs."""
+    """The same value for every completion, so nothing is learned: for tests and control runs."""
 
     value: float = 0.0
     weight: float = 1.0
@@ -70,9 +70,9 @@ class ConstantReward(RewardFunction):
 
 @dataclass(eq=False)
 class GSM8KReward(RewardFunction):
-    """`correct` for the right number, `close` for one that is off by at most 1; `format_bonus` more
-    for the format, at most 1 in all. Shaped, so a wrong answer may score: `CorrectnessReward` is
-    the 0/1 one.
+    """`correct` for the right number, `close` for one that is off by at most 1, plus `format_bonus`
+    for the format, at most 1 in total. This is a shaped reward, so a wrong answer may score;
+    `CorrectnessReward` is 0 or 1.
     """
 
     weight: float = 1.0
@@ -95,8 +95,8 @@ class GSM8KReward(RewardFunction):
 @dataclass(eq=False)
 class FormatReward(RewardFunction):
     """`format_reward` for exactly one pair of each tag, reasoning before answer, both filled;
-    `partial_reward` for one such pair of either; else 0. Says nothing about the answer: a model
-    that is rewarded for nothing else learns empty talk between the right tags.
+    `partial_reward` for one such pair of either tag; else 0. It ignores the answer: a model that
+    gets no other reward learns empty text between the right tags.
     """
 
     weight: float = 1.0
@@ -113,10 +113,10 @@ class FormatReward(RewardFunction):
 
 @dataclass(eq=False)
 class ReasoningQualityReward(RewardFunction):
-    """Up to 0.3 for reasoning that looks like it: ten words, two steps, two connecting words.
+    """Up to 0.3 for the surface of reasoning: ten words, two steps, two connecting words.
 
-    Surface only, so easily flattered: give it a small weight beside a verified answer, or none. It
-    counts different words and different lines: repeating one phrase does not add up.
+    It is easily exploited: give it a small weight beside a verified answer, or none. It counts
+    distinct words and lines, so repetition does not pay.
     """
 
     weight: float = 1.0
@@ -135,9 +135,9 @@ class ReasoningQualityReward(RewardFunction):
 class CombinedReward(RewardFunction):
     """The weighted mean of its parts, each of which is logged.
 
-    A part that gives no verdict (None or NaN) leaves the mean; if none gives one, or what is left
-    weighs nothing (a penalty alone), there is none. A part may be a plain function too; its weight
-    is 1 unless it comes as a pair (function, weight). Awaitable if a part is.
+    A part without a verdict (None or NaN) is left out of the mean; without any verdict or weight
+    left the result is None. A part may be a plain function, with weight 1 unless it is given as a
+    pair (function, weight). The call is awaitable if a part is.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
@@ -166,7 +166,7 @@ class CombinedReward(RewardFunction):
     def get_component_rewards(
         self, completion: str, reference_answer: str, **columns: Any
     ) -> dict[str, Reward]:
-        """What each part gives one completion, by its name; of parts that are not awaitable."""
+        """Return each part's reward of a completion by name; awaitable parts are not supported."""
         return {
             name: part(completion, reference_answer, **named_columns(part, columns))
             for name, part in self.parts.items()
@@ -192,12 +192,12 @@ class CombinedReward(RewardFunction):
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weight = sum(self.weights[name] for name in values)
-        if weight <= 0:  # nothing, or a penalty alone
+        if weight <= 0:  # no part, or only a penalty
             return None
         return sum(self.weights[name] * value for name, value in values.items()) / weight
 
     def pop_metrics(self) -> dict[str, float]:
-        """Sums of the parts' rewards, and what the parts themselves have to say."""
+        """Return sums of the parts' rewards, and the parts' own metrics."""
         found = dict(self._sums)
         self._sums.clear()
         for part in self.parts.values():
@@ -211,13 +211,13 @@ def _format(columns: Mapping[str, Any]) -> Format:
 
 
 def _strict_verdict(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
-    """The verdict that the scorer has given already; a new one where none came with the call."""
+    """Return the scorer's verdict, or grade if the call has none."""
     given = columns.get("strict_verdict")
     return given or _format(columns).grade(completion, answer, strict=True)
 
 
 def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
-    """The lenient verdict, if the answer stands in an answer tag, a box or after ####."""
+    """Return the lenient verdict if the answer is in an answer tag, a box or after ####."""
     tags = _format(columns)
     rest = split_completion(completion, tags.reasoning_tag)[1]
     if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
@@ -226,7 +226,7 @@ def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -
 
 
 def _one_block(text: str, tag: str) -> re.Match[str] | None:
-    """The one filled block of a tag; None if there is none, or a second opening or closing tag."""
+    """Return the only non-empty block of a tag, or None if tags are missing or repeated."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None

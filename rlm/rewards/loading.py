@@ -1,4 +1,4 @@
-"""Turns what a user gives as `reward_fn` or `--reward FILE.py:NAME` into one RewardFunction."""
+"""Turn `reward_fn` or `--reward FILE.py:NAME` into one RewardFunction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
 
 GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
 TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's trainer
-# What a scorer gives beside the data's own columns.
+# Columns that the scorer adds to the data's own.
 COLUMNS = {"question", "completion_ids", "answer_type", "reasoning_format", "is_truncated"}
 COLUMNS |= {"strict_verdict"}
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -26,14 +26,14 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 def as_reward(
     reward: RewardFunction | Callable[..., Any] | Sequence[Any] | None,
 ) -> RewardFunction:
-    """Return the one reward that is meant: `CorrectnessReward` for None, a sum for a list.
+    """Return a RewardFunction: `CorrectnessReward` for None, a CombinedReward for a list.
 
     Args:
         reward: a RewardFunction, a class of it, a function, or a list of these or of
             (reward, weight) pairs.
 
     Raises:
-        TypeError, ValueError: it is something else; the message says what to write.
+        TypeError, ValueError: anything else; the message says what to pass.
     """
     if reward is None:
         return CorrectnessReward()
@@ -43,10 +43,10 @@ def as_reward(
 
 
 def write_reward_template(path: Path) -> None:
-    """Write a reward to begin with, which runs as it is, to a new file.
+    """Write a working example of a reward to a new file.
 
     Raises:
-        UsageError: it is no .py file, it exists already, or it cannot be written.
+        UsageError: the name does not end with .py, or the file exists or cannot be written.
     """
     if path.suffix != ".py":
         raise UsageError(f"{path}: name a new file that ends with .py")
@@ -59,14 +59,14 @@ def write_reward_template(path: Path) -> None:
 
 
 def load_reward(spec: str | None, problems: Sequence[Problem] = ()) -> RewardFunction | None:
-    """Load what `--reward` names: `steps`, or by FILE.py:NAME whatever `as_reward` takes.
+    """Load the reward of `--reward`: `steps`, or FILE.py:NAME for `as_reward`.
 
     Args:
-        problems: that it will score; they are to have the columns that it asks for.
+        problems: those to score; they must have the columns that the reward names.
 
     Raises:
-        UsageError: there is no such file or name, the file fails when it is run, or a parameter has
-            no column.
+        UsageError: the file or name does not exist, running the file fails, or a parameter has no
+            column.
     """
     if spec is None:
         return None
@@ -83,7 +83,7 @@ def load_reward(spec: str | None, problems: Sequence[Problem] = ()) -> RewardFun
 
 
 def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
-    """Check that problems have what a reward asks for by name, before work begins.
+    """Check that problems have the columns that a reward names.
 
     Raises:
         UsageError: a parameter without a default has no column, or a reward compares answers and
@@ -116,9 +116,9 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
 
 
 def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any]]]:
-    """The user's functions in a reward, and the calls of his classes, with their names.
+    """Return the user's functions and `__call__` methods in a reward, with their names.
 
-    The first two parameters of a class's call may have any name: they are given in their order.
+    The first two parameters of a `__call__` are positional and may have any name.
     """
     found: list[tuple[str, Callable[..., Any]]] = []
     if isinstance(reward, FunctionReward):
@@ -130,16 +130,16 @@ def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def _compares(reward: RewardFunction) -> bool:
-    """Whether a reward, or a part of it, compares answers with the reference."""
+    """Return whether a reward or a part of it compares answers with the reference."""
     own = isinstance(reward, functions.CorrectnessReward | functions.GSM8KReward)
     return own or any(map(_compares, parts_of(reward)))
 
 
 def is_built_in(reward: RewardFunction) -> bool:
-    """Whether a reward, and all its parts, are this package's own: these need no time limit."""
+    """Return whether a reward and all its parts are built in, so that no time limit is needed."""
     return type(reward).__module__ == functions.__name__ and all(map(is_built_in, parts_of(reward)))
 
 
 def parts_of(reward: RewardFunction) -> Iterable[RewardFunction]:
-    """The rewards that a sum is of."""
+    """Return the parts of a CombinedReward."""
     return reward.parts.values() if isinstance(reward, functions.CombinedReward) else ()

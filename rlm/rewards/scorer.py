@@ -1,8 +1,8 @@
-"""Scores a whole step with one reward, in every recipe. A reward that fails does not end a run.
+"""Score a whole step with one reward. A reward that fails does not end a run.
 
 A trainer calls a `Scorer` with all problems and all completions of a step. Built-in rewards run in
 the calling thread. A user's own runs in a worker thread with a time limit; a call that raises,
-hangs or returns no finite number costs its own rollout, not the run.
+hangs or returns no finite number only loses its own rollout.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rlm.rewards.base import (
 from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
 TIME_LIMIT = 60.0  # seconds that one call may take
-MAX_TIMEOUTS = 3  # of a step; the calls that are left then go without a verdict
-MAX_FAILED_STEPS = 3  # in a row, with every call failed, end the run; at the start one does
+MAX_TIMEOUTS = 3  # of a step; the remaining calls then get no verdict
+MAX_FAILED_STEPS = 3  # steps in a row without a successful call end the run; at the start one does
 
 
 @dataclass
 class Scores:
-    """rewards[p][g] of each rollout, metrics for the log (`reward/…`, `reason/…`), and the reasons
-    of the strict verdicts, whatever the reward is; empty where a recipe has verdicts of its own.
+    """rewards[p][g], metrics for the log (`reward/…`, `reason/…`), and the reasons of the strict
+    verdicts, which are empty if a recipe has verdicts of its own.
     """
 
     rewards: list[list[Reward]]
@@ -52,13 +52,13 @@ class Scores:
 
 
 class Scorer:
-    """Scores all rollouts of a step with what `as_reward` takes.
+    """Scores all rollouts of a step with a reward (`as_reward`).
 
     A function of TRL's contract, or an overridden `batch_call`, is called once with all rollouts;
-    if that call fails it is asked about each alone.
+    if that call fails, it is called for each rollout.
 
     Args:
-        time_limit: seconds of one call of a user's own reward.
+        time_limit: seconds for one call of a user's reward.
 
     Raises (when called):
         UsageError: every call failed, the reward returned another number of values than there are
@@ -87,12 +87,12 @@ class Scorer:
         """Score the groups of texts.
 
         Args:
-            truncated: of each completion, whether it has no end token.
-            token_ids: of each completion; a reward gets them as `completion_ids`.
+            truncated: whether each completion lacks an end token.
+            token_ids: of each completion, passed to the reward as `completion_ids`.
         """
         truncated = truncated or [[False] * len(group) for group in groups]
         token_ids = token_ids or [[[] for _ in group] for group in groups]
-        verdicts = []  # made once: rewards, metrics and samples.jsonl go by these
+        verdicts = []  # graded once for rewards, metrics and samples.jsonl
         tags = FORMATS[self.reasoning_format].tags
         for problem, texts in zip(problems, groups, strict=True):
             gold, how = problem.answer, {"kind": problem.answer_type, **tags}
@@ -106,7 +106,7 @@ class Scorer:
         reasons = [[verdict.reason for verdict in group] for group in verdicts]
         if not rollouts:
             return Scores([[] for _ in groups], reasons=reasons)
-        self.reward.pop_metrics()  # of an evaluation in between: not this step's
+        self.reward.pop_metrics()  # from a validation in between, not from this step
         if is_built_in(self.reward):
             found = list(starmap(self._ask, rollouts))
         else:
@@ -161,7 +161,7 @@ class Scorer:
         }
 
     def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
-        """What the reward returns for one rollout, or the error that it raises."""
+        """Return the reward of one rollout, or the error that it raises."""
         try:
             found = self.reward(completion, answer, **named_columns(self.reward, columns))
             return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
@@ -169,10 +169,10 @@ class Scorer:
             return error
 
     def _ask_in_worker(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """As `_ask`, for all rollouts: at once where the reward can, else one after the other."""
+        """Call `_ask` for all rollouts, at once if the reward supports it."""
         at_once = type(self.reward).batch_call is not RewardFunction.batch_call
         if at_once or _is_async(self.reward):
-            # Twice: the calls that are awaited together have a time limit of their own, inside.
+            # Twice: awaited calls have a time limit of their own, inside.
             limit = self.time_limit if at_once else 2 * self.time_limit
             (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, UsageError):
@@ -188,11 +188,11 @@ class Scorer:
         return call_in_worker(calls, self.time_limit)
 
     def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """One `batch_call`; what it leaves to be awaited is awaited at the same time."""
+        """Make one `batch_call` and await its awaitable results together."""
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        # Outside an event loop: a reward that is not async may run one of its own.
+        # Not in an event loop, because a plain reward may run its own.
         columns = named_columns(self.reward.batch_call, columns)
         found = self.reward.batch_call(list(texts), list(answers), **columns)
         found = as_list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
@@ -201,7 +201,7 @@ class Scorer:
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
             try:
-                # In this task: wait_for's own one would hand an exit() to the loop.
+                # In this task: wait_for's task would pass an exit() to the loop.
                 async with asyncio.timeout(self.time_limit):
                     return await _wait_for(reward)
             except REWARD_ERRORS as error:
@@ -221,7 +221,10 @@ class Scorer:
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer in {self.time_limit:g} seconds"
-        return f"{type(error).__name__}: {error}".strip().rstrip(":")
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+        if "signal only works in main thread" in text:
+            text += " (rewards run in one of their own: leave the alarm to --reward-timeout)"
+        return text
 
 
 def _is_async(reward: RewardFunction) -> bool:
@@ -235,7 +238,7 @@ async def _wait_for(found: Any) -> Any:
 
 
 def _to_reward(value: Any) -> Reward | BaseException:
-    """A reward as a float. NaN is no verdict and no mistake; an infinite one is a mistake."""
+    """Convert a reward to float. NaN means no verdict; infinity is an error."""
     if isinstance(value, UsageError):
         raise value
     if value is None or isinstance(value, REWARD_ERRORS):
@@ -250,10 +253,10 @@ def _to_reward(value: Any) -> Reward | BaseException:
 
 
 def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any]:
-    """What each call returns or raises, made one after the other in one daemon thread.
+    """Make calls one after the other in a daemon thread; return their results or errors.
 
-    A call that takes longer than `limit` seconds is a TimeoutError. It cannot be stopped in Python:
-    its thread is left behind, makes no further call, and the next one gets a new thread.
+    A call of more than `limit` seconds gives TimeoutError. Python cannot stop it, so its thread is
+    abandoned and the next call gets a new one.
     """
     found, hangs = list[Any](), 0
     while len(found) < len(calls) and hangs < MAX_TIMEOUTS:
@@ -283,5 +286,5 @@ def _work(
             return
         try:
             results.put(call())
-        except BaseException as error:  # handed to who asked, Ctrl-C included
+        except BaseException as error:  # re-raised in the caller, Ctrl-C included
             results.put(error)

@@ -1,7 +1,7 @@
-"""Alerts: rules that see in the metrics when a run goes bad, each with what to do about it.
+"""Alerts: rules that detect in the metrics that a run goes wrong, with advice.
 
-Each rule looks at the last steps. A warning is given when its rule begins to hold, and again only
-if it ceased to hold in between. All thresholds are here; a run that goes well is silent.
+Each rule looks at the last steps. A warning is printed when its rule begins to hold, and again only
+if the rule ceased to hold in between. All thresholds are in this file.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from statistics import fmean
 Row = Mapping[str, float]  # a line of metrics.jsonl
 
 WINDOW = 5  # steps that a rule averages over
-CUT_OFF = 0.1  # a larger share of completions without an end is worth a line, from step 1 on
-FLAT_STEPS = 30  # the reward of the last third of these is compared with the first third's
+CUT_OFF = 0.1  # a larger share of truncated completions is reported, from step 1 on
+FLAT_STEPS = 30  # the last third's reward is compared with the first third's
 FLAT_RISE = 0.01  # less than this is no rise
 FLAT_CEILING = 0.9  # above it there is little left to rise to
 
@@ -62,6 +62,10 @@ TOO_SHORT = (
     "{:.0%} of the completions were cut off before their answer: type --max-new-tokens {}, or "
     "train the format longer with train_sft.py"
 )
+AGENTS_TOO_SHORT = (
+    "{:.0%} of the agents' replies were cut off, most before their answer: type "
+    "--agent-max-tokens {}"
+)
 CONSTANT = (
     "all completions of the last {} steps have the reward {:g}, so there is nothing to learn from: "
     "use harder problems or another reward"
@@ -74,7 +78,7 @@ FLAT = (
 
 
 def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
-    """Find what is wrong after these steps (oldest first): rule → one line with advice."""
+    """Return the alerts after these steps (oldest first): rule → one line with advice."""
     recent = rows[-WINDOW:]
     cut_off = _cut_off(recent)
     if len(recent) < WINDOW:
@@ -85,23 +89,26 @@ def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
         if len(values) == WINDOW and rule.bad(fmean(values)):
             found[rule.metric] = rule.advice.format(fmean(values))
     if "reward" in found:
-        found.pop("reward/zero_signal_share", None)  # said already, and more exactly
+        found.pop("reward/zero_signal_share", None)  # reported already, more exactly
     return found or _flat_reward(rows)
 
 
 def new_alerts(rows: Sequence[Row]) -> list[str]:
-    """Find the alerts of the last step that the step before it did not have."""
+    """Return the alerts of the last step that the previous step did not have."""
     before = active_alerts(rows[:-1])
     return [text for rule, text in active_alerts(rows).items() if rule not in before]
 
 
 def _cut_off(recent: Sequence[Row]) -> dict[str, str]:
-    """Completions that reached the limit; their length is the limit that holds."""
-    share = fmean(row["completion/truncated_rate"] for row in recent) if recent else 0.0
-    if share <= CUT_OFF:
-        return {}
-    longer = 2 * int(max(row["completion/length_max"] for row in recent))
-    return {"completion/truncated_rate": TOO_SHORT.format(share, longer)}
+    """Describe completions, and replies of a recipe's agents, that were cut off at their limit."""
+    found = {}
+    for area, advice in {"completion": TOO_SHORT, "agents": AGENTS_TOO_SHORT}.items():
+        name, length = f"{area}/truncated_rate", f"{area}/length_max"
+        rows = [row for row in recent if name in row]
+        share = fmean(row[name] for row in rows) if rows else 0.0
+        if share > CUT_OFF:
+            found[name] = advice.format(share, 2 * int(max(row[length] for row in rows)))
+    return found
 
 
 def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
@@ -113,7 +120,7 @@ def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
 
 
 def _flat_reward(rows: Sequence[Row]) -> dict[str, str]:
-    """Where nothing else explains it."""
+    """Describe a flat reward, if no other rule explains it."""
     if len(rows) < FLAT_STEPS:
         return {}
     rewards = [row["reward/mean"] for row in rows[-FLAT_STEPS:]]

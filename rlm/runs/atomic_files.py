@@ -1,4 +1,4 @@
-"""Files that survive a kill: JSON lines synced one by one, whole files replaced at once; a lock."""
+"""Crash-safe files: synced JSON lines, atomic replacement, and a lock."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
-    """Read the rows of a file of JSON lines; [] if it is not there.
+    """Read the rows of a JSON lines file; [] if it does not exist.
 
-    A last line that a kill tore is left out, and cut off from the file with a warning.
+    A torn last line is left out, and removed from the file with a warning.
 
     Args:
-        repair: false leaves the file as it is: another process may be writing that line.
+        repair: False leaves the file unchanged, because another process may be writing that line.
 
     Raises:
-        UsageError: any other line is no JSON object.
+        UsageError: another line is not a JSON object.
     """
     if not path.exists():
         return []
@@ -48,9 +48,9 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a log up to the first that a crash damaged; [] if it is not there.
+    """Read the rows of a log up to the first damaged one; [] if it does not exist.
 
-    What lies behind a checkpoint is on the disk, so such a line is of a step that is done again.
+    Rows before a checkpoint are synced, so a damaged row belongs to a step that is repeated.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
@@ -69,7 +69,7 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows; when this returns, they are on the disk."""
+    """Append rows; they are on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
         stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # as below
@@ -78,10 +78,10 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file: the old one stays until the new one is complete and on the disk.
+    """Replace a file atomically: the old one stays until the new one is on the disk.
 
-    Half a surrogate pair (of a file's name, say) cannot be encoded: it becomes its escape, which in
-    JSON reads back as it was.
+    A lone surrogate (in a file name, say) cannot be encoded, so it is written as its escape, which
+    JSON reads back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.new")  # one name: no litter
@@ -95,12 +95,12 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def replace_json(path: Path, content: Any) -> None:
-    """Write a whole file of indented JSON, as `replace_file` does."""
+    """Replace a file with indented JSON (`replace_file`)."""
     replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Force a file or a directory to the disk before what comes next."""
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,13 +109,13 @@ def sync(path: Path) -> None:
 
 
 def lock_file(path: Path, where: str, advice: str) -> IO[str]:
-    """Hold a file for this process: until it is closed, or the process ends, however.
+    """Lock a file for this process until it is closed or the process ends.
 
     Args:
-        where, advice: how the refusal begins and ends.
+        where, advice: the beginning and end of the error message.
 
     Raises:
-        UsageError: "<where>: process 7 on host <advice>", where another process holds it.
+        UsageError: another process holds it: "<where>: process 7 on host <advice>".
     """
     stream = path.open("a+", encoding="utf-8")
     try:
@@ -136,7 +136,7 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
 
 
 class Journal:
-    """Keeps paid answers by key: a resumed run finds them here and does not ask again."""
+    """Stores paid replies by key, so that a resumed run does not request them again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -144,7 +144,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a row; it is on the disk when this returns."""
+        """Store a row; it is on the disk when this returns."""
         with self._lock:
             append_lines(self.path, [{"key": key} | row])
             self.rows[key] = {"key": key} | row

@@ -3,8 +3,8 @@
     checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
 A checkpoint is written under another name, synced to disk, its manifest of hashes last, then
-renamed. The newest whose hashes hold is loaded; others are set aside, never deleted. Nothing in it
-can execute: tensors are safetensors.
+renamed. The newest valid one is loaded; damaged ones are set aside, never deleted. Loading executes
+nothing: tensors are safetensors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CORRUPT_ERRORS = (OSError, ValueError, TypeError, KeyError, RecursionError, Safe
 
 
 class Checkpoints:
-    """The checkpoints of one run; who writes here holds the run's lock."""
+    """The checkpoints of a run; the writer holds the run's lock."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def clean(self) -> None:
-        """Remove what a process that was killed left half-written or half-deleted."""
+        """Remove what a killed process left half-written or half-deleted."""
         for leftover in self.folder.glob(".step_*"):
             shutil.rmtree(leftover)
 
@@ -52,10 +52,10 @@ class Checkpoints:
         """Write the checkpoint `step`, then delete all but the newest `keep`.
 
         Args:
-            protect: the newest checkpoint of this step or an earlier one is kept as well.
+            protect: also keep the newest checkpoint at or before this step.
 
         Raises:
-            UsageError: it cannot be written; those before it are untouched.
+            UsageError: it cannot be written; earlier checkpoints are untouched.
         """
         target = self._path(step)
         with writing_beside(target) as scratch:
@@ -75,11 +75,11 @@ class Checkpoints:
     def load(
         self, *, at_most: int | None = None, set_aside: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, object]] | None:
-        """Tensors and state of the newest checkpoint whose hashes hold, or None.
+        """Return tensors and state of the newest valid checkpoint, or None.
 
         Args:
             at_most: only checkpoints of this step and earlier ones.
-            set_aside: rename damaged ones, so that they are neither tried nor counted again.
+            set_aside: rename damaged ones, so that they are not tried again.
         """
         for step in reversed(self.steps()):
             if at_most is not None and step > at_most:
@@ -100,7 +100,7 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are there, in order; by name, for clocks may jump."""
+        """Return the steps of the checkpoints in order, by name, because clocks may jump."""
         names = [folder.name.removeprefix("step_") for folder in self.folder.glob("step_*")]
         return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
@@ -108,7 +108,7 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def _delete(self, folder: Path) -> None:
-        """Rename, then delete: a kill half way leaves no half of a checkpoint under its name."""
+        """Rename, then delete, so that a kill leaves no half checkpoint under its name."""
         doomed = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
@@ -116,13 +116,13 @@ class Checkpoints:
 
 
 def check_space(option: str, path: Path, needed: int) -> None:
-    """Check that the disk that holds `path` has so many bytes left.
+    """Check the free space of the disk that holds `path`.
 
     Args:
         needed: bytes.
 
     Raises:
-        UsageError: it has less.
+        UsageError: less than `needed` bytes are free.
     """
     free = shutil.disk_usage(path).free
     if free < needed:
@@ -133,10 +133,10 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what keeps a file from being written into one line.
+    """Turn an error of writing a file into one line.
 
     Raises:
-        UsageError: instead of the system's own error.
+        UsageError: in place of OSError.
     """
     try:
         yield
@@ -150,7 +150,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_beside(path: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `path` to write in, and to rename; it is gone if that fails.
+    """Make a hidden folder beside `path` to write in and rename; it is removed on errors.
 
     Raises:
         UsageError: as `writing` does.

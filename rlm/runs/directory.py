@@ -1,9 +1,9 @@
-"""The run directory: config, metrics, samples, checkpoints; who may write there, and when to leave.
+"""The run directory: config, metrics, samples, checkpoints, its lock, and interruptions.
 
 runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
           checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
-The first signal to stop is noted, and obeyed between two steps.
+The first signal is handled between two steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more fo
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that the directory can be made and written, before hours of work depend on it.
+    """Check that the directory can be created and written, before hours of work.
 
     Raises:
         UsageError: it cannot be written.
@@ -53,22 +53,22 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class RunDirectory:
-    """Directory in which one training run writes, alone. In `with`, signals wait for a step's end.
+    """The directory of one training run. Within the context, signals wait for the end of a step.
 
-    A second process that opens it is refused until this one has left or died.
+    A second process is refused until this one ends.
     """
 
-    tracker: Tracker | None = None  # is shown all that is logged
+    tracker: Tracker | None = None  # gets all that is logged
 
     def __init__(self, path: Path, *, resume: bool, writes: bool = True) -> None:
         """Open or make it.
 
         Args:
-            writes: false in the processes of a launch that only follow: what they log is dropped.
+            writes: False in processes other than the main one: their logs are dropped.
 
         Raises:
-            UsageError: it cannot be written, another process trains in it, it holds what no run
-                wrote, or an earlier run that is there cannot be moved away.
+            UsageError: it cannot be written, another process trains in it, it holds other files,
+                or an earlier run cannot be moved away.
         """
         self.path = path
         self.writes = writes
@@ -97,7 +97,7 @@ class RunDirectory:
         return lock_file(self.path / LOCK, f"--run-dir {self.path}", advice)
 
     def _put_away(self) -> None:
-        here = self.path.resolve()  # what a link leads to: it leads to the new run afterwards
+        here = self.path.resolve()  # resolve a link, which then leads to the new run
         if Path.cwd().is_relative_to(here):
             raise UsageError(
                 f"--run-dir {self.path} holds another run, which cannot be moved away from under "
@@ -132,14 +132,14 @@ class RunDirectory:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal asks this process to stop after its step."""
+        """Whether a signal asks this process to stop after the step."""
         return self._interrupts.received is not None
 
     def raise_if_interrupted(self, interrupted: bool) -> None:
-        """Leave if a signal asked to.
+        """Raise Interrupted if a signal was received.
 
         Raises:
-            Interrupted: with what was received; SIGTERM if another process received it.
+            Interrupted: with the signal; SIGTERM if another process received it.
         """
         if interrupted:
             saved = self.checkpoints.steps()
@@ -155,7 +155,7 @@ class RunDirectory:
             self.tracker = open_tracker(config["tracker"], self.path, config)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Append one step's metrics; what is not finite is written as null."""
+        """Append a step's metrics; values that are not finite become null."""
         row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self.append(self.metrics_file, [row])
         if self.tracker:
@@ -167,13 +167,13 @@ class RunDirectory:
             self.tracker.log_samples(rows)
 
     def append(self, file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add lines to a log, and sync them to the disk: a checkpoint says that they are there."""
+        """Append lines to a log and sync them, because a checkpoint relies on them."""
         if self.writes:
             with writing(file):
                 append_lines(file, rows)
 
     def metrics(self) -> list[dict[str, float]]:
-        """All steps logged so far; a torn last line (a kill while writing) is left out."""
+        """Return the metrics of all logged steps, without a torn last line."""
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
             for row in read_log(self.metrics_file)
@@ -189,7 +189,7 @@ class RunDirectory:
             writer.writerows(rows)
 
     def truncate(self, step: int) -> None:
-        """Cut the logs at `step`: a resumed run will log it again."""
+        """Cut the logs at `step`, which a resumed run logs again."""
         if not self.writes:
             return
         for file in [self.path / name for name in LOGS if (self.path / name).exists()]:
@@ -199,15 +199,15 @@ class RunDirectory:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether nothing is in a directory (but for hidden files: a kill leaves some of ours), or what
-    a run leaves there."""
+    """Return whether a directory is a run's, or empty except for hidden files, which a kill may
+    leave."""
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json", "vllm*.log"]
     empty = all(file.name.startswith(".") for file in path.iterdir())
     return empty or any(next(path.glob(mark), None) for mark in marks)
 
 
 def git_commit() -> str | None:
-    """The commit of the code that runs; None outside a git checkout, or without `git`."""
+    """Return the commit of the running code; None outside a git checkout or without `git`."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -221,12 +221,12 @@ NOTICE = b"\nstopping after this step (once more: at once)\n"
 
 
 class Interrupts:
-    """Notes a first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
+    """Records the first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
 
-    A second one ends the process at once, even inside a matrix product: the system does it, not
-    Python. Nothing is lost by it, for all that is written is written complete or not at all. Where
-    several processes share a run, later signals are ignored instead: their launcher passes on the
-    signal that the terminal has already sent to all, and kills who takes too long.
+    A second one ends the process at once through the system's default handler, even inside a matrix
+    product. Nothing is lost, because files are written completely or not at all. With several
+    processes later signals are ignored, because the launcher repeats the terminal's signal and
+    kills processes that take too long.
     A signal that was ignored (nohup, a job in the background) stays ignored.
     """
 
@@ -251,5 +251,5 @@ class Interrupts:
         self.received = number
         for other in self._before:
             signal.signal(other, self._then)
-        with contextlib.suppress(OSError):  # the terminal may be what has gone
-            os.write(2, NOTICE)  # not print: the signal may have come in the middle of one
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, NOTICE)  # not print(): the signal may have interrupted one

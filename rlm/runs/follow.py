@@ -1,7 +1,7 @@
-"""Serves the page of a run while it goes, to this machine alone: `rlm view RUN --follow`.
+"""Serve the page of a running run to this machine only: `rlm view RUN --follow`.
 
-The page asks every few seconds for what was added to the run's logs. The server keeps nothing
-between two questions, so either of the two may be started again, and the run as well.
+The page polls every few seconds for new lines of the run's logs. The server is stateless, so page,
+server and run may be restarted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_server(paths: Sequence[Path], port: int) -> ThreadingHTTPServer:
     except OSError as error:
         reason = f"cannot listen on {ADDRESS} port {port}: {error.strerror}"
         raise UsageError(f"{reason}; type another --port (0 takes a free one)") from error
-    server.daemon_threads = True  # an open browser keeps nobody here
+    server.daemon_threads = True  # an open browser does not keep the server alive
     return server
 
 
@@ -64,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         port = self.server.server_port
-        # A name that leads here by somebody else's DNS could read the run from any web page.
+        # DNS rebinding: another name for this address could read the run from any web page.
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", f"open http://{ADDRESS}:{port}\n")
         if url.path == "/":
@@ -88,4 +88,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Say nothing: a line for each question would hide what the terminal says."""
+        """Log nothing: a line for each request would hide the terminal's messages."""

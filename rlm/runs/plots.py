@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette (2008): told apart with any colour vision, and in grey by lightness.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
 RUNNING_MEAN_STEPS = 5  # steps
-FEW_POINTS = 4  # of a line whose every value is written beside it
+FEW_POINTS = 4  # values up to which each is written beside the line
 
 Interval = Mapping[str, float]  # mean, low, high
 
 
 def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: str = "") -> None:
-    """A bar with an error bar for each row: {row: {mean, low, high}}, shares in 0…1.
+    """Draw a bar with an error bar for each row: {row: {mean, low, high}}, shares in 0…1.
 
     Args:
-        note: a line below the picture (what a reader must know about the model).
+        note: a line below the picture.
     """
     count = max(3, len(rows))
     figure = _figure(1.6 + 1.2 * count, 4.2)
@@ -59,7 +59,7 @@ def accuracy_over_time(
     title: str,
     ylabel: str = "right, %",
 ) -> None:
-    """Lines with bands: {name: [(minute, {mean, low, high}), …]}, shares in 0…1.
+    """Draw lines with bands: {name: [(minute, {mean, low, high}), …]}, shares in 0…1.
 
     Args:
         stages: name → first and last minute of each stage of training.
@@ -89,10 +89,10 @@ def accuracy_over_time(
 
 
 def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
-    """Up to six panels over the steps of a GRPO run, from the rows of its metrics.jsonl.
+    """Draw up to six panels over the steps of a GRPO run from the rows of metrics.jsonl.
 
-    Every axis begins at 0, so that noise looks small. A metric that was not measured has no panel.
-    Validation is of the reward where that is the user's own.
+    Every axis begins at 0, so that noise looks small. Metrics without values have no panel. With a
+    custom reward, validation shows the reward.
     """
     by_reward = any("eval/reward" in row for row in metrics)
     validation = "eval/reward" if by_reward else "eval/accuracy"
@@ -127,7 +127,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
 def _with_start(
     metrics: Sequence[Mapping[str, float]], key: str
 ) -> tuple[list[float], list[float]]:
-    """As `series`, with the value before the first step, where it was measured."""
+    """Return `series` with the value before the first step, if it was measured."""
     steps, values = series(metrics, key)
     start = metrics[0].get(key.replace("eval/", "eval/start_"))
     return (steps, values) if start is None else ([0, *steps], [start, *values])
@@ -136,7 +136,7 @@ def _with_start(
 def _draw_band(
     axes: Axes, metrics: Sequence[Mapping[str, float]], key: str, scale: float
 ) -> list[float]:
-    """Draw the intervals of a validation, where they were recorded, and return their bounds."""
+    """Draw the recorded intervals of a validation and return their bounds."""
     (steps, low), (others, high) = (_with_start(metrics, f"{key}_{end}") for end in ("low", "high"))
     if steps != others:
         return []
@@ -156,7 +156,7 @@ def _draw_metric(
     _tidy(axes)
     axes.set_title(title, fontsize=10, loc="left")
     scale = 100 if title.endswith("%") else 1
-    marker = "o" if len(values) <= 30 else None  # few points must be seen as such
+    marker = "o" if len(values) <= 30 else None  # mark points if there are few
     style = {"lw": 0.8, "alpha": 0.5} if running_mean else {"lw": 1.5}
     axes.plot(steps, [scale * v for v in values], color=BLUE, marker=marker, ms=3.5, **style)
     if running_mean:
@@ -164,7 +164,7 @@ def _draw_metric(
         low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
         axes.plot(steps, means, color=ORANGE, lw=2)
-    floor = 5 if scale == 100 else 0  # a single completion in a hundred is no cliff
+    floor = 5 if scale == 100 else 0  # keep 1 % of noise from filling the axis
     bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max([*values, *bounds]))
     if top > bottom:
         axes.set_ylim(bottom, top)
@@ -185,16 +185,16 @@ def _tidy(axes: Axes) -> None:
 
 
 def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Steps done and the values of a metric, from the rows that have a number for it."""
+    """Return the steps and values of a metric from the rows that have it."""
     kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["step"] + 1 for row in kept], [row[key] for row in kept]
 
 
 def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Each value's mean with the ones before it, and half the width of its 95 % interval.
+    """Return running means and the half-widths of their 95 % intervals.
 
-    The problems of one step may be harder than those of the next: steps differ by a standard
-    deviation, taken from neighbours (von Neumann 1941), to which learning adds little.
+    The standard deviation between steps is estimated from neighbouring steps (von Neumann 1941), to
+    which learning adds little.
     """
     windows = [values[max(0, i + 1 - RUNNING_MEAN_STEPS) : i + 1] for i in range(len(values))]
     between = [(b - a) ** 2 for a, b in pairwise(values)] or [0.0]
@@ -204,7 +204,7 @@ def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """The same for all panels, so that what happened together stands in line."""
+    """Return the x-range, which is the same for all panels."""
     steps = [0, *(row["step"] + 1 for row in rows)]
     margin = 0.02 * (max(steps) - min(steps)) or 0.5
     return min(steps) - margin, max(steps) + margin

@@ -1,5 +1,4 @@
-"""Resume of a run, the same for both stages: the newest checkpoint, if it is of this very run, and
-the optimizer's state in it."""
+"""Resume of both stages: check that the newest checkpoint belongs to this run, and restore it."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ NO_CHECKPOINT = "--resume: no checkpoint in {}; start without it"
 
 
 def check_resumable(run_dir: Path) -> None:
-    """Refuse to resume where no checkpoint is, before a model is loaded.
+    """Refuse to resume without a checkpoint, before a model is loaded.
 
-    One process of several may be on a machine without the run's directory: these are not checked.
+    With several processes nothing is checked, because machines may lack the run's directory.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no checkpoint.
     """
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if is_alone and not Checkpoints(run_dir / "checkpoints").steps():
@@ -36,7 +35,7 @@ def check_resumable(run_dir: Path) -> None:
 def run_origin(
     config: Mapping[str, object], base_hash: str, start_weights: Path | None, **data: str
 ) -> dict[str, Any]:
-    """Describe what a run is made of: checkpoints hold it, a resumed run must have the same.
+    """Describe a run's inputs, which checkpoints store and a resumed run must share.
 
     Args:
         start_weights: the file of the adapter that training starts from.
@@ -60,18 +59,18 @@ def resume_run(
     defaults: Mapping[str, Any],
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Check that a checkpoint is of this run, cut the logs there, and return tensors and state.
+    """Check that a checkpoint belongs to this run, cut the logs, and return tensors and state.
 
     Args:
-        loaded: the newest that is whole, as `Checkpoints.load` returns it.
-        origin: `run_origin` of the run as it was started now.
-        adapter: what is trained; the checkpoint has the same tensors as "adapter/<name>".
-        may_change: options on which nothing that is learned depends.
-        defaults: what options had that the run did not know yet.
-        expected_keys: of the state, which a checkpoint of the other stage has not.
+        loaded: the result of `Checkpoints.load`.
+        origin: `run_origin` of the current command.
+        adapter: the trained tensors, stored as "adapter/<name>".
+        may_change: options that do not affect what is learned.
+        defaults: values of options that are newer than the run.
+        expected_keys: keys of the state, which a checkpoint of the other stage lacks.
 
     Raises:
-        UsageError: there is none, or it is of another script, base, adapter, config or data.
+        UsageError: no checkpoint, or one of another script, base, adapter, config or data.
     """
     where, changed = f"--resume: {run.path}", origin["config"].get("accept_changes")
     if loaded is None:
@@ -102,7 +101,7 @@ def resume_run(
 
 
 def data_id(what: str, rows: Sequence[object]) -> str:
-    """Identify data: how many rows there are, and a hash of them in their order."""
+    """Identify data by its number of rows and an ordered hash."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row).encode())
@@ -115,7 +114,7 @@ def differences(
     may_change: Collection[str],
     defaults: Mapping[str, Any],
 ) -> list[str]:
-    """List what would make the resumed run another one, each as "what: old → new".
+    """List the differences between two runs as "what: old → new".
 
     Args:
         old, new: `run_origin` then and now.
@@ -140,7 +139,7 @@ def differences(
 def checkpoint_tensors(
     adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Name what is trained "adapter/<name>", its optimizer's state "optimizer/<entry>/<name>"."""
+    """Return the adapter as "adapter/<name>" and its optimizer as "optimizer/<entry>/<name>"."""
     names, state = _parameter_names(adapter, optimizer), optimizer.state_dict()["state"]
     return {f"adapter/{name}": tensor.detach() for name, tensor in adapter.items()} | {
         f"optimizer/{entry}/{names[index]}": torch.as_tensor(value)
@@ -166,6 +165,6 @@ def restore_tensors(
 
 
 def _parameter_names(adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Name the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters, in its order."""
     name_of = {id(tensor): name for name, tensor in adapter.items()}
     return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]

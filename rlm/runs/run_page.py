@@ -1,4 +1,4 @@
-"""The page of a run: what of the run's logs it is told, and its HTML."""
+"""The page of a run: the data from its logs, and the HTML."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CURVES = {  # metric → its title; in per cent where that ends in %
     "policy/entropy": "entropy, nats",
 }
 RECENT_STEPS = 5  # of which the time that is left is estimated
-MARKED = 4096  # bytes before a mark, by which a log is known again
+MARKED = 4096  # bytes before a mark that identify a log
 MARK = re.compile(r"([0-9a-f]{1,12}\.[0-9a-f]{1,8})?/[0-9.]{0,40}|")
 
 
 def read_run(path: Path, mark: str = "") -> dict[str, Any]:
-    """Read what the page shows of a run and does not know yet.
+    """Read the part of a run's logs that the page does not have yet.
 
     Args:
-        mark: of an earlier call; "": read all.
+        mark: the mark of an earlier call; "": read all.
 
     Returns:
         name, running (None: nobody can tell), age (seconds since the last step), mark; `groups`,
@@ -74,10 +74,10 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
 
 
 def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
-    """Rows of a log after a mark, the next mark, and whether the log is another than the one that
-    the mark was made in: a run that is resumed or started again cuts its logs.
+    """Return the rows of a log after a mark, the next mark, and whether the log was cut since, as a
+    resumed or restarted run does.
 
-    A mark is a place and a checksum of what stands before it.
+    A mark is an offset and a checksum of the bytes before it.
     """
     start, known = (int(part, 16) for part in mark.split(".")) if mark else (0, 0)
     if not log.exists():
@@ -91,7 +91,7 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
     for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
         try:
             rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):  # a crash damaged it; a resumed run writes it anew
+        except (ValueError, TypeError):  # damaged by a crash; a resumed run rewrites it
             break
         start += len(line)
     with log.open("rb") as stream:
@@ -99,14 +99,14 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
 
 
 def _checksum(stream: Any, end: int) -> int:
-    """Of the bytes before `end`; 0 at the beginning, -1 behind the end of the file."""
+    """Return the checksum of the bytes before `end`; 0 at the start, -1 beyond the file's end."""
     stream.seek(max(0, end - MARKED))
     before = stream.read(min(MARKED, end))
     return zlib.crc32(before) if len(before) == min(MARKED, end) else -1
 
 
 def _is_running(path: Path) -> bool | None:
-    """Whether the process that trained here last is alive; None if it was on another machine."""
+    """Return whether the last trainer process is alive; None if it was on another machine."""
     try:
         found = re.fullmatch(r"process (\d+) on (.*)\n", (path / LOCK).read_text("utf-8"))
     except OSError:
@@ -125,7 +125,7 @@ def _is_running(path: Path) -> bool | None:
 def _config(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # a run of another recipe, or none yet
+    except (OSError, ValueError, TypeError):  # another recipe's run, or no run yet
         return {}
 
 
@@ -146,10 +146,10 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]]:
-    """Points of a curve: [steps done, value, mean, low, high].
+    """Return the points of a curve: [steps done, value, mean, low, high].
 
-    Mean and 95 % interval are those of a few steps. A validation is its own mean, from the start
-    on, with the interval that was recorded with it, if there is one.
+    Mean and 95 % interval are over a few steps. A validation has its own value, beginning with the
+    start, and its recorded interval, if any.
     """
     if metric.startswith("eval/"):
         measured = [(0, _of_start(rows[0])), *((row["step"] + 1, row) for row in rows)]
@@ -171,13 +171,13 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
 
 
 def _of_start(row: Mapping[str, float]) -> dict[str, float]:
-    """What the first step's row says of the validation before it, as if it were a row."""
+    """Return the validation before training, from the first step's row, as a row."""
     start = "eval/start_"
     return {name.replace(start, "eval/"): v for name, v in row.items() if name.startswith(start)}
 
 
 def _seconds_left(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> float | None:
-    """Estimate it from the last steps, validations included; None before the first."""
+    """Estimate the remaining seconds from the last steps; None before the first."""
     took = [sum(v for k, v in row.items() if k.startswith("time/") and v) for row in rows]
     if not (took and config.get("steps")):
         return None
@@ -189,7 +189,7 @@ def _seconds_left(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for what JSON in a browser cannot hold."""
+    """Return None for a value that is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -199,8 +199,8 @@ def _finite(value: float | None) -> float | None:
 def render_page(runs: Sequence[Mapping[str, Any]], *, follow: bool = False) -> str:
     """Return the page with style, script and the runs' data in it.
 
-    What a model wrote is hostile: it stands in a block of data in which no `<` is left, the script
-    puts it into the page as text, and the page's policy runs no other script and loads nothing.
+    Model output is hostile: it is embedded as JSON without any `<`, the script inserts it as text,
+    and the page's policy runs no other script and loads nothing.
 
     Args:
         follow: the page asks its server for more; nothing else can be asked.
@@ -213,7 +213,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], *, follow: bool = False) -> s
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
     policy += "; connect-src 'self'" if follow else ""
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
-    for name, text in parts.items():  # the data last: it may hold a mark
+    for name, text in parts.items():  # insert the data last: it may contain a placeholder
         html = html.replace(f"@{name}@", text, 1)
     return html
 

@@ -1,8 +1,7 @@
-"""Trackers: a run shown in Weights & Biases, TensorBoard or Trackio too.
+"""Trackers: log a run to Weights & Biases, TensorBoard or Trackio as well.
 
-metrics.jsonl, samples.jsonl and train_logs.csv are written always; `--tracker` shows the same
-elsewhere. A tool that is missing, out of reach or broken is said in one line and left out; training
-never waits for it to work.
+metrics.jsonl, samples.jsonl and train_logs.csv are always written. A tracker that is missing,
+unreachable or broken is reported in one line and dropped; training continues.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ ALIASES = {
     "eval/accuracy": "val/accuracy",
 }
 TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
-TABLE_ROWS = 16  # of a table; samples.jsonl has all
+TABLE_ROWS = 16  # rows of a table; samples.jsonl has all
 
 
 class Tracker:
-    """Sends what is logged to a back-end, until its first error."""
+    """Sends logs to a back-end until its first error."""
 
     def __init__(self, name: str, back_end: BackEnd, sample_every: int) -> None:
         """
@@ -74,7 +73,7 @@ class Tracker:
             return
         try:
             getattr(self._back_end, method)(*arguments)
-        except Exception as error:  # whatever it is, the run is worth more
+        except Exception as error:  # no tracker error may end the run
             self._back_end = None
             terminal.line(f"tracker {self._name} failed and is left out from here on: {error!r}")
 
@@ -155,7 +154,7 @@ class _Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(None):
-            self._trackio.finish()  # a run finished by itself is finished again at exit, aloud
+            self._trackio.finish()  # else W&B finishes the run again at exit, with output
 
 
 BackEnd = _Wandb | _TensorBoard | _Trackio
@@ -163,7 +162,7 @@ BACK_ENDS = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
 
 
 def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
-    """Open the tracker of this name (of `TRACKER_NAMES`), or say why not and return None."""
+    """Open a tracker of `TRACKER_NAMES`, or print why it cannot be opened and return None."""
     if name == "none":
         return None
     try:
@@ -171,7 +170,7 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
     except ImportError as error:
         terminal.line(f"no tracker: {error}; pip install -e '.[track]' brings {name}")
         return None
-    except Exception as error:  # no network, no account, a bug in it: the run is worth more
+    except Exception as error:  # no network, no account, a bug: the run continues
         terminal.line(f"no tracker: {name} does not start: {error!r}")
         return None
     terminal.line(f"tracker: {name}; {back_end.where}")
@@ -179,10 +178,10 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
 
 
 def check_project(project: str | None, tracker: str) -> None:
-    """Raise ValueError if a project is named and the tracker has none."""
+    """Raise ValueError if a project is given to a tracker without projects."""
     if project is not None and tracker not in ("wandb", "trackio"):
         raise ValueError(
-            f"--wandb-project {project} is of --tracker wandb or trackio; add --use-wandb"
+            f"--wandb-project {project} needs --tracker wandb or trackio: add --use-wandb"
         )
 
 
@@ -191,7 +190,7 @@ def _project(config: Mapping[str, Any]) -> str:
 
 
 def _has_wandb_key() -> bool:
-    """Tell whether W&B would log in without asking on the terminal."""
+    """Return whether W&B can log in without asking on the terminal."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -202,6 +201,6 @@ def _has_wandb_key() -> bool:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The same for a run and its resumption: of where it is and when its first file was made."""
+    """Return an id that a run and its resumption share, from its path and creation time."""
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
     return hashlib.sha256(identity.encode()).hexdigest()[:12]

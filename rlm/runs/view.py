@@ -4,10 +4,9 @@
     rlm view runs/grpo --follow                       # http://127.0.0.1:8008, while the run goes
     rlm view runs/grpo --compare runs/other --output both.html
 
-Curves with bands on top; the steps, their groups with rewards; the completions, coloured by
-advantage, with what a tool wrote, the verdict and its reason; filters: wrong, truncated, right for
-a wrong reason. The file needs no server and no network. A run is followed by reading its logs:
-training does nothing for it.
+The page has curves with bands, the steps, their groups with rewards, and the completions, coloured
+by advantage, with verdict and reason. Filters: wrong, truncated, right for a wrong reason. The file
+needs no server and no network. A run is followed by reading its logs.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ def main(config: ViewConfig) -> int:
 
 
 def check_rollouts(path: Path) -> None:
-    """Check that a run left samples.
+    """Check that a run has samples.
 
     Raises:
-        UsageError: it did not; names those in the directory that did.
+        UsageError: it has none; the message names runs in the directory that have.
     """
     if read_log(path / "samples.jsonl"):
         return
@@ -67,7 +66,7 @@ def check_rollouts(path: Path) -> None:
 
 
 def _runs_in(path: Path) -> str:
-    """The runs with rollouts that lie in a folder, or beside it where it does not exist."""
+    """Return the runs with rollouts in a folder, or beside it if it does not exist."""
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.glob("*/samples.jsonl"), key=lambda f: f.stat().st_mtime, reverse=True)
     runs = [str(f.parent) for f in files if f.stat().st_size and f.parent.suffix != ".prev"]

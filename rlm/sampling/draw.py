@@ -24,7 +24,7 @@ NOT_FINITE = (
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
-    """Compute a number in [0, 1) per row, a pure function of (seed, counter): (N,) float64.
+    """Compute one number in [0, 1) per row from (seed, counter) alone: (N,) float64.
 
     SplitMix64 (Steele, Lea and Flood, 2014) at position `counter` of the stream `seed`. Being
     counter-based, a row's draws do not depend on which rows are drawn beside it.

@@ -1,8 +1,8 @@
-"""The rollout engine: continuous batching of at most `max_num_seqs` sequences.
+"""Samples completions with continuous batching of at most `max_num_seqs` sequences.
 
 A prompt is prefilled once for all its completions. A completion is a pure function of its prompt,
-its seed and the weights, bit for bit: who shares the batch does not matter. Where others' matrix
-products are used, which sum in another order for another number of rows, `batch_note` says so.
+its seed and the weights, bit for bit, whatever shares the batch. oneDNN's and torch's products may
+sum in another order for another number of rows: `batch_note` says if they are used.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Sampler:
     ) -> None:
         """
         Args:
-            tool: what `sample` lets write into the completions.
-            share: of the free memory that this sampler may plan with: others are beside it.
+            tool: writes into the completions of `sample`.
+            share: fraction of the free memory that this sampler may use, if others run beside it.
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
                 the architecture and by the memory that is free.
             dtype: number type of a merged copy (None: the model's): see `sampling_dtype`.
@@ -106,7 +106,7 @@ class Sampler:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Makes the `allowed_tokens` of structured outputs."""
+        """The compiler that makes `allowed_tokens` for structured outputs."""
         from rlm.sampling.structured_outputs import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.stop_ids, self._config.vocab_size)
@@ -183,10 +183,10 @@ class Sampler:
         finally:
             for request_id in places:
                 self.abort_request(request_id)
-            self._cache = None  # free the cache between batches
+            self._cache = None  # until the next batch the trainer needs the memory
 
     def _cache_config(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
-        """The cache of a batch whose prompts have n[0], n[1], … completions."""
+        """Size the cache for a batch whose prompts have n[0], n[1], … completions."""
         return CacheConfig(
             max_num_seqs=min(self.max_num_seqs, sum(n)),
             prompt_slots=min(len(n), self.max_num_seqs // min(n) + PREFILL_PROMPTS),
@@ -199,7 +199,7 @@ class Sampler:
 
         Args:
             n: completions of each prompt.
-            prompt_tokens: of the longest prompt, without the prefix that all share.
+            prompt_tokens: length of the longest prompt, without the shared prefix.
         """
         config = self._fit_memory(self._cache_config(n, prompt_tokens, new_tokens))
         cache = config.tokens * token_bytes(self._config, self.dtype)
@@ -281,12 +281,12 @@ class Sampler:
             self._scheduler.free_finished(self._cache.copy_row)
 
     def reset(self) -> None:
-        """Drop every request and the cache: after a step that failed, say."""
+        """Drop every request and the cache, for instance after a step that failed."""
         self._scheduler, self._cache = Scheduler(0, 0), None
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """Generate one token for every running sequence, after free rows have been given away."""
+        """Start waiting sequences in free rows, then generate one token for every running one."""
         self._scheduler.fill_batch(self._prefill)
         batch = self._scheduler.running
         if not batch:
@@ -301,7 +301,7 @@ class Sampler:
             self._ops,
         )
         pairs = list(zip(batch, drawn, strict=True))
-        # All of them first: if a request's own function raises, no token has been appended yet.
+        # Collect all first: if a request's own function raises, nothing has been appended yet.
         forced = [(sequence, sequence.forced_instead_of(token)) for sequence, (token, _) in pairs]
         for sequence, tokens in forced:
             sequence.forced.extend(tokens)

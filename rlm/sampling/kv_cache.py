@@ -1,9 +1,9 @@
-"""The KV cache: keys and values of prefixes, prompts and completions.
+"""Stores keys and values of prefixes, prompts and completions.
 
 A row attends to three segments: the prefix that all prompts share (the system prompt), the rest of
 its own prompt, shared by the prompt's n completions, and its own completion. The first two are
-stored once. Keys are stored (D, T) and values (T, D), as products read them: of a part of their T,
-oneDNN would rearrange a transposed view in every product.
+stored once. Keys are stored (D, T) and values (T, D), as products read them: oneDNN would copy a
+transposed view of part of their T in every product.
 
 Letters: L layers, H key-value heads, D head width, T tokens.
 """
@@ -23,17 +23,17 @@ from rlm.ops import AttentionFunction, Ops, head_dim, num_key_value_heads
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The size of a cache: fixed when it is allocated, so nothing can run out half way."""
+    """The size of a cache. It is fixed at allocation, so a batch cannot run out of it."""
 
     max_num_seqs: int  # sequences decoded at once
     prompt_slots: int  # prompts held at once
-    prompt_tokens: int  # of a prompt, without the shared prefix
-    new_tokens: int  # of a completion
-    prefix_tokens: int = 0  # of the shared prefix
+    prompt_tokens: int  # length of a prompt, without the shared prefix
+    new_tokens: int  # length of a completion
+    prefix_tokens: int = 0  # length of the shared prefix
 
     @property
     def tokens(self) -> int:
-        """Tokens for which keys and values are stored."""
+        """The number of tokens for which keys and values are stored."""
         return (
             self.prefix_tokens
             + self.prompt_slots * self.prompt_tokens
@@ -123,7 +123,7 @@ class KVCache:
             slots: where the prompt of each row stands.
             own_lengths: tokens of each row's completion before this one.
         """
-        # With the new token, which is stored before anything is read.
+        # This counts the new token, which is stored before anything is read.
         lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         where = ([0] * len(slots), slots, range(len(slots)))
         return self._ops.decode_attention((self._prefix, self._prompts, self._own), where, lengths)

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
 PROGRESS_INTERVAL = 20.0  # seconds
 PORTS_TRIED = 3
-LOG_LINES = 15  # of a server that has died
+LOG_LINES = 15  # printed of the log when the server has died
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
-KV_SHARE = 0.4  # of the memory that both models' weights leave free; the rest is for learning
-# What tells a process its place among those of torchrun: the server is none of them.
+KV_SHARE = 0.4  # share of the memory that both models' weights leave free; the rest is for learning
+# Variables by which torchrun tells a process its rank: the server must not see them.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-# Ends the server's process group ($1) when standard input is closed. The system closes it however
-# the trainer ends, also by kill -9, and on every Unix. Asked first, because vLLM's own processes
-# must let go of the GPU; after ten seconds killed.
+# Ends the server's process group ($1) when standard input is closed. Every Unix closes it however
+# the trainer ends, also by kill -9. SIGTERM comes first, so that vLLM's processes free the GPU, and
+# SIGKILL after ten seconds.
 WATCHDOG = """
 read -r _
 kill -s TERM -- "-$1"
@@ -49,12 +49,12 @@ class ManagedVLLM:
     """A vLLM server on this machine that ends when this object or this process does."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> None:
-        """Start it; `wait_until_healthy` says when it can be used.
+        """Start the server; `wait_until_healthy` returns when it can be used.
 
         Args:
             command: made by `server_command`; host and port are added.
-            log: the file to which it writes.
-            env: variables of its environment, beside this process's.
+            log: file for its output.
+            env: environment variables to add to this process's.
         """
         self.log, self._command = log, list(command)
         self.key = secrets.token_urlsafe(24)
@@ -69,10 +69,10 @@ class ManagedVLLM:
         return f"http://127.0.0.1:{self._port}/v1"
 
     def wait_until_healthy(self) -> None:
-        """Wait until it answers, with a line now and then; on another port if one was taken.
+        """Wait until it answers, printing a line now and then; if the port was taken, try another.
 
         Raises:
-            UsageError: it has ended, or takes too long; its last lines have been printed.
+            UsageError: it has exited or takes too long; its last lines are printed before.
         """
         began = said = time.monotonic()
         ports = 1
@@ -97,10 +97,10 @@ class ManagedVLLM:
         terminal.line(f"vLLM answers after {terminal.duration(time.monotonic() - began)}")
 
     def check(self) -> None:
-        """Do nothing while it runs.
+        """Check that the server still runs.
 
         Raises:
-            UsageError: it has ended; its last lines have been printed.
+            UsageError: it has exited; its last lines are printed before.
         """
         code = self._process.poll()
         if code is not None:
@@ -111,7 +111,7 @@ class ManagedVLLM:
         self._port = _free_port()
         address = ["--host", "127.0.0.1", "--port", str(self._port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # A session of its own: Ctrl-C in the terminal is for the trainer, which ends its step.
+        # The server gets its own session, so Ctrl-C in the terminal reaches the trainer alone.
         detached = {"start_new_session": True, "stderr": subprocess.STDOUT}
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -184,7 +184,7 @@ def split_command(command: str) -> list[str]:
 
 
 def server_command(command: str, model: str, options: Mapping[str, object]) -> list[str]:
-    """Return the command line that serves a model; options that the command has itself win.
+    """Return the command line that serves a model; options in the command itself win.
 
     Args:
         options: name → value, None for a switch.
@@ -207,7 +207,7 @@ def server_options(
     """Return what the server of a run needs, as `server_command` takes it.
 
     Args:
-        rank: of the adapter.
+        rank: the adapter's.
 
     Raises:
         UsageError: the adapter's rank is more than vLLM takes, or there is too little memory.
@@ -230,7 +230,7 @@ def server_options(
 def _memory_share(policy: PreTrainedModel) -> float:
     """Return the server's share of the memory of the card that trains (without one, of the RAM).
 
-    A number fixed before it starts: by itself it would take nine tenths, or what is free.
+    vLLM's own default is nine tenths of all.
     """
     release_memory()
     free = available_memory(policy.device.type)

@@ -1,6 +1,6 @@
 """Sampling parameters, requests, and the tokens and completions that come back.
 
-A tool writes into a completion through its request, whose `force_tokens` is a `ToolTokens`.
+`ToolTokens`, a request's `force_tokens`, lets a tool write into completions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Decides how tokens are drawn, alone: no model default (top_k = 50) leaks in.
+    """How tokens are drawn. No default of the model (such as top_k = 50) has any effect.
 
     temperature: 0 takes the most likely token. top_p = 1 and top_k = 0 leave the distribution
-    whole. max_new_tokens counts the end token. stop: texts that end a completion, the tokens they
-    are made of included.
+    whole. max_new_tokens counts the end token. stop: texts that end a completion, which keeps their
+    tokens.
     """
 
     max_new_tokens: int
@@ -80,16 +80,16 @@ class Token:
     row: int
     id: int
     logprob: float
-    finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: goes on
-    forced: bool = False  # put in by the request's `force_tokens`, not drawn
+    finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: running
+    forced: bool = False  # inserted by the request's `force_tokens`, not drawn
 
 
 @dataclass
 class Completion:
     """A completion of a prompt.
 
-    token_ids: the end token included where there is one. logprobs: one per token, under the
-    distribution that was drawn from, that of the `allowed_tokens` alone (under the plain softmax
+    token_ids: with the end token if there is one. logprobs: one per token, under the
+    distribution that was sampled, over the `allowed_tokens` alone (under the plain softmax
     of these where temperature is 0); NaN where none was drawn. tool_mask: one per token, as in TRL:
     False where a tool wrote it, True where the model did; empty where there was no tool.
     """
@@ -101,12 +101,12 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """It did not end by itself; the length alone does not tell."""
+        """Whether it did not end by itself; the length alone does not tell."""
         return self.finish_reason == "length"
 
     @property
     def own_tokens(self) -> int:
-        """How many tokens the model itself wrote."""
+        """The number of tokens that the model itself wrote."""
         return sum(self.tool_mask) if self.tool_mask else len(self.token_ids)
 
     @property
@@ -132,16 +132,16 @@ def prompt_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# The tool sees the text of so many last tokens: what a token costs does not grow with the text.
+# The tool sees the text of so many last tokens, so a token's cost does not grow with the text.
 TOOL_WINDOW = 256
 
 
 class ToolTokens:
-    """Asks a tool after each token what to insert: a request's `force_tokens`.
+    """Asks a tool after each token what to insert. It is a request's `force_tokens`.
 
-    What it inserts goes through the engine as forced tokens, one a step: it takes the place of the
+    The engine takes its text as forced tokens, one a step: each replaces the
     next token, which is drawn and thrown away, and the token that triggered it stays the model's.
-    A token that holds the trigger and more (`=5`) triggers nothing: the model goes on by itself.
+    A token that holds the trigger and more (`=5`) triggers nothing: the model continues by itself.
     """
 
     def __init__(self, tool: Tool, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -149,7 +149,7 @@ class ToolTokens:
         self._ends: dict[int, str] = {}  # token id → the text that it is
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
-        """Token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
+        """Return the token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
         trigger = self.tool.trigger
         # Nearly always so, and cheap. A part of a character (U+FFFD) may complete the trigger.
         if not ids or not self._text_of(ids[-1]).endswith((trigger[-1:], "\ufffd")):
@@ -165,7 +165,7 @@ class ToolTokens:
 
 
 def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[tuple[int, int]]:
-    """Where a tool wrote in a completion's text: the (start, end) characters of each call."""
+    """Find what a tool wrote in a completion's text: the (start, end) characters of each call."""
 
     def characters(tokens: int) -> int:
         return len(tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True))

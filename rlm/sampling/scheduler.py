@@ -13,7 +13,7 @@ from rlm.sampling.params import Request, Token
 if TYPE_CHECKING:
     import torch
 
-# Prompts of one prefill. More saves little: a few hundred tokens already fill a CPU.
+# Prompts in one prefill. More saves little: a few hundred tokens already fill a CPU.
 PREFILL_PROMPTS = 8
 
 
@@ -29,7 +29,7 @@ class RequestState:
 
     @property
     def cached_tokens(self) -> Sequence[int]:
-        """What its slot holds. The prompt's last token is the first that each sequence reads."""
+        """The number of tokens in its slot: all but the last, which each sequence reads first."""
         return self.request.prompt[self.prefix_length : -1]
 
 
@@ -53,21 +53,21 @@ class SequenceState:
         return (self.ids or self.request.prompt)[-1]
 
     def forced_instead_of(self, token: int) -> Sequence[int]:
-        """Tokens that the request puts in the place of a drawn one, if any."""
+        """The tokens that the request inserts instead of a drawn one, if any."""
         force_tokens = self.request.force_tokens
         if self.forced or not force_tokens:
             return ()
         return force_tokens(self.index, self.ids, token) or ()
 
     def allowed_tokens(self) -> torch.Tensor | None:
-        """Which tokens may be drawn next, (V,) bool; None for any."""
+        """The tokens that may be drawn next, (V,) bool; None for all."""
         allowed = self.request.allowed_tokens
         return allowed(self.index, self.ids) if allowed and not self.forced else None
 
     def append(
         self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]
     ) -> Token:
-        """Append the next token, forced or else drawn, and see whether it is the last."""
+        """Append the next token, forced or drawn, and check whether it is the last."""
         forced = bool(self.forced)
         if forced:
             token, logprob = self.forced.popleft(), math.nan
@@ -116,7 +116,7 @@ class Scheduler:
             self.running.append(self.ready.popleft())
 
     def _next_to_prefill(self) -> list[RequestState]:
-        """Give waiting requests the free slots: those of one prefill, with one prefix length."""
+        """Give waiting requests free slots, as many as one prefill takes, of one prefix length."""
         chosen: list[RequestState] = []
         while (
             self.waiting
@@ -154,11 +154,11 @@ class Scheduler:
         state.unfinished -= 1
         if state.unfinished == 0:
             self.free_slots.append(state.slot)
-            self.free_slots.sort(reverse=True)  # low slots first: few are then looked at
+            self.free_slots.sort(reverse=True)  # low slots first, so products read few
 
 
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, short of the last token of the shortest.
+    """Count the tokens that all prompts begin with, at most all but the last of the shortest.
 
     >>> common_prefix_length([[1, 2, 3, 4], [1, 2, 5]]), common_prefix_length([[1, 2], [1, 2]])
     (2, 1)

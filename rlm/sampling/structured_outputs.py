@@ -1,4 +1,4 @@
-"""Structured outputs: an answer that fits a JSON schema or a regex, or is one of a few choices.
+"""Restricts answers to a JSON schema, a regex or a list of choices.
 
 llguidance turns the whole completion, tags included, into a grammar, and says after each token
 which ones may follow. All others get probability 0, so tokens are drawn, and their
@@ -24,8 +24,8 @@ from rlm.cli import UsageError
 from rlm.data import Format
 from rlm.grading import AnswerType
 
-MAX_CHARS = 16_000  # of a schema, a regex or a list of choices
-# A mask takes microseconds, and with these at most a tenth of a second, whatever was asked for.
+MAX_CHARS = 16_000  # longest schema, regex or list of choices
+# A mask takes microseconds; these limits keep the worst below a tenth of a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
 ASCII_ONLY = "d"  # \d: nobody means the digits of 70 scripts; \w and \s stay Unicode's
 # Python's default separators. A model that may write any spaces sometimes writes nothing else.
@@ -42,7 +42,7 @@ reasoning[suffix={closes}]: {opens} /(?s-u:.*)/
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What answers have to be. The names are those of vLLM's `structured_outputs`.
+    """The format that answers must have, under the names of vLLM's `structured_outputs`.
 
     Raises:
         UsageError: not exactly one is given, or it is too long.
@@ -70,7 +70,7 @@ class StructuredOutputs:
 
     @property
     def answer_type(self) -> AnswerType:
-        """What such an answer is where nothing else is asked for: JSON is compared with nothing."""
+        """The default kind of such answers: JSON has no reference answer to compare with."""
         return "text" if self.regex is not None or self.choice else "open"
 
     @cached_property
@@ -91,7 +91,7 @@ class StructuredOutputs:
         if not isinstance(schema, dict):
             raise UsageError("a JSON schema is a JSON object")
         if _is_endless(schema, schema, ()):
-            raise UsageError("the JSON schema needs itself inside itself: no value ever ends")
+            raise UsageError("the JSON schema requires itself inside itself: no value fits it")
         return schema | {"x-guidance": JSON_OPTIONS}
 
     def grammar(self, format: Format) -> str:
@@ -116,7 +116,7 @@ def _quote(text: str) -> str:
 
 
 def _is_endless(schema: Any, root: dict[str, Any], open: tuple[str, ...]) -> bool:
-    """Whether every value of a schema holds a smaller one of itself, and so on without an end.
+    """Whether every value of a schema must contain a value of the same schema, without end.
 
     Args:
         open: the references that lead here, through properties that have to be there.
@@ -147,7 +147,7 @@ def _is_endless(schema: Any, root: dict[str, Any], open: tuple[str, ...]) -> boo
 
 
 class GrammarMatcher:
-    """Follows one completion: which tokens may come next."""
+    """Tracks one completion and says which tokens may come next."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher, self._vocabulary, self._consumed = matcher, vocabulary, 0
@@ -156,7 +156,7 @@ class GrammarMatcher:
         return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def allowed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Which tokens may follow `ids`, those of the last call and what has come since: (V,) bool.
+        """The tokens that may follow `ids`, which extend those of the last call: (V,) bool.
 
         Raises:
             UsageError: the grammar turned out to be too complex.
@@ -171,7 +171,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer, whose vocabulary it reads first: a second, once."""
+    """Makes matchers for one tokenizer. Reading its vocabulary takes a second, once."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], vocabulary: int
@@ -193,7 +193,7 @@ class GrammarCompiler:
             ) from error
 
     def compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
-        """Compile what answers of a format have to be.
+        """Compile the grammar of answers in this format.
 
         Raises:
             UsageError: the schema or regex is invalid, too complex, asks for what llguidance does
@@ -202,7 +202,7 @@ class GrammarCompiler:
         grammar = structured.grammar(format)
         matcher = LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=LIMITS)
         trial = matcher.deep_copy()
-        # Part of the work is left for the first tokens: here it keeps nobody waiting.
+        # llguidance leaves part of the work for the first mask: done here, it delays no request.
         opening = format.answer_tags[0].encode()
         trial.consume_tokens(self._vocabulary_trie.tokenize_bytes(opening))
         bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
@@ -227,6 +227,6 @@ def reason(error: str) -> str:
     if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of the regex parser
         return found[1]
     line, before = error.split("\n", 1)[0], ""
-    while line != before:  # what was being done, from the outside in
+    while line != before:  # the context, outermost first
         before, line = line, _BEFORE_REASON.sub("", line)
     return line.strip()[:300]

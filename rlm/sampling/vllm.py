@@ -13,34 +13,34 @@ from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
 from rlm.sampling.params import Completion, SamplingParams
 
-# Said although it is nothing: vLLM would look into the model's generation_config.json instead.
+# Sent although they change nothing: vLLM would take the model's generation_config.json instead.
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 LOAD_TIMEOUT = 300.0  # seconds in which the main process loads an adapter that others wait for
 
 
 class ManagedServers(Protocol):
-    """Servers of this run's own."""
+    """The vLLM servers that this run starts itself."""
 
     def start(self) -> Sequence[APIClient]:
         """Start them, and return their clients."""
 
     def check(self) -> None:
-        """Raise UsageError if one has ended."""
+        """Raise UsageError if one has exited."""
 
     def stop(self) -> None:
         """End them."""
 
 
 class VLLMSampler:
-    """Generates completions on vLLM servers: the same `sample` as `rlm.sampling.Sampler`.
+    """Generates completions on vLLM servers; `sample` works as in `rlm.sampling.Sampler`.
 
-    One request a prompt, for all its completions: vLLM gives completion i the seed + i, which is
-    our own rule, reads the prompt once and answers with 1/n of the messages. Equal seeds give
-    equal completions again, but not those of our own sampler: it has other random streams.
+    A prompt is one request for all its completions. vLLM gives completion i the seed + i, as our
+    own sampler does, and reads the prompt once. Equal seeds give
+    equal completions again, but others than our own sampler, which has other random streams.
     Several servers get the prompts in turn, and all get the adapter.
     """
 
-    matches_trainer = False  # other kernels, and maybe another number type
+    matches_trainer = False  # vLLM has other kernels, and maybe another number type
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class VLLMSampler:
         run: str | None = None,
         is_main: bool = True,
     ) -> None:
-        """Finds the base model that is served, and checks that log-probabilities are right.
+        """Find the base model that is served, and check that its log-probabilities are right.
 
         Args:
-            servers: that run; or our own, which `start` starts.
+            servers: clients of running servers; or this run's own, which `start` starts.
             stop_ids: every token that ends a completion (`rlm.data.prompts.stop_token_ids`).
-            export: writes the adapter that is trained and says where. What it wrote is loaded
+            export: writes the adapter that is trained and returns its path. The adapter is loaded
                 before the first batch, and before the next one after `invalidate_weights`.
-            run: what the adapter's names begin with; the same in all processes of a run.
+            run: prefix of the adapter's names; the same in all processes of a run.
             is_main: false in processes that wait for the main one to load the adapter.
 
         Raises:
-            UsageError: there is no server, or one that can not give what training needs.
+            UsageError: a server is missing or cannot give what training needs.
         """
         self._export, self._is_main = export, is_main
         self._run = run or uuid.uuid4().hex[:12]
-        self._version = 0  # of the adapter: how often it has changed, the same in all processes
+        self._version = 0  # how often the adapter has changed, the same in all processes
         self.stop_ids = frozenset(stop_ids)
         self.max_model_len: int | None = None  # the longest sequence that all servers take
         self._models: list[tuple[APIClient, str]] = []  # and the base model's name there
@@ -78,7 +78,7 @@ class VLLMSampler:
             self._connect(servers)
 
     def start(self) -> None:
-        """Start the servers, where they are ours and do not run. The first batch would, too.
+        """Start this run's own servers, unless they run; otherwise the first batch does.
 
         Raises:
             UsageError: one does not start, or cannot give what training needs.
@@ -87,7 +87,7 @@ class VLLMSampler:
             self._connect(self._managed.start())
 
     def close(self) -> None:
-        """End the servers, where they are ours. The next batch would start them again."""
+        """End this run's own servers; the next batch would start them again."""
         if self._managed:
             self._managed.stop()
             self._models, self._adapter = [], None
@@ -95,7 +95,7 @@ class VLLMSampler:
     def _connect(self, clients: Sequence[APIClient]) -> None:
         lengths = set()
         for client in clients:
-            # vLLM names what an adapter stands on as its parent; the base model has none.
+            # vLLM names an adapter's base as its parent; the base model has none.
             base = next(model for model in client.models() if not model.get("parent"))
             lengths |= {base.get("max_model_len")} - {None}
             self._models.append((client, base["id"]))
@@ -112,7 +112,7 @@ class VLLMSampler:
     def invalidate_weights(self) -> None:
         """Load the adapter anew before the next batch: training has changed it.
 
-        All processes of a run call it equally often, for it gives the adapter its name.
+        All processes of a run must call it equally often: the number of calls names the adapter.
         """
         self._version += 1
 
@@ -128,7 +128,7 @@ class VLLMSampler:
 
         Raises:
             APIError: a server failed, or ends completions on other tokens than the model.
-            UsageError: it does not return token ids and log-probabilities, or has ended.
+            UsageError: a server returns no token ids with log-probabilities, or has exited.
         """
         if not prompts:
             return []
@@ -157,10 +157,10 @@ class VLLMSampler:
         return [future.result() for future in futures]
 
     def _follow_adapter(self) -> None:
-        """Sample from the adapter as it is now: load it, or wait until the main process has.
+        """Load the adapter as it is now, or wait until the main process has loaded it.
 
-        Whoever samples knows its name without asking, and the one before is not drawn from any
-        more: all processes have shared the last batch's rewards before they sample again.
+        Every process knows the adapter's name without asking. None still samples from the one
+        before: all have shared the last batch's rewards.
         """
         # A new name each time: vLLM keeps the keys and values of prompts by the adapter's name.
         name = f"rlm-{self._run}-{self._version}"
@@ -176,7 +176,7 @@ class VLLMSampler:
         """Load an adapter under its name on every server, then drop the one before.
 
         Raises:
-            UsageError: a server refuses. It reads the directory itself.
+            UsageError: a server refuses it (the server must see the directory).
         """
         for client, _ in self._models:
             try:
@@ -253,10 +253,10 @@ class VLLMSampler:
         return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
 
     def _check_logprobs(self, client: APIClient, model: str) -> None:
-        """Check that log-probabilities are of what was drawn from: 0 where one token is left.
+        """Check that log-probabilities are of the sampled distribution: 0 if one token is left.
 
-        vLLM's default are those before temperature, top_p and top_k. A few tokens are asked for,
-        because of a single one the model may be sure anyway. top_k = 1 alone leaves two where the
+        vLLM's default are those before temperature, top_p and top_k. A few tokens are requested,
+        because the model may be sure of a single one anyway. top_k = 1 alone leaves two where the
         best logits are equal, as they sometimes are in bf16; top_p then leaves one of them.
         """
         params = SamplingParams(max_new_tokens=8, top_k=1, top_p=1e-6)

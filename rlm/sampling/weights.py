@@ -1,8 +1,8 @@
 """Runs the model for the sampler: the model itself, or a merged and fused copy of its weights.
 
 `UnmergedWeights` runs the model itself, adapter unmerged: any architecture, no extra memory.
-`MergedWeights` runs a copy of base + adapter of its own, its projections fused and laid out for
-the CPU's matrix products: the fast path of the Llama family. The model is never written.
+`MergedWeights`, the fast path of the Llama family, runs its own copy of base + adapter, with fused
+projections in the layout of the CPU's matrix products. The model is never written.
 Both leave attention to the cache, through the function `attend`.
 """
 
@@ -40,7 +40,7 @@ from rlm.ops import (
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
 
-DECODED_ROWS = 64  # at which the number types are compared
+DECODED_ROWS = 64  # rows at which the number types are compared
 _SWITCH = threading.Lock()  # held while a model's config names another attention
 
 
@@ -83,7 +83,7 @@ class UnmergedWeights:
         self.forward(token, token, attend)
 
     def refresh(self) -> None:
-        """Nothing to do: these are the weights that training changes, and needs."""
+        """Do nothing: these are the weights that training changes."""
 
     release = refresh
 
@@ -95,15 +95,15 @@ class UnmergedWeights:
             calls.append(1)
             return attend(*inputs)
 
-        with _SWITCH:  # the config is the model's, which another thread may sample with
+        with _SWITCH:  # another thread may sample with the same model, and so with this config
             usual = config._attn_implementation
             config._attn_implementation = "rlm_cache"
             try:
                 hidden = self._decoder(
                     input_ids=ids,
                     position_ids=positions,
-                    # Four dimensions: taken as it is, no mask is built. The cache knows who sees
-                    # whom.
+                    # A mask of four dimensions is taken as it is. The cache knows which tokens
+                    # each one sees.
                     attention_mask=torch.zeros(len(ids), 1, 1, 1, device=ids.device),
                     use_cache=False,
                     rlm_attend=attend_and_count,  # handed on to `_through_cache`
@@ -111,7 +111,7 @@ class UnmergedWeights:
             finally:
                 config._attn_implementation = usual
         if len(calls) != config.num_hidden_layers:
-            # Its tokens would not see those before them, and nothing else would notice.
+            # Otherwise its tokens would silently not see those before them.
             raise UsageError(
                 f"{config.model_type}: {len(calls)} of {config.num_hidden_layers} layers "
                 "attend through keys and values that can be cached: unsupported"
@@ -129,10 +129,10 @@ def _through_cache(
     rlm_attend: AttentionFunction | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for attention; heads and tokens are swapped in its answer.
+    """The attention function that transformers calls; its result has heads and tokens swapped.
 
     Raises:
-        UsageError: the model does not hand on what its forward pass was given.
+        UsageError: the model does not pass on the arguments of its forward pass.
     """
     scale = softmax_scale(query, scaling, options, "unsupported")
     if rlm_attend is None:
@@ -164,14 +164,14 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
 
 
 def copy_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
-    """Estimate the bytes of a merged copy of the layers, without the head's, which stays."""
+    """Estimate the bytes of a merged copy of the layers; the head is not copied again."""
     linear = [m for m in decoder_and_head(model)[0].modules() if isinstance(m, nn.Linear)]
     # From the shapes: 4-bit weights are stored packed.
     return sum(m.in_features * m.out_features for m in linear) * dtype.itemsize
 
 
 class MergedWeights:
-    """A fused copy of base + active adapters, in a number type of its own."""
+    """A fused copy of base + active adapters; it may have another number type."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class MergedWeights:
     def refresh(self) -> None:
         """Bring the copy up to date, if the adapter has changed since.
 
-        Compared with what was copied, which costs milliseconds, so that nobody can forget it.
+        Comparing the adapter with what was copied takes milliseconds, and no caller can forget it.
         """
         adapters = active_lora_tensors(self._model)
         same = self._layers and adapters.keys() == self._seen.keys()
@@ -229,10 +229,10 @@ def choose_weights(
     """Choose the weights to sample with; returns them and a line that says which and why.
 
     Args:
-        merged: whether to merge; None: if the architecture has a fast path, and half of the memory
+        merged: None merges if the architecture has a fast path, and half of the memory
             that is free would hold the copy.
-        dtype: of a merged copy.
-        share: of the free memory that is this sampler's.
+        dtype: number type of a merged copy.
+        share: fraction of the free memory that this sampler may use.
 
     Raises:
         UsageError: a merged copy was asked for, and there is no fast path.
@@ -263,8 +263,8 @@ def fused_linear(
     """Fuse linear layers of the same input into one, adapters merged, with the norm before them.
 
     Args:
-        gated: of two layers, compute silu(first(x)) · second(x).
-        dtype: number type to compute in, that of `ops` (None: the layers').
+        gated: compute silu(first(x)) · second(x) of two layers.
+        dtype: number type to compute in, the same as of `ops` (None: the layers').
     """
     has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
     parts = [[layer] for layer in layers] if gated else [layers]
@@ -334,7 +334,7 @@ class _FusedLayer:
         return self.down(self.gated(x), x)
 
     def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Each head's norm: (B·T, heads, D)."""
+        """Apply the norm of each head: (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
         return self.ops.rms_norm(rows, norm.weight.to(x.dtype), norm.variance_epsilon).view(x.shape)
 
@@ -342,8 +342,8 @@ class _FusedLayer:
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
     """Choose the number type of a merged copy: "auto" times a fused layer of this model.
 
-    It is the model's own on a GPU, where there is no fast path, and where the model's is not the
-    one that was measured to be fast for learning: then somebody has chosen it.
+    It is the model's own type on a GPU, without a fast path, and if the model's type is not the one
+    that was measured to be fast for learning, because then the user has chosen it.
     """
     return choose_sampling_dtype(model, dtype)[0]
 

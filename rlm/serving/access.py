@@ -1,4 +1,4 @@
-"""Authenticates requests by API key, checks the Host header, limits requests per client."""
+"""Authenticate requests by API key, check the Host header, limit requests per client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
-FORM = "application/x-www-form-urlencoded"  # what curl -d says if it is not told otherwise
+FORM = "application/x-www-form-urlencoded"  # curl -d's default
 
 
 def new_key() -> str:
@@ -31,13 +31,12 @@ def new_key() -> str:
 class Keys:
     """The API keys, as SHA-256 hashes. Without any the server is open (loopback only).
 
-    Wrong keys are limited together (middleware.py) but nobody is locked out, since behind a
-    tunnel all clients look alike. What makes guessing hopeless is the length: short keys are
-    refused.
+    Wrong keys share one rate limit (middleware.py), but nobody is locked out, because behind a
+    tunnel all clients have one address. Short keys are refused, so guessing is hopeless.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        """Raises UsageError for a key that is short or that a header can not carry."""
+        """Raise UsageError for a key that is short or not valid in a header."""
         keys = list(keys)
         for key in keys:
             if not (key.isascii() and key.isprintable()) or " " in key:
@@ -53,11 +52,11 @@ class Keys:
         return bool(self._hashes)
 
     def allows(self, headers: Headers) -> str | None:
-        """The id of the key that was sent ("key-1", in the order given), "open", or None: denied.
+        """Return the id of the sent key ("key-1", in the order given), "open", or None if denied.
 
-        An id for logs and limits is a number and not a piece of the hash: a hash of a guessable
-        key gives it away. X-API-Key goes before Authorization, which a proxy with a password of
-        its own may need for itself; two of either are denied.
+        The id is a number rather than a part of the hash, which would reveal a guessable key.
+        X-API-Key precedes Authorization, which a proxy may need for its own password; two of
+        either are denied.
         """
         if not self._hashes:
             return "open"
@@ -67,7 +66,7 @@ class Keys:
 
 
 def sent_key(headers: Headers) -> bytes:
-    """The key that was sent, right or wrong; nothing, which no hash belongs to, if none was."""
+    """Return the sent key, right or wrong; "" without one."""
     own, shared = headers.getlist("x-api-key"), headers.getlist("authorization")
     if len(own) > 1 or len(shared) > 1:
         return b""
@@ -76,9 +75,9 @@ def sent_key(headers: Headers) -> bytes:
 
 
 def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
-    """The keys in RLM_API_KEY and in `key_file` (one a line); none of both: no keys.
+    """Load the keys of RLM_API_KEY and `key_file` (one a line); without both there are none.
 
-    An *empty* key is a mistake that must not open the server: UsageError.
+    An *empty* key raises UsageError, because it must not open the server.
     """
     keys = []
     if "RLM_API_KEY" in env:
@@ -100,15 +99,15 @@ def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
 class AllowedHosts(set[str]):
     """Host names, in lower case and without a port, that requests may be addressed to.
 
-    A page of a stranger can let its own name point to 127.0.0.1 and then talk to this server as
-    if it were its own (DNS rebinding). It can not choose the name in the Host header, though.
+    A web page can make its own name point to 127.0.0.1 and talk to this server as its own (DNS
+    rebinding), but it cannot choose the Host header.
     """
 
     def __init__(self, names: Iterable[str] = (), *, numeric: bool = False) -> None:
-        """numeric: allow every IP address, which no rebinding leads to; for a bind to 0.0.0.0.
+        """numeric: allow every IP address, which is safe from rebinding; for a bind to 0.0.0.0.
 
         Raises:
-            UsageError: what no Host header could name, such as one with a port.
+            UsageError: a name that no Host header can have, such as one with a port.
         """
         super().__init__(name.lower() for name in names)
         for name in self:
@@ -122,17 +121,17 @@ class AllowedHosts(set[str]):
 
 
 def asked_host(headers: Headers) -> str:
-    """The name in the Host header, in lower case and without a port; "" if it is none."""
+    """Return the Host header's name in lower case without a port; "" if it is invalid."""
     values = headers.getlist("host")
     match = _HOST.fullmatch(values[0].lower()) if len(values) == 1 else None
     return match[1].strip("[]") if match else ""
 
 
 def read_origins(origins: Iterable[str]) -> list[str]:
-    """Origins as a browser sends them: in lower case, without a slash at the end.
+    """Normalise origins as a browser sends them: in lower case, without a trailing slash.
 
     Raises:
-        UsageError: `*`, or what no Origin header could say.
+        UsageError: `*`, or an invalid origin.
     """
     found = [origin.lower().removesuffix("/") for origin in origins]
     for origin in found:
@@ -147,11 +146,11 @@ def read_origins(origins: Iterable[str]) -> list[str]:
 
 
 def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
-    """Whether the media type is a form's (curl -d says so by itself), and no web page of another
-    origin sent it, but for the allowed ones.
+    """Return whether the media type is a form's (curl -d's default) and no web page of another, not
+    allowed origin sent it.
 
-    A page has to ask before it sends JSON to another server (CORS), but not before it sends a
-    form; browsers write Origin in both.
+    A page needs a preflight to send JSON to another server (CORS), but not to send a form; browsers
+    set Origin in both.
     """
     if [value.lower() for value in headers.getlist("content-type")] != [FORM]:
         return False
@@ -162,10 +161,10 @@ def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
 
 
 def client_address(peer: str, headers: Headers) -> str | None:
-    """Whom a request to an open server is counted under; None: this machine's own programs.
+    """Return the client that a request to an open server counts for; None for this machine.
 
-    X-Forwarded-For counts only where the sender is this machine: a tunnel's agent, which has added
-    the address that it saw at the end. Of an IPv6 address its network counts: one client has many.
+    X-Forwarded-For is used only if the sender is this machine, a tunnel's agent, which appends the
+    address that it saw. An IPv6 client is identified by its network, because it has many addresses.
     """
     values = headers.getlist("x-forwarded-for")
     if is_loopback(peer):
@@ -179,7 +178,7 @@ def client_address(peer: str, headers: Headers) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's alone, without asking anybody."""
+    """Return whether a name or address is loopback, without a lookup."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -192,7 +191,7 @@ def _is_address(host: str) -> bool:
 
 
 class Bucket:
-    """A token bucket: `per_minute` at once, and refilled at that rate."""
+    """A token bucket of size `per_minute`, refilled at that rate."""
 
     def __init__(self, per_minute: float, now: Callable[[], float] = time.monotonic) -> None:
         self._size = self._left = float(per_minute)
@@ -200,7 +199,7 @@ class Bucket:
         self._then = now()
 
     def take(self) -> int:
-        """0 if one was left, or else the whole seconds until there is."""
+        """Take one; return 0, or the seconds until one is available."""
         now = self._now()
         self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
         self._then = now

@@ -1,7 +1,7 @@
-"""Builds the HTTP application: routes, lifespan, and one shape of error.
+"""Build the HTTP application: routes, lifespan, and error responses.
 
-Nothing loads at import, and nothing before the application starts up: then the engine's thread
-loads the model while `/health` answers and `/ready` says 503.
+Nothing is loaded before start-up. Then the engine's thread loads the model while `/health` answers
+and `/ready` returns 503.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEND_KEY = [
     Security(HTTPBearer(auto_error=False)),
     Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
 ]
-WATCH_SECONDS = 0.5  # between looks at the engine
+WATCH_SECONDS = 0.5  # seconds between checks of the engine
 PAGE = files("rlm.serving").joinpath("page")
 PAGE_POLICY = (  # the page's own files and this server, nothing else; no markup made by a script
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -70,7 +70,7 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
 
 
 async def _watch(service: Service) -> None:
-    """End the waiting of all when the engine hangs or has died."""
+    """Fail all waiting requests when the engine hangs or has died."""
     while True:
         await asyncio.sleep(WATCH_SECONDS)
         if service.engine.state != "loading" and not service.engine.alive:
@@ -124,7 +124,7 @@ def _page_routes() -> APIRouter:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer every error in the shape of HTTPProblem. A bug is raised again, for the log."""
+    """Answer errors as HTTPProblem. A bug is re-raised for the log."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     response = as_problem(error).response(request.state.request_id)

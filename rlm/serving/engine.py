@@ -1,7 +1,6 @@
-"""Runs the model in a thread of its own: requests join its batch, their text comes back.
+"""The engine thread: requests join its batch and receive their text.
 
-Everything that touches the model happens in this thread; the event loop only hands requests over
-and listens.
+All work on the model happens in this thread; the event loop only submits requests and listens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rlm.serving.models import Replica, ServedAdapter
 if TYPE_CHECKING:
     import torch
 
-PING_SECONDS = 15.0  # of silence; then a stream says that it is still there
+PING_SECONDS = 15.0  # seconds of silence before a stream sends a comment
 
 # (completion, reasoning, answer) that a step added, and whether a tool wrote it
 Text = tuple[int, str, str, bool]
@@ -34,19 +33,19 @@ Text = tuple[int, str, str, bool]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request and all together may ask for."""
+    """Limits of one request and of all together."""
 
     prompt_tokens: int
     new_tokens: int
-    requests: int  # accepted and not finished
-    tokens: int  # which these may take up at most
-    seconds: float  # from acceptance to the last token
-    request_tokens: int | None = None  # that one request may draw; None: n times new_tokens
+    requests: int  # accepted, unfinished requests
+    tokens: int  # the most tokens of these
+    seconds: float  # seconds from acceptance to the last token
+    request_tokens: int | None = None  # most tokens of one; None: n times new_tokens
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """An accepted request. Iterate it for its text as it comes; at the end it is finished."""
+    """An accepted request. Iterate over it for its text as it is generated."""
 
     id: str
     api: str  # phase1 | openai
@@ -60,7 +59,7 @@ class RunningRequest:
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
-    error: Exception | None = None  # of its own text handling
+    error: Exception | None = None  # an error of its own text handling
     outcome: str = "cancelled"  # until it is finished, or has failed with a problem's code
 
     def __post_init__(self) -> None:
@@ -72,16 +71,16 @@ class RunningRequest:
 
     @property
     def unfinished(self) -> int:
-        """Completions that have not ended."""
+        """The number of unfinished completions."""
         return sum(c.finish_reason is None for c in self.stream.completions)
 
     @property
     def tokens(self) -> int:
-        """The most that it can take up."""
+        """The most tokens that it can occupy."""
         return len(self.prompt) + self.n * self.params.max_new_tokens
 
     def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Ask thinking budget and tool, for the sampler. An error in it is this request's alone."""
+        """Apply thinking budget and tool, for the sampler. An error fails this request only."""
         try:
             return self.stream(row, ids, token)
         except Exception as error:  # kept: the engine ends the request with it
@@ -89,7 +88,7 @@ class RunningRequest:
             return None
 
     def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Ask the grammar of a structured answer, for the sampler; errors as above."""
+        """Return the grammar's allowed tokens, for the sampler; errors as above."""
         try:
             return self.stream.allowed_tokens(row, ids)
         except Exception as error:  # kept: the engine ends the request with it
@@ -97,15 +96,15 @@ class RunningRequest:
             return None
 
     def put(self, output: list[Text] | HTTPProblem | None) -> None:
-        """Hand over new text, a failure, or the end (None). Safe in any thread."""
+        """Hand over new text, an error, or the end (None). Thread-safe."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     async def __aiter__(self) -> AsyncIterator[list[Text]]:
-        """The text of each step; an empty list after PING_SECONDS without any.
+        """Yield the text of each step; an empty list after PING_SECONDS without any.
 
         Raises:
-            HTTPProblem: the request failed, or its time is over.
+            HTTPProblem: the request failed or its deadline passed.
         """
         deadline = self.started + self.timeout
         while True:
@@ -127,7 +126,7 @@ class RunningRequest:
             yield output
 
     async def wait(self) -> None:
-        """Wait for the end."""
+        """Wait for the request to finish."""
         async for _ in self:
             pass
 
@@ -146,7 +145,7 @@ class Engine:
     ) -> None:
         """
         Args:
-            hang_seconds: a step that takes longer counts as dead until it comes back.
+            hang_seconds: a longer step counts as dead until it returns.
         """
         self._load, self._limits = load, limits
         self._hang_seconds = hang_seconds
@@ -155,7 +154,7 @@ class Engine:
         self._running: dict[str, dict[int, RunningRequest]] = {}  # replica → handle → request
         self._step_began: float | None = None
         self.state = "loading"
-        self.error: Exception | None = None  # what it died of
+        self.error: Exception | None = None  # the error that ended it
         self.tokens_drawn = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -168,7 +167,7 @@ class Engine:
         self._commands.put(partial(self._add, request))
 
     def abort(self, request: RunningRequest) -> None:
-        """Forget a request: its rows are free after the step that is running."""
+        """Abort a request; its rows are freed after the current step."""
         self._commands.put(partial(self._remove, request))
 
     def stop(self, seconds: float = 10.0) -> None:
@@ -178,7 +177,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether it steps, or would if there were work."""
+        """Whether the engine is running or idle, not hanging or dead."""
         began = self._step_began
         hung = began is not None and time.monotonic() - began > self._hang_seconds
         return self.state == "ready" and not hung
@@ -193,21 +192,21 @@ class Engine:
 
     @property
     def batch_note(self) -> str | None:
-        """Why an answer may depend on the requests beside it; None if it does not."""
+        """Why an answer may depend on its batch; None if it does not."""
         return next(iter(self._replicas.values())).sampler.batch_note
 
     @property
     def rows_running(self) -> int:
-        """Completions in the batch or waiting for a place in it."""
+        """Completions in the batch or waiting for it."""
         running = [list(requests.values()) for requests in list(self._running.values())]
         return sum(request.unfinished for requests in running for request in requests)
 
     # --- in the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Load, then step until it is stopped, or dies of what a step cannot be blamed for.
+        """Load, then step until stopped or until an error outside a step.
 
-        Whoever waits for a dead engine is told by the application, which watches it.
+        The application watches the engine and fails those who wait for a dead one.
         """
         try:
             self._replicas = self._load()
@@ -220,7 +219,7 @@ class Engine:
             self.error, self.state, self._step_began = error, "dead", None
 
     def _reset(self, name: str) -> None:
-        """Empty a replica, and allocate all the cache that it will ever have."""
+        """Empty a replica and allocate its full cache."""
         replica = self._replicas[name]
         replica.activate()
         replica.sampler.reset()
@@ -293,7 +292,7 @@ class Engine:
 
 
 def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
-    """Parse a step's tokens and hand their text to whoever listens."""
+    """Parse a step's tokens and hand their text to the listeners."""
     if request.error is not None:
         raise request.error
     request.first_token = request.first_token or time.monotonic()
@@ -307,8 +306,8 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
 
 
 def _fail_batch(requests: Sequence[RunningRequest]) -> None:
-    """Tell the requests of a step that failed: one that was alone is to blame, of several any may
-    be, so they may be sent again."""
+    """Fail the requests of a failed step: a request that was alone gets 500, several may be sent
+    again."""
     again = HTTPProblem(
         503, "engine_down", "a step of the batch failed: send it again", retry_after=1
     )

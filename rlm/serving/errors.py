@@ -1,7 +1,7 @@
-"""Gives every refusal one shape: RFC 9457's problem details and OpenAI's `error` in one body.
+"""Error responses: RFC 9457's problem details and OpenAI's `error` in one body.
 
-Nothing that a client sent is repeated in it: an echo is how a log, a page or a later reader gets
-fooled, and how a lone surrogate turns an error into a crash.
+They repeat nothing that a client sent: an echo can fool a log or a page, and a lone surrogate in it
+would crash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REFUSED = {  # for OpenAPI
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MAX_ERRORS = 20  # a body of 64 KB can hold 40,000
-# What pydantic found → what is said; {…} is what it compared with.
+# pydantic's error type → message; {…} is the limit.
 _SAID = {
     "missing": "is missing",
     "extra_forbidden": "there is no such field",
@@ -62,11 +62,11 @@ _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 @dataclass(eq=False)
 class HTTPProblem(Exception):
-    """A request that gets no answer, and the response that says so."""
+    """An error response, as an exception."""
 
     status: int  # HTTP's
-    code: str  # a word, for programs
-    detail: str  # a sentence, for people
+    code: str  # for programs
+    detail: str  # for people
     param: str | None = None  # the field at fault
     errors: list[dict[str, Any]] | None = None  # each {"loc": [...], "msg": "..."}
     retry_after: int | None = None  # whole seconds
@@ -97,15 +97,15 @@ class HTTPProblem(Exception):
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="rlm"'
-        if self.code == "bad_request":  # where it ends is not sure: what follows is not to be read
+        if self.code == "bad_request":  # the request's end is uncertain
             headers["Connection"] = "close"
-        if self.status in (500, 504):  # the openai client would pay for the same failure again
+        if self.status in (500, 504):  # a retry of the openai client would fail again
             headers["X-Should-Retry"] = "false"
         return JSONResponse(self.body(request_id), self.status, headers, PROBLEM_TYPE)
 
 
 def as_problem(error: Exception) -> HTTPProblem:
-    """What an exception is answered with; of a bug the client is told no more than that."""
+    """Convert an exception to a problem; a bug reveals nothing to the client."""
     if isinstance(error, HTTPProblem):
         return error
     if isinstance(error, RequestValidationError):
@@ -117,9 +117,9 @@ def as_problem(error: Exception) -> HTTPProblem:
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
-    """The 422 for pydantic's `errors()` (at least one): the first places and messages, no values.
+    """Return the 422 for pydantic's `errors()`: the first places and messages, without values.
 
-    The place may be a field name that the client made up: it is kept if it looks like a name.
+    A place may be a field name from the client; it is kept only if it looks like a name.
     """
     first = islice(errors, _MAX_ERRORS)
     kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in first]

@@ -1,7 +1,7 @@
-"""Runs uvicorn on a socket of ours and lets running requests finish before it stops.
+"""Run uvicorn on our own socket; let running requests finish before it stops.
 
-uvicorn waits without end for the rest of a header, and for a client that stops reading. A proxy
-or ngrok in front of the server cuts such clients off; here only their number is limited.
+uvicorn waits without limit for the rest of a header and for a client that stops reading. A proxy or
+ngrok cuts such clients off; here only the number of connections is limited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import uvicorn
 from rlm.cli import UsageError
 from rlm.serving.service import Service
 
-# What uvicorn has to be told. X-Forwarded-For counts for nothing: a client writes what it likes.
+# Options of uvicorn. X-Forwarded-For is ignored, because a client can write anything.
 UVICORN: dict[str, Any] = {
     "http": "h11",
     "limit_concurrency": 500,  # connections; one more gets a 503
@@ -29,10 +29,10 @@ UVICORN: dict[str, Any] = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket, before anything slow happens: a port in use should be said at once.
+    """Bind a socket before slow work, so that a port in use is reported at once.
 
-    Its protocol is named, as asyncio sets TCP_NODELAY on connections of such a socket alone: else
-    the pieces of an answer wait up to 40 ms for the client's acknowledgement of the last one.
+    The protocol is named, because asyncio sets TCP_NODELAY only then: otherwise each piece of a
+    response waits up to 40 ms for the client's acknowledgement.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -49,15 +49,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def local_url(listening: socket.socket) -> str:
-    """Where programs of this machine reach the socket: another one may have the same port on
-    another of its addresses, and a tunnel must not lead there."""
+    """Return the local URL of the socket, with the bound address: another program may have the same
+    port on another address."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host.partition("%")[0])
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn whose first signal drains the service, and whose second one leaves at once."""
+    """uvicorn that drains the service at the first signal and exits at the second."""
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
         super().__init__(config)

@@ -1,9 +1,9 @@
-"""Logs one JSON object a line, or one line to read on a terminal.
+"""Log one JSON object a line, or one readable line on a terminal.
 
-Whatever a client sends, it can not make a line of its own.
+A client cannot inject a line.
 
-Keys and prompts are never logged. Of an exception the type and the place are, not the message:
-messages like to quote what they choked on.
+Keys and prompts are never logged, and of exceptions only type and place, because messages may quote
+input.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def configure(stream: TextIO, *, as_json: bool = False) -> None:
 
 
 def log(event: str, **fields: object) -> None:
-    """Write `event` and its fields; the id of the request being served is added by itself."""
+    """Log `event` with its fields and the current request's id."""
     _logger.info(event, extra={"fields": fields})
 
 
@@ -53,7 +53,7 @@ def log_error(event: str, error: BaseException, **fields: object) -> None:
 
 
 def safe_path(path: str) -> str:
-    """Cut a path that no route knows to 100 harmless characters, without what could be a key."""
+    """Reduce an unknown path to 100 safe characters without possible keys."""
     parts = path[:1000].split("/")
     return _UNSAFE.sub("?", "/".join("*" if len(part) > 15 else part for part in parts))[:100]
 
@@ -76,7 +76,7 @@ class _ReadableLine(logging.Formatter):
 
 
 def _printable(text: str) -> str:
-    """A line without signs that move a terminal's cursor or colour it."""
+    """Return a line without terminal control characters."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 

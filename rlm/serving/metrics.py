@@ -1,4 +1,4 @@
-"""Counts requests for Prometheus. Labels come from fixed lists, never from what a client sent."""
+"""Prometheus metrics. Labels come from fixed lists, never from a client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
 
 class Metrics:
-    """One registry for each server, so that two in one process do not count together."""
+    """One registry per server, so that two servers in a process count separately."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
@@ -36,7 +36,7 @@ class Metrics:
             Gauge(f"rlm_{name}", help, registry=registry).set_function(value)
 
     def count(self, request: RunningRequest) -> None:
-        """Count a request at its end, whatever that is."""
+        """Count a finished, failed or aborted request."""
         self.finished.labels(request.api, request.outcome).inc()
         if request.outcome == "finished":
             self.total.observe(time.monotonic() - request.started)

@@ -1,8 +1,7 @@
-"""Checks every request before the app sees it: headers, Host, API key, rate limit, body.
+"""Check every request before the app: headers, Host, API key, rate limit, body.
 
-Whatever is not in PUBLIC needs the key: a route that is added later is closed by itself, and
-so is one that does not exist. The path is compared as the router will compare it; authorising by
-prefix or by a rebuilt URL has opened other servers.
+All paths outside PUBLIC need the key, so new and unknown routes are closed. The path is compared as
+the router compares it; authorising by prefix or by a rebuilt URL has opened other servers.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from rlm.serving.access import (
 from rlm.serving.errors import HTTPProblem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
-MAX_CLIENTS = 4096  # addresses whose rate is known
+MAX_CLIENTS = 4096  # addresses whose rate is tracked
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HEADERS = {  # where the app says nothing else
+_HEADERS = {  # unless the app sets it
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -58,17 +57,17 @@ class SecuritySettings:
     # Per key, or client address of a public server; another open one has one user, whom nothing
     # limits.
     requests_per_minute: int = 120
-    public: bool = False  # open to whoever comes through a tunnel, without a key
-    allowed_origins: Sequence[str] = ()  # of web pages that may use this server too
-    failures_per_minute: int = 20  # wrong keys, from whomever: addresses can be made up
+    public: bool = False  # open through a tunnel without a key
+    allowed_origins: Sequence[str] = ()  # origins of web pages that may use this server
+    failures_per_minute: int = 20  # wrong keys from all addresses, which can be forged
 
 
 class SecurityMiddleware:
-    """ASGI middleware. The app finds in scope["state"] the `request_id` and the `key_id`."""
+    """ASGI middleware. It sets `request_id` and `key_id` in scope["state"]."""
 
     def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
         self._app, self._settings = app, settings
-        # Of a key or an address. Addresses have no end: those unseen longest are forgotten.
+        # The bucket of a key or an address; the least recently used is dropped.
         self._bucket = lru_cache(MAX_CLIENTS)(lambda name: Bucket(settings.requests_per_minute))
         self._failures = Bucket(settings.failures_per_minute)
 
@@ -91,13 +90,13 @@ class SecurityMiddleware:
         await self._app(scope, await read_body(scope, receive, headers, self._settings), send)
 
     def _authorize(self, scope: Scope, headers: Headers) -> str:
-        """The id of the key, or "public" or "open"; raises a 401 or a 429."""
+        """Return the key's id, "public" or "open"; raise a 401 or 429."""
         if scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
             return "public"
         keys = self._settings.keys
         key_id = keys.allows(headers)
         if key_id is None:
-            # Who sends none is guessing nothing: a page that has yet to ask for the key, say.
+            # No key is no guess: a page that has yet to ask for it, say.
             if sent_key(headers) and (wait := self._failures.take()):
                 raise HTTPProblem(429, "rate_limited", "too many wrong keys", retry_after=wait)
             raise HTTPProblem(401, "unauthorized", "a valid API key is needed")
@@ -110,10 +109,10 @@ class SecurityMiddleware:
 
 
 def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let web pages of these origins use the app. They send a key themselves, never a cookie.
+    """Allow web pages of these origins. They send a key, never a cookie.
 
-    It goes around SecurityMiddleware: a browser asks without a key whether it may send one. Any
-    header may be sent: OpenAI's client sends a dozen of its own (x-stainless-os, …).
+    It wraps SecurityMiddleware, because a preflight has no key. Any header is allowed: OpenAI's
+    client sends a dozen of its own (x-stainless-os, …).
     """
     return CORSMiddleware(
         app,
@@ -125,7 +124,7 @@ def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _unknown_host(headers: Headers) -> HTTPProblem:
-    """The name is repeated, unlike all else that is sent: it has no sign that could do harm."""
+    """The name is repeated, because its characters are known to be harmless."""
     name = asked_host(headers)
     detail = "this server does not go by the name in Host"
     if name:
@@ -134,7 +133,7 @@ def _unknown_host(headers: Headers) -> HTTPProblem:
 
 
 def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) -> None:
-    """Raise a 431 for too much, a 400 for a body with two lengths (how requests are smuggled)."""
+    """Raise a 431 for large headers, a 400 for a body with two lengths (request smuggling)."""
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers.raw)
     if size > settings.max_header_bytes or len(headers.raw) > settings.max_headers:
@@ -149,9 +148,9 @@ def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) ->
 async def read_body(
     scope: Scope, receive: Receive, headers: Headers, settings: SecuritySettings
 ) -> Receive:
-    """Read the whole body within its limits; the `receive` that hands it to the app at once.
+    """Read the whole body within its limits; return a `receive` that passes it on at once.
 
-    An object that comes as a form is JSON (a form never begins with a brace): the app is told so.
+    An object sent as a form is JSON (a form never begins with a brace) and is passed on as JSON.
     """
     if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
@@ -183,7 +182,7 @@ async def read_body(
 
 
 async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run `serve`; add the id and the headers to its response, or make one; write the log line."""
+    """Run `serve`, add id and headers to its response or make an error response, and log."""
     started, status = time.monotonic(), 499  # until an answer starts: the client hung up
     sent = Headers(scope=scope).getlist("x-request-id")
     is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])

@@ -1,6 +1,6 @@
-"""Finds the adapters that a server offers, once, at the start, and loads them onto one base.
+"""Find the adapters that a server offers, at the start, and load them onto one base.
 
-A request chooses by name from this fixed list, so no name can become a path.
+A request chooses from this fixed list by name, so no name can become a path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CAN_EXECUTE = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """An adapter by name; BASE has no path."""
+    """A named adapter; BASE has no path."""
 
     name: str
     path: Path | None
@@ -57,7 +57,7 @@ class ServedAdapter:
 
 @dataclass(frozen=True)
 class ServedModels:
-    """The base model of a server, and the adapters that it offers on it."""
+    """A server's base model and its adapters."""
 
     base_model: str  # as --model takes it
     base_hash: str
@@ -68,7 +68,7 @@ class ServedModels:
 
 @dataclass
 class Replica:
-    """One adapter (or the base without one), and the sampler that draws with it."""
+    """An adapter (or the bare base) and its sampler."""
 
     sampler: Sampler
     activate: Callable[[], None]  # make it the active adapter of the shared model
@@ -84,15 +84,15 @@ def find_models(
     base: bool = False,
     tool: str = "auto",
 ) -> ServedModels:
-    """Find the adapter served by default, its neighbours in a folder, and their base.
+    """Find the default adapter, the other adapters in a folder, and their base.
 
     Args:
-        quantize: how the base is packed; auto: as it was when the adapter was trained.
-        base: leave the adapter out; its run still says which base it was, and with which tags.
-        tool: of all of them, as --tool names it; auto: of each the one that it was trained with.
+        quantize: of the base; auto: as in training.
+        base: leave the adapter out; its run.json still decides base and tags.
+        tool: for all adapters, as in --tool; auto: each adapter's own.
 
     Raises:
-        UsageError: one of them is missing, could execute code, or belongs to another base.
+        UsageError: an adapter is missing, could execute code, or belongs to another base.
     """
     paths = ([] if base else [adapter]) + _adapters_in(folder, None if base else adapter)
     for path in paths:
@@ -135,8 +135,8 @@ def find_models(
 
 
 def _base_info(adapter: Path, model: str | None) -> AdapterInfo:
-    """What an adapter that is left out says of its base; nothing if that is damaged and the base is
-    named anyway."""
+    """Return the base information of an adapter that is left out; None if it is damaged and the
+    base is named."""
     try:
         return AdapterInfo.load(adapter)
     except UsageError as error:
@@ -152,7 +152,7 @@ def _without(path: Path) -> str:
 
 @contextmanager
 def _adding(hint: str) -> Iterator[None]:
-    """Add a hint to what refuses an adapter."""
+    """Add a hint to an adapter's error."""
     try:
         yield
     except UsageError as error:
@@ -191,7 +191,7 @@ def load_replicas(
     """Load the base, the adapters, and a sampler for each of them and for the base alone.
 
     Raises:
-        UsageError: something does not load, or an adapter holds numbers that are not finite.
+        UsageError: loading fails, or an adapter has values that are not finite.
     """
     model = load_base(models.base_model, pick_device(), quantize=models.quantize)
     inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT bars dots
@@ -212,7 +212,7 @@ def load_replicas(
 
 
 def _adapter_switch(model: PreTrainedModel) -> Callable[[str | None], None]:
-    """A `set_adapter` that does nothing where the adapter (None: none) is active already."""
+    """Return a `set_adapter` that does nothing if the adapter (None: none) is already active."""
     active: str | None = ""
 
     def set_adapter(name: str | None) -> None:
@@ -229,6 +229,6 @@ def _adapter_switch(model: PreTrainedModel) -> Callable[[str | None], None]:
 
 
 def prompt_prefix(tokenizer: PreTrainedTokenizerBase, format: Format) -> Sequence[int]:
-    """What every prompt begins with: the system prompt as the template writes it."""
+    """Return the common beginning of all prompts: the rendered system prompt."""
     prompts = [render_prompt(tokenizer, question, format) for question in ("a", "7")]
     return prompts[0][: common_prefix_length(prompts)]

@@ -1,4 +1,4 @@
-"""Runs a server in a process of its own, for as long as a `with` block lasts."""
+"""Run a server in a process of its own, for the duration of a context."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def server_process(
     log: Path | None = None,
     environment: Mapping[str, str] = {},
 ) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run `python COMMAND --port N` on a free port of this machine; yields its URL and process.
+    """Run `python COMMAND --port N` on a free port; yield its URL and process.
 
     The process has no RLM_API_KEY: it serves this machine alone.
 
     Args:
-        ready: the path that answers 200 when the server is up.
+        ready: a path that returns 200 when the server is ready.
         log: where its output goes (None: nowhere).
-        environment: variables that it has besides those of this process.
+        environment: additional variables.
 
     Raises:
-        UsageError: it ended, or did not answer in time.
+        UsageError: the process ended, or did not answer in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,8 +1,8 @@
 """Routes of `/v1`: the part of OpenAI's protocol that a reasoning model needs.
 
-A field that we do not have is refused, or accepted only with the values that change nothing: a
-client that asks for more learns that it does not get it. Histories are taken as clients and
-frameworks send them back: with names, empty lists of tool calls, and several messages in a row.
+Unsupported fields are refused, or accepted only with values that change nothing. Histories are
+accepted as clients and frameworks send them: with names, empty lists of tool calls, and several
+messages of a role in a row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOT_OFFERED = {  # parts of a message → what they are
 
 
 class Only:
-    """Accepts null and these values, which change nothing here; refuses what asks for more."""
+    """Accept null and these values, which change nothing; refuse all others."""
 
     def __init__(self, *values: Any, what: str = "this") -> None:
         self.values, self.what = values, what
@@ -84,7 +84,7 @@ class Message(Strict):
         | None
     ) = None
     name: Annotated[str, Field(max_length=256)] | None = None  # changes nothing
-    # What an earlier answer carried; the model is not shown its old reasoning.
+    # Fields of earlier answers; the model does not see its old reasoning.
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -98,7 +98,7 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_offered(cls, message: Any) -> Any:
-        """Name what is not offered, where pydantic would list all that a content may be."""
+        """Name the unsupported part, where pydantic would list every possible content."""
         if not isinstance(message, dict):
             return message
         if message.get("role") in ("tool", "function"):
@@ -129,7 +129,7 @@ def _is_list(value: Any) -> TypeGuard[list[Any]]:
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # padding against listeners; there is none here
+    include_obfuscation: bool | None = None  # padding against eavesdroppers, not supported
 
 
 class ChatRequest(Strict):
@@ -151,13 +151,13 @@ class ChatRequest(Strict):
     thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
     answer_type: AnswerType | None = None  # ours, too
     structured_outputs: StructuredOutputsFields | None = None  # vLLM's, by `extra_body`
-    # These say who asks and why, and change nothing.
+    # Metadata about the client, ignored.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    # Accepted with what changes nothing. OpenAI's:
+    # Accepted with neutral values. OpenAI's:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None
@@ -203,7 +203,7 @@ class ChatRequest(Strict):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of user and assistant by turns: messages of one role in a row are joined."""
+        """Return (role, text) of alternating turns; consecutive messages of a role are joined."""
         spoken = [m for m in self.messages if m.role in ("user", "assistant")]
         return [
             (role, "\n\n".join(m.text for m in messages if m.text))
@@ -250,7 +250,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
-    """Translate a request, whose last message is the prompt, into that of /phase1/reasoning."""
+    """Translate a request to /phase1/reasoning; the last message is the prompt."""
     return ReasoningRequest.model_construct(  # it is validated, and its text may be longer
         prompt=request.turns[-1][1],
         n=request.n or 1,
@@ -258,7 +258,7 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
         thinking_budget=request.thinking_budget,
         temperature=request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        # As at OpenAI: without a seed each call draws anew, or k calls would be one answer k times.
+        # As at OpenAI, calls without a seed differ: else k calls would give one answer k times.
         seed=secrets.randbits(62) if request.seed in (None, -1) else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
@@ -269,14 +269,14 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
 
 
 def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
-    """The earlier turns, and what the system messages say."""
+    """Return the earlier turns and the system messages' text."""
     system = [m.text for m in request.messages if m.role in ("system", "developer")]
     turns = [text for _, text in request.turns]
     return list(zip(turns[:-1:2], turns[1:-1:2], strict=True)), "\n".join(system)
 
 
 def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
-    """A refusal, by the names that the fields have in this protocol."""
+    """Rename the fields of an error to this protocol's names."""
     length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
     if name := names.get(problem.param):
@@ -310,7 +310,7 @@ def _completion(running: RunningRequest) -> dict[str, Any]:
 async def _chunks(
     running: RunningRequest, request: ChatRequest, request_id: str
 ) -> AsyncIterator[bytes]:
-    """The same in pieces, `[DONE]` last."""
+    """Yield the response in chunks, `[DONE]` last."""
     with_usage = request.stream_options is not None and request.stream_options.include_usage
     head = _head(running, "chat.completion.chunk")
     no_usage = {"usage": None} if with_usage else {}

@@ -75,7 +75,7 @@ def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
 def _report(
     service: Service, running: RunningRequest, request: ReasoningRequest, request_id: str
 ) -> ReasoningResponse:
-    """What a finished request is answered with."""
+    """Build the response of a finished request."""
     answer, adapter = read_answer(running.stream), running.adapter
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
@@ -117,7 +117,7 @@ def _report(
 
 
 def _incomparable(expected: str, kind: AnswerType) -> str:
-    """Why a right answer cannot be compared with answers of this kind; "" if it can."""
+    """Return why `expected_answer` cannot be compared with this kind of answer; "" if it can."""
     if kind == "open":
         return "the answers here are open, and only the reward of training could judge them"
     return "" if READERS[kind](expected) is not None else f"it is not a {kind} (answer_type)"
@@ -126,7 +126,7 @@ def _incomparable(expected: str, kind: AnswerType) -> str:
 def _details(
     answer: Answer, verifier: Verification | None, adapter: ServedAdapter
 ) -> dict[str, Any]:
-    """Our names first, then the course's: some things stand there twice."""
+    """Build `details`; some values have our name and the course's."""
     shown = answer.shown
     ours: dict[str, Any] = {
         "stage": adapter.stage,
@@ -161,7 +161,7 @@ def _model(service: Service, running: RunningRequest) -> ModelReport:
 async def _events(
     service: Service, running: RunningRequest, request: ReasoningRequest, request_id: str
 ) -> AsyncIterator[bytes]:
-    """The same as server-sent events. Sample 0 streams; the others are told when they end."""
+    """Yield server-sent events. Sample 0 streams; the others are sent when they end."""
     start = {
         "id": running.id,
         "request_id": request_id,
@@ -192,7 +192,7 @@ async def _events(
 
 
 def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
-    """Of several samples those that have ended and are not in `told`; adds them to it."""
+    """Return the samples that have ended and are not in `told`, and add them to it."""
     for i, state in enumerate(running.stream.completions):
         if running.n > 1 and state.finish_reason and i not in told:
             told.add(i)

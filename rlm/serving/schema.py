@@ -1,4 +1,4 @@
-"""Defines what `POST /phase1/reasoning` takes and gives. Nothing is ignored or converted."""
+"""Request and response of `POST /phase1/reasoning`. Nothing is ignored or converted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Strict(BaseModel):
 
 
 def _says_something(text: str) -> str:
-    """Zero-width characters and spaces alone are no question."""
+    """Reject a text of spaces and zero-width characters only."""
     if not any(char.isprintable() and not char.isspace() for char in text):
         raise ValueError("is empty")
     return text
@@ -34,12 +34,12 @@ ExpectedFloat = Annotated[float, Field(ge=-1e15, le=1e15)]
 
 
 def _as_text(expected: str | float | None) -> str | None:
-    """What the grader takes, without an exponent."""
+    """Convert a number to text for the grader, without an exponent."""
     return f"{Decimal(str(expected)):f}" if isinstance(expected, int | float) else expected
 
 
 class JSONSchema(Strict):
-    """OpenAI's: only `schema` counts. `strict` is what it always is here."""
+    """OpenAI's form; only `schema` is used, and `strict` is always on."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
     name: Annotated[str, Field(max_length=256)] | None = None
@@ -67,7 +67,7 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 
 
 class StructuredOutputsFields(Strict):
-    """vLLM's: one of these."""
+    """vLLM's form: one of these."""
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool = False
@@ -76,7 +76,7 @@ class StructuredOutputsFields(Strict):
 
 
 class ReasoningRequest(Strict):
-    """A question, and how to answer it. Only `prompt` is needed."""
+    """A question and options. Only `prompt` is required."""
 
     prompt: str = Field(
         min_length=1,

@@ -1,4 +1,4 @@
-"""Admits requests to the engine, whatever their protocol: checked, queued, released at the end."""
+"""Admission of requests to the engine for both protocols: check, queue, release."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlm.serving.schema import JSONSchemaFormat, ReasoningRequest, TextFormat
 
 
 class Service:
-    """Admission to the engine, and the requests that are running. Lives in the event loop."""
+    """Admission to the engine, and the running requests. Runs in the event loop."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Service:
     ) -> None:
         """
         Args:
-            experiences: lessons, of which the `nearest` few are put in front of each question.
+            experiences: lessons, of which the `nearest` ones are put before each question.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
         self.experiences, self._nearest = experiences, nearest
         self.public_url: str | None = None
-        self.draining = False  # what was accepted goes on, nothing new is
+        self.draining = False  # accepted requests continue, new ones are refused
         self._running: dict[str, RunningRequest] = {}
-        # One: the tokenizer encodes one text at a time, and every thread keeps memory of its own.
+        # One thread: the tokenizer encodes one text at a time, and each thread costs memory.
         self._renderer = ThreadPoolExecutor(1, "render")
 
     def not_ready(self) -> HTTPProblem | None:
-        """What keeps new requests out now."""
+        """Return why new requests are refused now, or None."""
         if self.draining:
             return HTTPProblem(503, "draining", "the server is shutting down", retry_after=10)
         if self.engine.state == "loading":
@@ -74,10 +74,10 @@ class Service:
 
         Args:
             examples: earlier turns of the conversation.
-            system: said after the format's own system prompt.
+            system: appended to the format's system prompt.
 
         Raises:
-            HTTPProblem: it asks for too much, or there is no room, or the engine is not ready.
+            HTTPProblem: a limit is exceeded, the queue is full, or the engine is not ready.
         """
         self._admit(0)
         adapter = self._adapter(asked.adapter)
@@ -114,7 +114,7 @@ class Service:
         return running
 
     def release(self, running: RunningRequest) -> None:
-        """Count a request whose listener has left; what is not finished is aborted."""
+        """Count a request whose listener is gone; abort it if it is unfinished."""
         del self._running[running.id]
         if running.unfinished:
             self.engine.abort(running)
@@ -128,12 +128,12 @@ class Service:
         running.stream.answer_now = True
 
     def fail_all(self, problem: HTTPProblem) -> None:
-        """Give every listener this end (the engine hangs, or time to drain is over)."""
+        """Fail every running request (the engine hangs, or the time to drain is over)."""
         for running in self._running.values():
             running.put(problem)
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what runs finish, and end what has not by then."""
+        """Refuse new requests, let running ones finish, and fail the rest after a time limit."""
         self.draining = True
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
@@ -205,7 +205,7 @@ class Service:
 
 
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
-    """What the answer has to be, by either of the two fields that say it; None for any text."""
+    """Return the constraint on the answer from either field; None for free text."""
     by_format, by_name = asked.response_format, asked.structured_outputs
     if isinstance(by_format, TextFormat):
         by_format = None

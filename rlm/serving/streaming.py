@@ -1,4 +1,4 @@
-"""Sends an answer to its client, whole or as server-sent events, and notices when it hangs up."""
+"""Send a response, whole or as server-sent events, and detect disconnects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMENT = b": still here\n\n"  # on a silent stream, so that proxies keep it ope
 
 
 def event_stream(*names: str) -> dict[str, Any]:
-    """Describe server-sent events for OpenAPI; each has one of the names, if there are any."""
+    """Describe server-sent events for OpenAPI, with their names, if any."""
     data = {"type": "string", "description": "JSON"}
     event = {"event": {"type": "string", "enum": list(names)}} if names else {}
     item = {"type": "object", "properties": event | {"data": data}, "required": [*event, "data"]}
@@ -26,17 +26,17 @@ def event_stream(*names: str) -> dict[str, Any]:
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Write a server-sent event. JSON holds no raw line ends, so one data line is enough."""
+    """Format a server-sent event. JSON has no raw line breaks, so one data line is enough."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 async def until_done(service: Service, running: RunningRequest, request: Request) -> None:
-    """Wait for a request to finish; leave it as soon as its client has gone.
+    """Wait for a request to finish or its client to disconnect.
 
     Raises:
-        HTTPProblem: it failed, or its time is over.
-        ClientDisconnect: nobody waits for the answer.
+        HTTPProblem: the request failed or its deadline passed.
+        ClientDisconnect: the client disconnected.
     """
     done = asyncio.create_task(running.wait())
     gone = asyncio.create_task(_disconnect(request))
@@ -57,7 +57,7 @@ async def _disconnect(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a running request. Its end, however it comes, frees its rows."""
+    """The server-sent events of a running request. Closing it frees the request's rows."""
 
     media_type = "text/event-stream"
 

@@ -1,7 +1,7 @@
-"""Parses JSON as RFC 8259 has it, and no more, for the routes that take a body.
+"""Strict JSON (RFC 8259) for routes with a body.
 
-`json.loads` takes NaN, the last of two equal names, half a surrogate pair, UTF-16 and numbers that
-become infinity. Each of them has crashed or fooled a server somewhere behind the parser.
+`json.loads` accepts NaN, repeated names, lone surrogates, UTF-16 and numbers that become infinity.
+Each of them has crashed or fooled a server behind the parser.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MEDIA_TYPE = re.compile(r'application/json *(?:; *(?:charset="?utf-8"? *)?)*', 
 
 
 def require_json(headers: Headers) -> None:
-    """Raises a 415 unless there is one Content-Type, and it says JSON."""
+    """Raise a 415 unless the only Content-Type is application/json."""
     types = headers.getlist("content-type")
     if len(types) != 1 or not _MEDIA_TYPE.fullmatch(types[0]):
         raise HTTPProblem(
@@ -34,7 +34,7 @@ def require_json(headers: Headers) -> None:
 
 
 def parse(body: bytes) -> Any:
-    """The value in `body` (UTF-8, no byte order mark); raises a 400 that repeats none of it."""
+    """Parse `body` (UTF-8, no byte order mark); raise a 400 that repeats none of it."""
     try:
         value = json.loads(
             body.decode("utf-8"),
@@ -65,7 +65,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any, depth: int = 0) -> None:
-    """Refuse what JSON, or another parser of it, could not hold."""
+    """Refuse values that JSON or another parser cannot represent."""
     if isinstance(value, str) and _UNFIT.search(value):
         _refuse("a string holds NUL or half of a surrogate pair")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -80,7 +80,7 @@ def _check(value: Any, depth: int = 0) -> None:
 
 
 class StrictRoute(APIRoute):
-    """Reads the body before FastAPI would, so that its mistakes are answered in our shape."""
+    """Parses the body before FastAPI, so that its errors have our form."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()

@@ -1,6 +1,6 @@
-"""Opens a public URL through ngrok (pyngrok) within a time limit, and closes it.
+"""Open a public URL through ngrok (pyngrok) within a time limit, and close it.
 
-The server goes on without it, so everything that can fail here fails as one TunnelError line.
+The server continues without it, so every failure here is a one-line TunnelError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: fals
 
 
 class TunnelError(Exception):
-    """Why there is no public URL, and what to do: one line."""
+    """One line that says why there is no public URL and what to do."""
 
 
 class Tunnel:
@@ -41,7 +41,7 @@ class Tunnel:
         # pyngrok's public function would start another agent if this one is dead by now.
         self._agent = agents._current_processes[config.ngrok_path]
         host = urlsplit(public_url).hostname or ""
-        self._hosts, self._added = hosts, {host} - hosts  # only what was added is taken away again
+        self._hosts, self._added = hosts, {host} - hosts  # remove only what was added
         hosts.add(host)
 
     @classmethod
@@ -54,19 +54,18 @@ class Tunnel:
         requests_per_minute: int = 60,
         open_seconds: float = 20.0,
     ) -> Tunnel:
-        """Open a tunnel to a URL of this machine; its public host is in `hosts` while it is up.
+        """Open a tunnel to a local URL; its public host is in `hosts` while it is open.
 
-        The token is NGROK_AUTHTOKEN of the environment, which the agent reads for itself: on a
-        command line every user of the machine could read it.
+        The agent reads the token from NGROK_AUTHTOKEN; every local user can read a command line.
 
         Args:
             url: a domain reserved at ngrok; None: ngrok picks one.
-            requests_per_minute: per client address, counted where the address is true.
+            requests_per_minute: per client address, enforced at ngrok's edge.
 
         Raises:
-            TunnelError: why there is none.
+            TunnelError: the tunnel cannot be opened.
         """
-        agent_log = logging.getLogger("pyngrok")  # it repeats what the agent says, the token too
+        agent_log = logging.getLogger("pyngrok")  # it repeats the agent's output
         agent_log.propagate = False
         agent_log.addHandler(logging.NullHandler())  # without any, Python would print warnings
         if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
@@ -93,7 +92,7 @@ class Tunnel:
         return self._agent.proc.poll() is None
 
     async def close(self) -> None:
-        """End the agent, if it is not dead, and the URL with it. A second call does nothing."""
+        """End the agent and the public URL. A second call does nothing."""
         if self.public_url is None:
             return
         self.public_url = None
@@ -107,7 +106,7 @@ class Tunnel:
 
 
 def policy(requests_per_minute: int) -> dict[str, Any]:
-    """ngrok's traffic policy: what is over the rate never reaches this machine."""
+    """Return ngrok's traffic policy: requests over the rate never reach this machine."""
     limit = {
         "name": "requests per client",
         "algorithm": "sliding_window",
@@ -119,9 +118,9 @@ def policy(requests_per_minute: int) -> dict[str, Any]:
 
 
 def find_agent(env: Mapping[str, str]) -> Path:
-    """The ngrok binary: PYNGROK_NGROK_PATH, pyngrok's own place, or PATH; else TunnelError.
+    """Find the ngrok binary in PYNGROK_NGROK_PATH, pyngrok's folder or PATH; else TunnelError.
 
-    It is not downloaded: nothing here could vouch for the file.
+    It is not downloaded, because there is no checksum to verify it.
     """
     named = env.get("PYNGROK_NGROK_PATH")
     folders = [] if named else env.get("PATH", "").split(os.pathsep)
@@ -137,7 +136,7 @@ def find_agent(env: Mapping[str, str]) -> Path:
 
 
 async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
-    """The public URL. pyngrok has no time limit for an agent that says nothing."""
+    """Return the public URL, with a time limit, which pyngrok lacks for a silent agent."""
     connecting = asyncio.to_thread(ngrok.connect, pyngrok_config=config, **options)
     opening = asyncio.create_task(connecting)
     try:
@@ -154,8 +153,8 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 
 
 async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
-    """End the agent of a connect() that failed or hangs, and so the thread that waits for it."""
-    for _ in range(100):  # it may be about to start the agent
+    """End the agent of a failed or hanging connect(), and with it the waiting thread."""
+    for _ in range(100):  # connect() may be about to start the agent
         if record := agents._current_processes.get(config.ngrok_path):
             record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
         await asyncio.wait({opening}, timeout=0.1)

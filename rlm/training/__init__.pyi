@@ -42,6 +42,7 @@ from .sft_config import ENOUGH_STEPS as ENOUGH_STEPS
 from .sft_config import SFTConfig as SFTConfig
 from .sft_examples import Example as Example
 from .sft_examples import drop_unsolved as drop_unsolved
+from .sft_examples import mask_prompt as mask_prompt
 from .sft_examples import show_counts as show_counts
 from .sft_examples import show_example as show_example
 from .sft_examples import to_examples as to_examples

@@ -16,7 +16,7 @@ from rlm.data import Problem
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 
-ADVANTAGE_EPS = 1e-4  # TRL's; in units of reward
+ADVANTAGE_EPS = 1e-4  # as in TRL, in units of reward
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Group:
     completions: Sequence[Completion]  # G
     texts: Sequence[str]
     rewards: Sequence[float | None]  # None: no verdict
-    reasons: Sequence[str] = ()  # of the strict verdicts (`rlm.rewards.Scores`)
+    reasons: Sequence[str] = ()  # counts of the strict verdicts' reasons (`rlm.rewards.Scores`)
 
 
 def reward_tensor(groups: Sequence[Group]) -> Tensor:
@@ -74,7 +74,7 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
 def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
     """Take the verdict from each copy of a completion above its group's mean: (P, G) → (P, G).
 
-    Of equal completions the first one stays, for all of them: the others need no computing.
+    The first of equal completions stands for all of them, so the others are not computed.
     """
     mean = rewards.nanmean(1)
     rewards = rewards.clone()
@@ -91,8 +91,8 @@ def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
 def has_signal(rewards: Tensor) -> Tensor:
     """Mark the groups with two verdicts that differ: (P,) of bool. The others teach nothing.
 
-    Asked of the rewards, not of the advantages: rounding in the mean can leave 1e-9 where an
-    all-equal group should have 0.
+    This compares rewards, not advantages: rounding in the mean can leave 1e-9 in a group whose
+    rewards are all equal.
     """
     high = rewards.nan_to_num(nan=-torch.inf).amax(1)
     low = rewards.nan_to_num(nan=torch.inf).amin(1)
@@ -100,15 +100,15 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
-    """Compute what is added to each reward for length: (P, G), all 0 without a buffer."""
+    """Compute the length penalty of each reward: (P, G), all 0 without a buffer."""
     return torch.tensor([[_soft_overlong(c, config) for c in g.completions] for g in groups])
 
 
 def _soft_overlong(completion: Completion, config: GRPOConfig) -> float:
-    """Return what is added to the reward of a long completion (DAPO, equation 13).
+    """Return the penalty of a long completion (DAPO, equation 13).
 
     0 up to max_new_tokens - overlong_buffer, then a straight line down to the penalty at
-    max_new_tokens. A completion without an end token gets all of it, whatever its length.
+    max_new_tokens. A completion without an end token gets the full penalty, whatever its length.
     """
     buffer, penalty = config.overlong_buffer, config.overlong_penalty
     excess = len(completion.token_ids) - (config.max_new_tokens - buffer)

@@ -22,12 +22,12 @@ class Algorithm:
     # "weighted": the clipped ratio is a constant weight; "tapered": so it is where A < 0, and
     # where A > 0 the weight is 1
     objective: str = "ppo"
-    negative_weight: float = 1.0  # negative advantages are multiplied by this
-    distinct: bool = False  # of equal completions that are above the mean, the first alone counts
-    signal_only: bool = False  # groups without a difference are in no denominator
-    dynamic_sampling: bool = False  # groups without a difference are replaced
-    overlong_share: float = 0.0  # of max_new_tokens, where the soft penalty rises
-    # How it learns, where no option says it.
+    negative_weight: float = 1.0  # multiplies negative advantages
+    distinct: bool = False  # count equal completions above the mean once
+    signal_only: bool = False  # groups with equal rewards are in no denominator
+    dynamic_sampling: bool = False  # groups with equal rewards are replaced
+    overlong_share: float = 0.0  # the share of max_new_tokens in which the soft penalty rises
+    # Defaults of options that the algorithm decides.
     mini_batch_size: int | None = None  # problems in an optimizer update; None: all of a step
     learning_rate: float = 1e-4
     warmup_steps: int = 1
@@ -38,10 +38,10 @@ class Algorithm:
         return self.advantage, self.negative_weight
 
     def formula(self, length: str = "max_new_tokens") -> str:
-        """Write the effective objective in a line, as --help, a run and the docs show it.
+        """Return the effective objective as one line for --help, the log and the docs.
 
         Args:
-            length: the constant of "constant" aggregation.
+            length: the divisor of "constant" aggregation.
         """
         low, high = f"{1 - self.clip_eps_low:g}", f"{1 + self.clip_eps_high:g}"
         bounds = f"clip(ρ, {low}, {high})" if self.clip_eps_low < 1 else f"min(ρ, {high})"
@@ -94,7 +94,7 @@ ALGORITHMS = {
         overlong_share=0.2,
     ),
     "gspo": Algorithm("GSPO, arXiv 2507.18071", "std", "sequence", 3e-4, 4e-4, ratio="sequence"),
-    # The bound of the weight is ScaleRL's (arXiv 2510.13786): at most 5, at least nothing.
+    # The weight is at most 5, as in ScaleRL (arXiv 2510.13786), and has no lower bound.
     "cispo": Algorithm(
         "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
     ),
@@ -135,7 +135,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "learning_rate": 5e-6,
         "quantize": "auto",
     },
-    "reasoning_large": {  # of 7 billion and more
+    "reasoning_large": {  # models of 7 billion parameters and more
         "algorithm": "dapo",
         "group_size": 16,
         "batch_size": 8,

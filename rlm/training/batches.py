@@ -25,7 +25,7 @@ from rlm.training.distributed import Distributed
 
 T = TypeVar("T")
 
-# Completions in a packed sequence: a GPU's attention computes what their mask hides, too, which is
+# Completions in a packed sequence. A GPU's attention also computes masked positions, which are
 # nearly all of a long row; half of it where a group of eight is two rows.
 GPU_PACKED_ROWS = 4
 
@@ -33,11 +33,11 @@ GPU_PACKED_ROWS = 4
 def draw_problems(
     problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
 ) -> list[Problem]:
-    """Draw the problems that a step samples next: `count`, then one for each of its groups so far
-    that has no signal.
+    """Draw the problems that a step samples next: `count` at first, then one for each group
+    without signal.
 
-    A pure function, like `problems_for_step`. Empty when every place is filled, or no other
-    problem is left.
+    Pure, like `problems_for_step`. Returns nothing when every place is filled or no problem is
+    left.
     """
     if not groups:
         return problems_for_step(problems, step, count, seed)
@@ -48,9 +48,9 @@ def draw_problems(
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
-    """Draw the problems of a training step, by a pure function: a resume replays nothing.
+    """Draw the problems of a training step. Pure, so a resumed run replays nothing.
 
-    Passes over the data are shuffled, each in its own way.
+    Each pass over the data has its own shuffle.
     """
     chosen: list[T] = []
     orders: dict[int, list[int]] = {}
@@ -64,9 +64,9 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
 
 
 def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
-    """Seeds of the groups of these problems, by a pure function like the drawing.
+    """Return the seed of each problem's group. Pure, like `problems_for_step`.
 
-    A problem that stands there twice (fewer problems than places) gets two different groups.
+    A problem that is drawn twice in a step gets two different seeds.
     """
     seen: Counter[str] = Counter()
     seeds = []
@@ -79,7 +79,7 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion on its way into the loss. `weight` is what one of its tokens counts."""
+    """A completion and what the loss needs of it; `weight` is the weight of each of its tokens."""
 
     problem: int  # rollouts of one problem share the prompt's computation
     prompt: Sequence[int]
@@ -87,20 +87,20 @@ class Rollout:
     advantage: float
     weight: float
     sampler_logprobs: Sequence[float] = ()
-    tool_mask: Sequence[bool] = ()  # as a Completion's: False where a tool wrote the token
+    tool_mask: Sequence[bool] = ()  # as in Completion: False where a tool wrote the token
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
-    """Weights of the rollouts: what one token of each counts in the loss of the step.
+    """Return the weight that each token of a rollout has in the loss of the step.
 
     The denominator is the whole update's, so the gradient does not depend on how the rollouts are
     cut into micro-batches:
         sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
         constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
         token     1 / Σ |o_i|              DAPO: every token counts the same within the update
-    Rollouts that are left out of the batch (no signal) must be in `lengths`: they are samples.
-    A length counts the model's own tokens, not those of a tool. One whose tokens are masked has
-    length 0: it is a sample without tokens.
+    `lengths` must include rollouts without signal, which are left out of the batch but still
+    count as samples. A length counts the model's own tokens, not a tool's; it is 0 if all tokens
+    are masked.
 
     >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
     ([0.25, 0.125], [0.0625, 0.0625])
@@ -144,15 +144,15 @@ def make_rollouts(
 ) -> list[Rollout]:
     """Make the rollouts that an update needs, with the weights that all of its groups give them.
 
-    A rollout with advantage 0 has exactly zero policy loss and gradient, so it is left out; it
-    still counts in the denominator, so the update equals the textbook's at a fraction of the
-    price. With a KL term it is computed. `mask_truncated` takes the tokens of completions without
-    an end token out of every loss term and denominator of tokens; as samples, and in the group's
-    mean and std, they stay (as in TRL). So it is with the tokens that a tool wrote.
+    A rollout with advantage 0 has exactly zero policy loss and gradient, so it is not computed
+    unless there is a KL term; it still counts in the denominator. `mask_truncated` removes the
+    tokens of completions without an end token from every loss term and token denominator; the
+    completions still count as samples and in the group's mean and std, as in TRL. Tokens that a
+    tool wrote are treated in the same way.
 
     Args:
         advantages: (P, G).
-        kept: (P,) of bool, which groups are of this update; others count nowhere.
+        kept: (P,) of bool, the groups of this update; other groups count nowhere.
     """
     rows = [
         (problem, group.prompt, completion, advantage)
@@ -176,8 +176,8 @@ def make_rollouts(
 
 
 def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Compute equal completions of a problem, with equal advantages, once, with all their weight:
-    the same loss, for less."""
+    """Merge equal completions of a problem with equal advantages into one with their summed weight:
+    the loss is the same and costs less."""
     merged: dict[tuple[int, float, tuple[int, ...]], Rollout] = {}
     for rollout in rollouts:
         key = (rollout.problem, rollout.advantage, tuple(rollout.completion))
@@ -188,7 +188,7 @@ def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:
-    """This process's share of the rollouts: whole problems, so that their prompts stay shared."""
+    """Return this process's share of the rollouts: whole problems, because they share a prompt."""
     problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
     mine = set(distributed.shard(problems))
     return [rollout for rollout in rollouts if rollout.problem in mine]
@@ -196,7 +196,7 @@ def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> lis
 
 @dataclass
 class MicroBatch:
-    """Rollouts as tensors. The prompt of a group stands once in front of its completions.
+    """Rollouts as tensors, with the prompt of a group stored once before its completions.
 
     A packed sequence is [prompt, completion 1, completion 2, …]; `segments` numbers its parts (0
     the prompt, -1 padding), and a completion attends to the prompt and to itself alone, so what
@@ -206,23 +206,23 @@ class MicroBatch:
     input_ids: Tensor  # (B, S)
     position_ids: Tensor  # (B, S)
     segments: Tensor  # (B, S)
-    sources: Tensor  # (M,) where in the flattened (B·S) the hidden state that predicts stands
-    targets: Tensor  # (M,) the token it must predict
+    sources: Tensor  # (M,) index of the predicting hidden state in the flattened (B·S)
+    targets: Tensor  # (M,) the token that it predicts
     lengths: list[int]  # n; M = sum
     advantages: Tensor  # (n,)
     weights: Tensor  # (n,)
-    sampler_logprobs: Tensor  # (n, T), 0 beyond the end and where none was drawn
-    rows: list[int] = field(default_factory=list)  # which rollouts of the step these are
+    sampler_logprobs: Tensor  # (n, T), 0 beyond the end and on a tool's tokens
+    rows: list[int] = field(default_factory=list)  # index of each rollout in the step
     old_logprobs: Tensor | None = None  # (n, T), before the first update of the step
-    ref_logprobs: Tensor | None = None  # (n, T), by the adapter that training started from
-    tool_mask: Tensor | None = None  # (n, T) of bool, False where a tool wrote; None: nowhere
+    ref_logprobs: Tensor | None = None  # (n, T), under the start adapter
+    tool_mask: Tensor | None = None  # (n, T) of bool, False where a tool wrote; None: no tool wrote
 
     @property
     def completion_mask(self) -> Tensor:
         """(n, T) of bool, true on the tokens that the model drew, up to and with the end token.
 
-        From lengths and the tool's mask, never from ids. Whatever is summed over tokens, is summed
-        over these; the others are read (they are in the attention) and not learned.
+        Made from lengths and the tool's mask, never from ids. Every sum over tokens is over these;
+        the other tokens are attended to but not learned.
         """
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
@@ -238,13 +238,13 @@ def make_micro_batches(
         max_rows: completions in a micro-batch.
         max_tokens: padded tokens in a micro-batch (a single completion may exceed it).
     """
-    most = min(max_rows, GPU_PACKED_ROWS) if device == "cuda" else max_rows
+    max_packed = min(max_rows, GPU_PACKED_ROWS) if device == "cuda" else max_rows
     # One packed sequence per problem, cut where it would hold too many rows or tokens.
     sequences: list[list[int]] = []
     open_sequence: dict[int, list[int]] = {}  # of a problem
     for row, rollout in enumerate(rollouts):
         rows = open_sequence.get(rollout.problem)
-        if rows and len(rows) < most and _packed_length(rollouts, [*rows, row]) <= max_tokens:
+        if rows and len(rows) < max_packed and _packed_length(rollouts, [*rows, row]) <= max_tokens:
             rows.append(row)
         else:
             open_sequence[rollout.problem] = [row]

@@ -24,17 +24,17 @@ from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
-from rlm.training.resolve import MAX_NEW_TOKENS, SHORT, choose_max_new_tokens, resolve
+from rlm.training.resolve import LONGEST, MAX_NEW_TOKENS, choose_max_new_tokens, resolve
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # taken if it is there
+DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 ATTENTIONS = ("auto", "sdpa", "eager")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
-STEPS = 20  # of the command line, where neither steps nor passes are said
+STEPS = 20  # default on the command line without --steps or --num-epochs
 EXPORTS = ("auto", "best", "last")
-EVAL_GROUP_SIZES = 2, 16  # completions of a validation problem, at least and at most
+EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
@@ -42,7 +42,7 @@ ALGORITHMS_OWN = "as --algorithm says"
 
 
 def one_of(field: str, on: str, off: str) -> Flag:
-    """Make another spelling of an option: a switch that sets `field` to `on` or `off`."""
+    """Make an alias of an option: a switch that sets `field` to `on` or `off`."""
     return spelling(bool, lambda is_on: {field: on if is_on else off}, default=False)
 
 
@@ -67,6 +67,8 @@ class GRPOConfig:
         *("model", "dataset", "sft_adapter", "reward", "output"),
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
+
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch says whether there is a GPU
 
     OTHER_SPELLINGS: ClassVar = {
         **QUANTIZE_SWITCHES,
@@ -225,7 +227,7 @@ class GRPOConfig:
         8, "completions of each problem; their rewards are compared with each other", min=2
     )
     max_new_tokens: int = flag(
-        SHORT, "longest completion, in tokens", min=1, default_text=MAX_NEW_TOKENS
+        None, "longest completion, in tokens", min=1, default_text=MAX_NEW_TOKENS
     )
     temperature: float = flag(
         1.0, "sampling temperature; the log-probabilities use it too", above=0
@@ -357,7 +359,7 @@ class GRPOConfig:
             "--doctor and --plan are two commands; give one of them": self.doctor and self.plan,
             "--plan times our own sampler; leave out --sampler vllm": self.plan and by_vllm,
             "--output would overwrite --sft-adapter; type another folder, such as --output "
-            "runs/mine/adapter": overwrites and not looks,  # these write nothing
+            "runs/mine/adapter": overwrites and not looks,  # --plan and --doctor write nothing
             f"--output {self.output} is a folder that the run writes itself; name another": (
                 self.output.resolve() in kept and not looks
             ),
@@ -368,12 +370,15 @@ class GRPOConfig:
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a config with what its algorithm decides and no option does."""
-        return follow_algorithm(values)
+        """Return the config's values, with what data and algorithm decide for unset options."""
+        length = values["max_new_tokens"]
+        if length is None:
+            length = choose_max_new_tokens(values["dataset"])
+        return follow_algorithm({**values, "max_new_tokens": length})
 
     @classmethod
     def from_preset(cls, name: str, **options: Any) -> GRPOConfig:
-        """Build a config from a preset's values, and over them `options`.
+        """Build a config from a preset; `options` override its values.
 
         Raises:
             ValueError: there is no such preset; the message names those that are.
@@ -404,18 +409,16 @@ class GRPOConfig:
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = resolve(given, start, GPU_DEFAULTS)
-        if "max_new_tokens" not in values:
-            values["max_new_tokens"] = choose_max_new_tokens(values["dataset"])
         if values.get("num_epochs"):
             return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
-        """Refuse what is seen to be wrong with data, reward and adapter before torch is imported.
+        """Check data set, reward and adapter before torch is imported.
 
         Raises:
-            UsageError: there is no such data set, reward or adapter, or the data lacks a column for
-                the reward.
+            UsageError: the data set, reward or adapter does not exist, or the data lacks a column
+                that the reward needs.
         """
         from rlm.data import check_dataset, peek_problems
         from rlm.model import HOW_TO_TRAIN_SFT, check_adapter
@@ -430,14 +433,14 @@ class GRPOConfig:
 
     @property
     def aggregation(self) -> str:
-        """Name how the loss sums tokens, as `batches.row_weights` takes it."""
+        """Return the name of the loss aggregation for `batches.row_weights`."""
         if self.token_level_loss:
             return "token"
         return "constant" if self.fixed_length_normalizer else "sequence"
 
     @property
     def resolved_algorithm(self) -> Algorithm:
-        """Return the row of ALGORITHMS, with what these options change."""
+        """Return the algorithm's row of ALGORITHMS with these options applied."""
         return replace(
             ALGORITHMS[self.algorithm],
             advantage=self.advantage,
@@ -452,40 +455,40 @@ class GRPOConfig:
 
     @property
     def formula(self) -> str:
-        """Write in a line what is minimised with these options."""
+        """Return the minimised objective as one line."""
         constant = self.fixed_length_normalizer
         return self.resolved_algorithm.formula(str(constant) if constant else "max_new_tokens")
 
     @property
     def sampling_rounds(self) -> int:
-        """Return how often a step may sample."""
+        """Return the most rounds of sampling in a step."""
         return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
-        """Return the config of a run over so many problems, with its number of steps."""
+        """Return the config with its number of steps for a data set of this size."""
         return replace(self, steps=self.steps_for(problem_count), num_epochs=None)
 
     def steps_for(self, problem_count: int) -> int:
-        """Return the number of steps: as given, else what the passes (one by default) take."""
+        """Return the number of steps: `steps`, or those of `num_epochs` (default 1)."""
         passes = self.num_epochs or 1
         return self.steps or math.ceil(passes * problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return the completions of each validation problem: as given, else few for many problems.
+        """Return `eval_group_size`, or a default that is smaller the more problems there are.
 
-        A problem more says more than a completion more, so these only fill up a validation that
-        costs about as much as the sampling of a step.
+        Another problem tells more than another completion, so completions are added only until a
+        validation costs about as much as the sampling of a step.
         """
         low, high = EVAL_GROUP_SIZES
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
         return self.eval_group_size or min(high, max(low, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
-        """Return the rate: linear warm-up, then constant or down to min_lr_ratio of the peak.
+        """Return the learning rate: linear warm-up, then constant or decaying to min_lr_ratio.
 
         Args:
-            step: with the share of its updates that are made.
-            updates: that were made so far; the warm-up counts them.
+            step: fractional, by the share of its updates that are made.
+            updates: the number made so far, for the warm-up.
         """
         if updates < self.warmup_steps:
             return self.learning_rate * (updates + 1) / self.warmup_steps
@@ -499,8 +502,8 @@ class GRPOConfig:
 
 
 def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a GRPOConfig, and what its algorithm decides where they are None."""
-    if values["algorithm"] not in ALGORITHMS:  # refused by the config's own check
+    """Return the values of a GRPOConfig, with the algorithm's defaults in place of None."""
+    if values["algorithm"] not in ALGORITHMS:  # `_refuse_contradictions` raises
         return dict(values)
     algorithm = ALGORITHMS[values["algorithm"]]
     token_level = values["fixed_length_normalizer"] is None and algorithm.aggregation == "token"
@@ -515,7 +518,8 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,
         "overlong_buffer": int(algorithm.overlong_share * values["max_new_tokens"]),
-        "mini_batch_size": algorithm.mini_batch_size,
+        "mini_batch_size": algorithm.mini_batch_size
+        and min(algorithm.mini_batch_size, values["batch_size"]),
         "learning_rate": algorithm.learning_rate,
         "warmup_steps": algorithm.warmup_steps,
     }

@@ -3,7 +3,7 @@
 
 Each process samples its share of a step's problems; then all know the whole step, so rewards,
 advantages and denominators are one process's; each learns on its share of the rollouts, and the
-gradients are added up once per update.
+gradients are summed once per update.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rlm.cli import UsageError, terminal
 
 T = TypeVar("T")
 
-# A process waits so long for one that is silent: a slow start or a long completion is no failure.
+# Timeout for a silent process: a slow start or a long completion is no failure.
 # One that has ended is noticed at once; only a machine that is cut off needs the limit.
 TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process among the others. Alone (size 1) every method is free."""
+    """The processes of a run. With size 1 every method returns its argument at once."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_env(cls) -> Distributed:
-        """Join the processes of this launch, as the launcher's environment names them."""
+        """Join the process group that the launcher's environment variables describe."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -53,7 +53,7 @@ class Distributed:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             with _explain_lost_process():
                 dist.init_process_group(backend, timeout=TIMEOUT)
-        atexit.register(_leave)  # NCCL warns of a group that is left, and may hang
+        atexit.register(_leave)  # else NCCL warns at exit, and may hang
         distributed = cls(dist.get_rank(), size)
         terminal.console.quiet = not distributed.is_main
         host = socket.gethostname()
@@ -63,7 +63,7 @@ class Distributed:
 
     @property
     def on_several_machines(self) -> bool:
-        """Whether processes run elsewhere, as the launcher says: they have other disks."""
+        """Whether processes run on other machines, which have other disks."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) < self.size
 
     @property
@@ -72,13 +72,13 @@ class Distributed:
         return self.rank == 0
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """This process's share: every size-th item."""
+        """Return this process's share: every size-th item."""
         return list(items[self.rank :: self.size])
 
     def gather(self, shares: Sequence[T]) -> list[T]:
-        """The items of all processes, in the order from which `shard` took them.
+        """Gather the items of all processes, in the order before `shard`.
 
-        A process may have more items than another, whichever: none is lost.
+        Processes may have different numbers of items.
         """
         if self.size == 1:
             return list(shares)
@@ -89,7 +89,7 @@ class Distributed:
         return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
     def broadcast(self, value: T) -> T:
-        """The main process's value: clocks and disks differ."""
+        """Return the main process's value, because clocks and disks differ."""
         if self.size == 1:
             return value
         box = [value]
@@ -126,7 +126,7 @@ def _leave() -> None:
 
 @contextmanager
 def _explain_lost_process() -> Iterator[None]:
-    """Turn the error of waiting for a process that has ended into a line that says so."""
+    """Turn the error of a lost process into a UsageError."""
     try:
         yield
     except RuntimeError as error:

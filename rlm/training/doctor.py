@@ -1,7 +1,7 @@
-"""`train_grpo.py --doctor`: looks for what keeps a reward flat, before anything is trained.
+"""`train_grpo.py --doctor`: diagnose a flat reward before training.
 
 Samples one group for each of 32 problems from the model that training would start from, scores them
-with the run's own reward, and names what stands in the way, with what to change.
+with the run's own reward, and names each problem with what to change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rlm.training.state import MixedPrecisionAdapter
 from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
 
 PROBLEMS = 32
-NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which something is worth a word, and is a fault
-NO_MOVE = 1e-6  # a learning rate below which nothing is learned
+NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which a finding is a note, and a fault
+NO_MOVE = 1e-6  # learning rate below which nothing is learned
 SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Says what is wrong, and what to do about it. `fault`: training would be in vain."""
+    """A problem and its remedy. `fault`: training would be in vain."""
 
     name: str
     text: str
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Example:
-    """A completion to read, with its reward; `name` says which one it is."""
+    """A completion to read, with its reward; `name` is best, typical or worst."""
 
     name: str
     problem: Problem
@@ -58,7 +58,7 @@ class Example:
 
 
 class Doctor:
-    """Looks at what training would start from."""
+    """Diagnoses the model that training would start from."""
 
     def __init__(
         self, validator: Validator, weights: MixedPrecisionAdapter, render: Render
@@ -67,7 +67,7 @@ class Doctor:
         self.config, self.format, self.scorer = validator.config, validator.format, validator.scorer
 
     def run(self, problems: Sequence[Problem]) -> int:
-        """Sample, print what was found, and return 1 if training would be in vain."""
+        """Diagnose, print the findings, and return 1 if training would be in vain."""
         config = self.config
         problems = fit_prompts(config, self.weights.policy, self.render, problems)
         if isinstance(self.scorer, Scorer):
@@ -76,7 +76,7 @@ class Doctor:
         plan_memory(config, self.weights, self.validator.sampler, longest, 0)
         metrics, findings, examples = self.diagnose(problems)
         shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
-        terminal.facts(
+        terminal.table(
             f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
             {**shown, "learning rate": f"{config.learning_rate:g}"},
         )
@@ -92,7 +92,7 @@ class Doctor:
     def diagnose(
         self, problems: Sequence[Problem]
     ) -> tuple[dict[str, float], list[Finding], list[Example]]:
-        """Sample, score, and look for what is known to go wrong; return three completions, too."""
+        """Sample and score; return the metrics, the findings and three completions."""
         config, problems = self.config, list(problems[:PROBLEMS])
         with terminal.progress("sampling", len(problems) * config.group_size) as advance:
             drawn = self.validator.sample(problems, config.group_size, advance)
@@ -110,7 +110,7 @@ class Doctor:
         return metrics, findings, _examples(drawn, rewards)
 
     def _teach_the_format(self, problems: Sequence[Problem]) -> str:
-        """Return the command of stage 1 on the run's own data, and what that data lacks for it."""
+        """Return the SFT command for the run's data, and what the data lacks for it."""
         config = self.config
         data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
         command = command_of("train_sft", model=config.model, **data)
@@ -121,7 +121,7 @@ class Doctor:
 
 
 def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> list[Example]:
-    """The completion with the highest reward, the one in the middle and the one with the lowest."""
+    """Return the completions with the highest, the median and the lowest reward."""
     rows = [
         (-math.inf if reward is None else reward, Example("", problem, graded, reward))
         for problem, group, of_group in zip(drawn.problems, drawn.groups, rewards, strict=True)
@@ -152,7 +152,7 @@ def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
-    """Find a chat template that belongs to another tokenizer, or leaves out what we say."""
+    """Find a chat template that belongs to another tokenizer or drops a message."""
     text = str(tokenizer.decode(render_prompt(tokenizer, "QUESTION", format)))
     foreign = sorted(
         marker
@@ -175,7 +175,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
 
 
 def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
-    """Find numbers where the task wants words: an adapter of arithmetic, which is all it knows."""
+    """Find numeric answers to a text task: the adapter has learned arithmetic only."""
     kinds = {"text": "text", "choice": "a letter"}
     pairs = [
         (problem, graded)
@@ -201,7 +201,7 @@ def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
 def _parsing(
     drawn: Evaluation, format: Format, metrics: dict[str, float], teach: str
 ) -> Iterator[Finding]:
-    """Find answers that are there and that the strict reading does not see."""
+    """Find answers that the lenient grading reads and the strict one does not."""
     strict, lenient = metrics["answer in the right tags"], metrics["answer anywhere"]
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
@@ -238,8 +238,8 @@ def _reward(
     metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
 ) -> Iterator[Finding]:
-    """Find a reward that does not prefer what is right: it scores texts whose worth is known."""
-    if problem.answer_type == "open":  # nobody else knows what is right
+    """Find a reward that does not prefer right answers, by texts of known worth."""
+    if problem.answer_type == "open":  # other kinds of answer have no reference
         return
     right = tags.completion("It follows.", problem.answer)
     worthless = {
@@ -271,7 +271,7 @@ def _reward(
 
 
 def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterator[Finding]:
-    """Find that most groups are all right or all wrong: they teach nothing."""
+    """Find groups that teach nothing, because all their rewards are equal."""
     share = metrics["groups with equal rewards"]
     advice = f"easier problems, a larger --group-size, or teach the format first: {teach}"
     if metrics["pass@1, strict"] > 0.5:

@@ -1,4 +1,4 @@
-"""`train_grpo.py --plan`: says what a run will take, in memory and in time, and trains nothing.
+"""`train_grpo.py --plan`: estimate a run's memory and time without training.
 
 Seconds are measured with the loaded model on this machine: the first tokens of a step's rollouts,
 and one micro-batch forward and backward. They are scaled to completions of `max_new_tokens`.
@@ -30,20 +30,20 @@ from rlm.training.metrics import remaining
 from rlm.training.state import MixedPrecisionAdapter
 from rlm.training.trainer import Render, TrainingData
 
-PROBE_TOKENS = 16  # of each completion, that are timed after its first
-PROBE_SECONDS = 1.5  # after which no further token or pass is timed
+PROBE_TOKENS = 16  # tokens of each completion that are timed after its first
+PROBE_SECONDS = 1.5  # seconds after which no further token or pass is timed
 
 
 @dataclass(frozen=True)
 class SamplingTime:
-    """Seconds that sampling takes with this model on this machine."""
+    """Seconds of sampling with this model on this machine."""
 
-    max_num_seqs: int  # completions that are decoded at the same time
-    first: float  # until they have their first token: weights merged, prompts read
-    next: float  # until they have one token more
+    max_num_seqs: int  # completions decoded at the same time
+    first: float  # seconds to the first token: merging weights, reading prompts
+    next: float  # seconds for each further token
 
     def of(self, completions: int, tokens: int) -> float:
-        """Return the seconds of completions of so many tokens each.
+        """Return the seconds for `count` completions of `tokens` tokens each.
 
         >>> SamplingTime(4, first=2.0, next=0.5).of(6, tokens=3)
         6.0
@@ -52,7 +52,7 @@ class SamplingTime:
 
 
 class DryRun:
-    """Times a step of a run, and prints what all of its steps will take."""
+    """Times one step of a run and prints the estimate for all of them."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class DryRun:
         )
         if dtype != self.sampler.dtype:
             dtype, why = policy.dtype, "as in learning: no merged copy"
-        limit = ""
+        limit, model = "", required(config.model, "--model")
         if steps != config.steps:
             limit = f", where --max-minutes {config.max_minutes:g} ends it"
-        terminal.facts(
+        terminal.table(
             "Plan: estimated, nothing was trained",
             {
-                "model": f"{config.model}{model_download(required(config.model, '--model'))}",
+                "model": "; ".join(filter(None, [model, model_download(model)])),
                 "sampling": Device(place, dtype, why),
                 "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
                 "max_num_seqs": f"{speed.max_num_seqs} completions at a time",
@@ -140,7 +140,7 @@ class DryRun:
         ]
         micro_batches.sort(key=lambda micro: -micro.input_ids.numel())
         times: list[float] = []
-        while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first also warms up
+        while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first pass warms up
             began = time.monotonic()
             self._forward_and_backward(micro_batches[0])
             times.append(time.monotonic() - began)
@@ -162,7 +162,7 @@ class DryRun:
             kl_weight=config.kl_weight,
         )
         gradient, *_ = torch.autograd.grad(loss, [*self.weights.model_weights.values()])
-        gradient.sum().item()  # waits for a GPU to be done
+        gradient.sum().item()  # synchronizes a GPU
 
 
 def time_sampling(
@@ -172,12 +172,12 @@ def time_sampling(
     params = SamplingParams(config.max_new_tokens, config.temperature)
     requests = [Request(ids, params, seed, config.group_size) for seed, ids in enumerate(prompts)]
     marks: list[float] = []
-    drawn: set[tuple[int, int]] = set()  # the rows that have had their next token
+    drawn: set[tuple[int, int]] = set()  # rows that have their next token
     rows, began = 0, time.monotonic()
     with closing(sampler.stream(requests)) as stream:
         for token in stream:
             row = token.request, token.row
-            if not marks or row in drawn:  # all have theirs: this is the next one's
+            if not marks or row in drawn:  # every row has one: this token begins the next round
                 marks.append(time.monotonic())
                 drawn = set()
             drawn.add(row)

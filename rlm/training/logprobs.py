@@ -20,15 +20,15 @@ from rlm.ops import Ops, ops_for
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+if TYPE_CHECKING:  # before peft: rlm.model imports bitsandbytes first
     from peft import PeftModel
 
-# Logits of this many tokens are made in one product and held at once.
+# The number of tokens whose logits are computed and held at once.
 LOGITS_CHUNK = 128
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask (B, 1, S, S): causal, to the prompt and within the own completion alone."""
+    """Return the additive mask (B, 1, S, S): causal, to the prompt and the own completion only."""
     own = segments[:, :, None] == segments[:, None, :]
     prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
     size = segments.shape[1]
@@ -41,9 +41,9 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 def token_logprobs(
     model: PreTrainedModel | PeftModel, batch: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each completion token, and the entropy it was drawn with: two (n, T).
+    """Return each completion token's log-probability and its distribution's entropy: two (n, T).
 
-    Under softmax(logits / temperature), the distribution that was sampled. Logits are made for
+    The distribution is softmax(logits / temperature), which was sampled from. Logits are made for
     completion tokens only, a chunk at a time, and scored in fp32; no (tokens × V) tensor of the
     batch exists. Entropy carries no gradient. Beyond a row's end both are 0.
     """
@@ -57,14 +57,14 @@ def token_logprobs(
     hidden = hidden.flatten(0, 1)[batch.sources]  # (M, hidden), contiguous
     scored = score_tokens(hidden, head, batch.targets, temperature, ops_for(model))
     logprobs, entropy = (
-        pad_sequence(flat.split(batch.lengths), batch_first=True) for flat in scored
+        pad_sequence(list(flat.split(batch.lengths)), batch_first=True) for flat in scored
     )
     return logprobs, entropy
 
 
 @torch.no_grad()
 def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
-    """Log-probabilities (n, T) by the adapter that training started from, or by the bare base."""
+    """Return log-probabilities (n, T) under the start adapter, or the bare base without one."""
     with using_reference(policy, config.sft_adapter):
         logprobs, _ = token_logprobs(policy, batch, config.temperature)
     return logprobs
@@ -76,12 +76,12 @@ def set_constant_logprobs(
     updates: Sequence[Sequence[MicroBatch]],
     matches_trainer: bool,
 ) -> bool:
-    """Set what the updates of a step compare with: log-probabilities that stay as they are now.
+    """Set the log-probabilities that stay constant during the updates of a step.
 
-    Those of the reference, for a KL term. The old ones, where a step has more than one mini-batch:
-    later ones are computed with other weights. The sampler's own serve if it draws as the trainer
-    scores, or if the algorithm compares with whatever was sampled from ("tapered"); else they take
-    a pass over the step. The first pass over a single mini-batch sets them by the way.
+    `ref_logprobs` are set if there is a KL term, `old_logprobs` if a step has more than one
+    mini-batch. The sampler's log-probabilities are used if it draws as the trainer scores, or if
+    the algorithm's ratio is to the sampling policy ("tapered"); otherwise they need a pass over
+    the step. With a single mini-batch the first pass sets them.
 
     Args:
         matches_trainer: whether the sampler draws as the trainer scores.
@@ -108,7 +108,7 @@ def score_tokens(
     temperature: float,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target after its hidden state, and the entropy: two (M,).
+    """Return the log-probability of each target given its hidden state, and the entropy: two (M,).
 
     Args:
         hidden: (M, hidden), contiguous.
@@ -146,7 +146,7 @@ class _ScoreTokens(torch.autograd.Function):
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
-        slopes = ctx.needs_input_grad[0]  # they then take the place of the logits
+        slopes = ctx.needs_input_grad[0]  # overwrites the logits
         logprobs, entropy = ops.token_logprobs(logits, targets, temperature, slopes)
         if slopes:
             ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)

@@ -21,7 +21,7 @@ class LossSums:
     """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
 
     policy: float
-    kl: float  # Σ weight · estimate: as the loss adds it up
+    kl: float  # Σ weight · estimate: the KL term of the loss
     kl_total: float  # Σ estimate
     clipped_low: float
     clipped_high: float
@@ -29,7 +29,7 @@ class LossSums:
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-    """Weights (n, T) that correct for a sampler that computes differently from the trainer.
+    """Return weights (n, T) that correct for a sampler with other probabilities than the trainer.
 
     min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
     sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
@@ -54,9 +54,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, of: str) -> Tensor:
-    """New to old probability of each "token", (n, T), or of the "sequence", (n, 1).
+    """Return the ratio of new to old probability by "token", (n, T), or by "sequence", (n, 1).
 
-    Of a sequence it is the exponential of the mean over its tokens (GSPO, arXiv 2507.18071).
+    A sequence's ratio is the geometric mean of its tokens' (GSPO, arXiv 2507.18071).
     """
     log_ratio = logprobs - old_logprobs
     if of == "sequence":
@@ -80,16 +80,16 @@ def policy_loss(
     group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
     objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
     loses its gradient (CISPO, arXiv 2506.13585).
-    objective "tapered": so it is where A < 0. Where A > 0, l = -A logprob: a good completion is
-    learned however likely it has become; a bad token is pushed down less the less likely it is than
-    when it was sampled (TOPR, arXiv 2503.14286, but with a ratio of each token).
-    TRL's default multiplies the KL term by ρ; this one is not multiplied by anything.
+    objective "tapered": the same where A < 0, and l = -A logprob where A > 0. A good completion is
+    learned however likely it has become; a bad token is pushed down less as it becomes less likely
+    than when it was sampled (TOPR, arXiv 2503.14286, with a ratio per token).
+    TRL's default multiplies the KL term by ρ; here it is not multiplied.
 
     Args:
-        logprobs: (n, T), of the policy as it is.
-        batch: with ref_logprobs where there is a KL term; without old_logprobs the policy's own
-            are the old ones.
-        correct_sampler: whether another distribution than the policy's was sampled.
+        logprobs: (n, T), of the current policy.
+        batch: needs ref_logprobs for a KL term; without old_logprobs the detached logprobs are
+            used.
+        correct_sampler: whether the sampler's distribution differs from the policy's.
     """
     mask = batch.completion_mask.to(logprobs.dtype)  # (n, T)
     scale = batch.weights[:, None] * mask

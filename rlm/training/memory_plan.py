@@ -1,7 +1,7 @@
-"""Memory plan: how much a run will take, said before it starts, and the micro-batch that fits.
+"""Memory plan: what a run will need, and the micro-batch that fits.
 
 What a forward pass keeps for the backward pass is measured on a few tokens of the very model,
-not estimated from its shape; everything else is counted.
+not estimated from its shape; everything else is computed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PROBE_TOKENS = 64
 CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}  # tokens
 GPU_MICRO_BATCH = 8192
 SMALLEST_MICRO_BATCH = 64
-HEADROOM = 0.9  # of what is available
-# What grows on a CPU beside all that is counted: oneDNN's code for each shape of a product, and
+HEADROOM = 0.9  # share of the available memory
+# Memory on a CPU beyond what is counted: oneDNN's code for each shape of a product, and
 # holes between what is kept for the backward pass, which glibc hardly fills again (docs/log.md).
 LIBRARY_BYTES = {"cpu": 3 * 2**26, "cuda": 0}
 FRAGMENTATION = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
@@ -47,26 +47,26 @@ FRAGMENTATION = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a run needs, in bytes; of the GPU if the model is there."""
+    """Bytes that a run needs, on the GPU if the model is there."""
 
-    loaded: int  # now: weights, libraries
+    loaded: int  # already allocated: weights, libraries
     sampling: int  # the sampler's copy of the weights, keys and values
     optimizer: int  # gradients, two moments, the best adapter so far
     learning: int  # what a micro-batch keeps for its backward pass, and its logits
     kept: int  # memory that libraries and the allocator keep after it is freed
-    available: int  # beyond what is loaded
+    available: int  # free memory beyond what is loaded
     train_batch_tokens: int  # of a micro-batch
-    checkpointing: bool = False  # compute activations twice rather than keep them
-    halved: bool = False  # the micro-batch, after memory ran out
+    checkpointing: bool = False  # recompute activations in the backward pass
+    halved: bool = False  # the micro-batch was halved after an out-of-memory error
 
     def halve(self) -> MemoryPlan:
-        """Return the plan after memory ran out: half the micro-batch, activations recomputed."""
+        """Return the plan after an out-of-memory error: half the micro-batch, checkpointing."""
         tokens = max(self.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
         return replace(self, train_batch_tokens=tokens, checkpointing=True, halved=True)
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak. Sampling and learning take turns: one has given back its memory."""
+        """Bytes at the peak. Sampling and learning take turns and free their memory."""
         return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
 
     def __str__(self) -> str:
@@ -91,15 +91,15 @@ def plan_memory(
     prompts: Sequence[Sequence[int]],
     evaluated: int,
 ) -> MemoryPlan:
-    """Plan the memory of a GRPO run: measure, count, choose the micro-batch if the config leaves it
-    open, and print the plan. Starts the sampler's servers, if it has any.
+    """Plan the memory of a GRPO run, choose the micro-batch if the config does not, and print the
+    plan. Starts the sampler's servers, if it has any.
 
     Args:
-        prompts: the longest of the run, as token ids.
+        prompts: the longest prompts of the run, as token ids.
         evaluated: the number of validation problems.
     """
     policy = weights.policy
-    sampler.start()  # servers of this run take memory that is then not free
+    sampler.start()  # this run's servers take memory, so they start before it is measured
     longest = max(map(len, prompts))
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
@@ -147,8 +147,8 @@ def plan_memory(
 def plan_sft(
     policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
 ) -> tuple[int, bool]:
-    """Choose the examples of a forward pass of SFT, at most `config.micro_batch`, and whether they
-    need gradient checkpointing. On a CPU both are as they were: few long rows fill it."""
+    """Choose the micro-batch of SFT, at most `config.micro_batch`, and whether it needs gradient
+    checkpointing. On a CPU both stay as configured."""
     micro_batch = config.micro_batch
     if policy.device.type != "cuda":
         return micro_batch, False
@@ -179,11 +179,11 @@ def _fit_micro_batch(
     tokens: int | None,
     checkpointing: bool | None,
 ) -> tuple[int, bool, int]:
-    """Choose the tokens of a micro-batch, and whether activations are kept for its backward pass:
-    yes, unless not even the smallest would fit into `room` then.
+    """Choose the tokens of a micro-batch and whether to use gradient checkpointing: only if the
+    smallest micro-batch would not fit into `room` without it.
 
     Args:
-        tokens, checkpointing: what the user wants; None: the plan chooses.
+        tokens, checkpointing: the user's choice; None: the plan chooses.
 
     Returns:
         Both, and the bytes that they take.
@@ -202,7 +202,7 @@ def _fit_micro_batch(
 
 
 def micro_batch_tokens(model: PreTrainedModel | PeftModel) -> int:
-    """Padded tokens of a micro-batch, where memory allows it."""
+    """Return the padded tokens of a micro-batch when memory is not the limit."""
     if model.device.type == "cuda":
         return GPU_MICRO_BATCH
     return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
@@ -215,16 +215,16 @@ def _learning_bytes(
     longest_sequence: int,
     tokens: int,
 ) -> int:
-    """Bytes that a micro-batch of so many tokens takes (the longest sequence if that is more).
+    """Return the bytes of a micro-batch of this many tokens, or of the longest sequence if larger.
 
     Args:
-        per_token: what the forward pass keeps of one without checkpointing.
+        per_token: bytes that the forward pass saves per token without checkpointing.
     """
     model = policy.config.get_text_config()
     layers = model.num_hidden_layers
-    if checkpointing:  # each layer's input, and one layer in full
+    if checkpointing:  # each layer's input, and all of one layer
         per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
-    else:  # gradients of the layer at work
+    else:  # gradients of the current layer
         per_token += per_token // layers
     tokens, dtype = max(tokens, longest_sequence), policy.dtype
     logits = score_bytes(model.vocab_size, LOGITS_CHUNK, dtype, policy.device.type)
@@ -232,7 +232,7 @@ def _learning_bytes(
 
 
 def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
-    """Measure the bytes that the forward pass of one token keeps for the backward pass."""
+    """Measure the bytes that the forward pass of one token saves for backward."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 
@@ -249,7 +249,7 @@ def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
     )
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
-    del logprobs  # and with it what was kept
+    del logprobs  # and the saved activations with it
     return sum(seen.values()) // PROBE_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a training step, named `area/name`; its line on the terminal; the run's summary."""
+"""Metrics of a training step (`area/name`), its line on the terminal, and the run's summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlm.training.loss import LossSums
 from rlm.training.selection import validation_facts
 
 PHASES = ("sample", "score", "learn")  # of a step
-RECENT_STEPS = 5  # of which the time that is left is estimated
+RECENT_STEPS = 5  # steps from which the remaining time is estimated
 
 
 def announce_run(
@@ -32,7 +32,7 @@ def announce_run(
     Args:
         trainable: parameters that are trained.
         sampler: its description.
-        problems, validation: how many there are.
+        problems, validation: their numbers.
     """
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
     few = ""
@@ -41,7 +41,7 @@ def announce_run(
     values = {option: getattr(config, option.name) for option in fields(config)}
     usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
     changed = {o.name: v for o, v in values.items() if v not in (o.default, getattr(usual, o.name))}
-    terminal.facts(
+    terminal.table(
         "Stage 2: GRPO",
         {
             "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
@@ -73,7 +73,7 @@ def announce_run(
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
     """Print what happened, and what to do next."""
-    terminal.facts(
+    terminal.table(
         "Stage 2 done",
         {
             **validation_facts(summary),
@@ -97,7 +97,7 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def mean_metrics(
     processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
 ) -> dict[str, float]:
-    """Average over all calls of a reward in all processes, each with how many groups it was of.
+    """Average the reward's metrics over all calls and processes, weighted by groups.
 
     >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
     {'a': 0.75, 'b': 1.0}
@@ -115,14 +115,14 @@ def step_metrics(
     kept: Tensor,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Metrics of what was sampled and how long it took. Every rollout counts, also of groups that
-    were dropped: else dynamic sampling would flatter the reward.
+    """Return metrics of sampling and of times. Dropped groups count too: otherwise dynamic sampling
+    would flatter the reward.
 
     Args:
-        rewards: (P, G), as the verifier gave them, NaN where there was no verdict.
-        penalties: (P, G), what was added for length.
+        rewards: (P, G), as the reward returned them, NaN without a verdict.
+        penalties: (P, G), the length penalties.
         kept: (P,) of bool, the groups that were learned from; dynamic sampling drops the others.
-        seconds: of "sample", "score", "learn".
+        seconds: by "sample", "score", "learn".
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -154,14 +154,14 @@ def step_metrics(
 
 @dataclass
 class LearnMetrics:
-    """Sums over the micro-batches of a step, of which its metrics of learning are made."""
+    """Sums over the micro-batches of a step, for its metrics of learning."""
 
     mini_batches: int = 1  # updates in a pass
-    passes: int = 0  # that were begun
+    passes: int = 0  # updates that were begun
     grad_norms: list[float] = field(default_factory=list)  # of the updates
     sums: list[LossSums] = field(default_factory=list)  # of the last pass
     entropy: list[float] = field(default_factory=list)  # of the first pass
-    # Of the first update: distance from the sampler's log-probabilities, the largest, the tokens.
+    # Of the first update: summed and largest gap to the sampler's log-probabilities, and tokens.
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(
@@ -183,7 +183,7 @@ class LearnMetrics:
             self.gaps.append((gap.sum().item(), gap.max().item(), sums.tokens))
 
     def as_dict(self, distributed: Distributed) -> dict[str, float]:
-        """Means over the tokens of all processes; {} where nothing was learned from."""
+        """Return means over the tokens of all processes; {} if no token was learned from."""
         sums, gaps = distributed.gather(self.sums), distributed.gather(self.gaps)
         entropy = distributed.gather(self.entropy)
         if not sums:
@@ -193,10 +193,10 @@ class LearnMetrics:
         return {
             "loss/policy": sum(s.policy for s in sums) / self.mini_batches,
             "loss/kl": sum(s.kl_total for s in sums) / tokens,
-            "loss/kl_weighted": sum(s.kl for s in sums) / self.mini_batches,  # as the loss has it
+            "loss/kl_weighted": sum(s.kl for s in sums) / self.mini_batches,  # as in the loss
             "policy/entropy": sum(entropy) / tokens,
             "policy/clip_fraction": sum(s.clipped_low + s.clipped_high for s in sums) / tokens,
-            "optim/grad_norm": sum(norms) / len(norms),  # the processes agree on them
+            "optim/grad_norm": sum(norms) / len(norms),  # the same in all processes
             "sampler/logprob_gap_mean": sum(gap) / sum(compared),
             "sampler/logprob_gap_max": max(gap_max),
         }
@@ -205,13 +205,12 @@ class LearnMetrics:
 def remaining(
     config: GRPOConfig, done: int, a_step: float, validation: float, seconds: float
 ) -> tuple[int, float]:
-    """Return the step with which a run ends, by --steps or --max-minutes, and the seconds until
-    then.
+    """Return the step at which a run ends, by --steps or --max-minutes, and the seconds left.
 
     Args:
         done: steps so far.
-        a_step, validation: seconds that each takes.
-        seconds: that count for --max-minutes already.
+        a_step, validation: seconds of each.
+        seconds: those that --max-minutes already counts.
     """
     until, limit = 0.0, 60 * (config.max_minutes or math.inf)
     steps = required(config.steps, "--steps")
@@ -226,11 +225,11 @@ def remaining(
 
 
 def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: float) -> float:
-    """Estimate the seconds that a run has left, validations included, from its last steps.
+    """Estimate a run's remaining seconds, validations included, from its last steps.
 
     Args:
-        rows: metrics of its steps so far.
-        minutes: that this process has trained.
+        rows: the metrics of the steps so far.
+        minutes: the minutes that this process has trained.
     """
     took = [sum(row[f"time/{phase}"] for phase in PHASES) for row in rows[-RECENT_STEPS:]]
     evaluated = [row["time/evaluate"] for row in rows if "time/evaluate" in row] or [0.0]
@@ -239,7 +238,7 @@ def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: 
 
 
 def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
-    """A step as one line on the terminal; `left` are the seconds of those to come."""
+    """Return a step as one line for the terminal; `left`: the remaining seconds."""
     seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
     parts = [
         f"step {metrics['step'] + 1}/{steps}",
@@ -269,6 +268,6 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
 
 
 def _exact(metrics: Mapping[str, float]) -> list[str]:
-    """The share of right answers, where the reward is something else."""
+    """Return the share of right answers if the reward is another figure."""
     right = metrics.get("reason/correct", metrics["reward/mean"])
     return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]

@@ -1,5 +1,5 @@
-"""Resolves the options of both stages: what the adapter to start from, the data and the machine
-decide where no option says it."""
+"""Resolve the options of both stages: the start adapter, the data and the machine decide what no
+option sets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")  # GRPOConfig or SFTConfig
 
-SHORT, ON_CPU, ON_GPU = 96, 256, 512  # tokens
+SHORT, ON_CPU, LONGEST = 96, 256, 512  # tokens
 GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
 MAX_NEW_TOKENS = (
-    f"{SHORT} for word-problems and elementary, else {ON_GPU} on a GPU and {ON_CPU} without one"
+    f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
 
 
@@ -29,16 +29,16 @@ def resolve(
     start: AdapterInfo | None,
     gpu_defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the options that were given to a training config, and what the adapter to start from
-    decides, else the machine: model, data, quantization, tool, rank, tags, system prompt.
+    """Return the given options of a training config, completed by the start adapter or else the
+    machine: model, data, quantization, tool, rank, tags, system prompt.
 
     Args:
-        given: by field; what is missing is decided here.
-        gpu_defaults: other values that change when a GPU's model is chosen; None (Python): the
-            caller names model and data.
+        given: field → value.
+        gpu_defaults: other defaults for the model that a GPU picks; None (Python): the caller
+            names model and data.
 
     Raises:
-        UsageError: what was given contradicts the adapter.
+        UsageError: a given value contradicts the adapter.
     """
     from rlm.model import AdapterInfo, default_values, pick_quantization
 
@@ -58,23 +58,27 @@ def resolve(
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
-    """Return a config that was made in Python with what `resolve` decides.
+    """Return a config made in Python, completed by `resolve`.
 
     Raises:
         UsageError: it contradicts the adapter.
     """
     options = {option.name: getattr(config, option.name) for option in fields(config)}
     unset = {option.name for option in fields(config) if options[option.name] == option.default}
-    unset -= {"quantize", "tool"}  # whose defaults say what they are: none
+    unset -= {"quantize", "tool"}  # whose defaults mean: none
     given = {name: value for name, value in options.items() if name not in unset}
     return replace(config, **resolve(given, start))
 
 
-def choose_max_new_tokens(dataset: str) -> int:
-    """Return how many tokens completions may have where no option says it."""
+def choose_max_new_tokens(dataset: str | None) -> int:
+    """Return how many tokens completions may have where no option says it.
+
+    Args:
+        dataset: None where it is not known, as in a config made in Python.
+    """
+    parts = dataset_parts(dataset) if dataset else []
+    if parts and {dataset_name(part).partition(":")[0] for part in parts} <= GENERATED:
+        return SHORT
     import torch
 
-    names = {dataset_name(part).partition(":")[0] for part in dataset_parts(dataset)}
-    if names <= GENERATED:
-        return SHORT
-    return ON_GPU if torch.cuda.is_available() else ON_CPU
+    return LONGEST if torch.cuda.is_available() else ON_CPU

@@ -1,5 +1,5 @@
-"""Samples the rollouts of a GRPO run by vLLM: by servers that run already, or by servers that the
-run starts, one on each card that trains, or one."""
+"""vLLM servers for the rollouts of a GRPO run: running ones, or servers that the run starts, one
+for each card that trains."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_PROMPT = 2048  # tokens that a server takes, where --max-prompt-length says nothing
+LONGEST_PROMPT = 2048  # default longest prompt of a server, in tokens
 
 
 class RunServers:
-    """The vLLM servers of a run: the main process starts and ends them, all sample from them."""
+    """The vLLM servers of a run. The main process starts and ends them; all processes use them."""
 
     def __init__(self, policy: PeftModel, config: GRPOConfig, distributed: Distributed) -> None:
         self._policy, self._config, self._distributed = policy, config, distributed
-        self._servers: list[ManagedVLLM] = []  # of the main process
+        self._servers: list[ManagedVLLM] = []  # on the main process
 
     def start(self) -> list[APIClient]:
-        """Start them, wait until they answer, and return a client for each.
+        """Start the servers, wait until they answer, and return a client for each.
 
         Raises:
-            UsageError: one cannot be started, or processes on another machine could not reach it.
+            UsageError: a server cannot be started, or other machines could not reach it.
         """
         if self._distributed.on_several_machines:
             raise UsageError(
@@ -57,16 +57,16 @@ class RunServers:
         ]
 
     def check(self) -> None:
-        """Do nothing while they run.
+        """Check that the servers are running.
 
         Raises:
-            UsageError: one has ended.
+            UsageError: a server has ended.
         """
         for server in self._servers:
             server.check()
 
     def stop(self) -> None:
-        """End them, and wait until they have ended."""
+        """End the servers and wait for them."""
         for server in self._servers:
             server.stop()
         self._servers.clear()
@@ -74,7 +74,7 @@ class RunServers:
     def _command(self) -> list[str]:
         policy, config = self._policy, self._config
         model = str(policy.get_base_model().name_or_path)
-        if not Path(model).is_dir():  # the very files that were loaded here, without the network
+        if not Path(model).is_dir():  # the files that were loaded here, without the network
             model = snapshot_download(model, local_files_only=True)
         length = (config.max_prompt_length or LONGEST_PROMPT) + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
@@ -83,7 +83,7 @@ class RunServers:
         return server_command(config.vllm_command, model, options)
 
     def _environments(self) -> list[dict[str, str]]:
-        """Return what each server's environment has of its own: the card that it sees."""
+        """Return the environment variables of each server: the card that it sees."""
         size = self._distributed.size
         if size == 1 or self._policy.device.type != "cuda":
             return [{}]

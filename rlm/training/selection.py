@@ -1,7 +1,7 @@
-"""Chooses the step of a GRPO run that is exported, by a paired interval over validation problems.
+"""Choose the step of a GRPO run to export, by a paired interval over validation problems.
 
-The best of several validations looks better than it is: on six problems chance alone moves the mean
-by tens of points. So the last step is exported, unless the best is ahead of it beyond chance.
+The best of several validations looks better than it is: with six problems chance alone moves the
+mean by tens of points. So the last step is exported, unless the best is ahead of it beyond chance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rlm.evaluation import t_interval
 
 CONFIDENCE = 0.95
-# Even if all of them agree, fewer problems are no evidence: a sign test of 5 has p = 2 / 2⁵ > 0.05.
+# With fewer problems no result is significant: a sign test of 5 has p = 2 / 2⁵ > 0.05.
 MIN_PROBLEMS = 6
 # Each problem's mean over its completions; None: no completion had a verdict.
 ProblemScores = Sequence[float | None]
@@ -22,19 +22,19 @@ ProblemScores = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Validation:
-    """What the adapter scored after `step` steps, on each of the problems in their order."""
+    """The adapter's score on each validation problem after `step` steps."""
 
     step: int
     scores: ProblemScores
 
     @property
     def mean(self) -> float:
-        """Mean over the problems that have a score; 0 if none has."""
+        """Return the mean over the problems that have a score; 0 without any."""
         scores = [score for score in self.scores if score is not None]
         return sum(scores) / len(scores) if scores else 0.0
 
     def summary(self, measure: str) -> dict[str, float]:
-        """Return mean, low and high; the interval of an accuracy stays in 0…1."""
+        """Return mean, low and high; an accuracy's interval is clipped to 0…1."""
         scores = [score for score in self.scores if score is not None]
         low, high = t_interval(scores) if scores else (-math.inf, math.inf)
         if measure == "accuracy":
@@ -44,9 +44,9 @@ class Validation:
 
 @dataclass(frozen=True)
 class Gain:
-    """How far one validation is ahead of another: mean of the differences, and its interval.
+    """The lead of one validation over another: the mean difference and its interval.
 
-    comparisons: of how many the other is the best.
+    comparisons: the number of validations of which the other is the best.
     """
 
     mean: float
@@ -59,8 +59,8 @@ def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
     """Compare two validations problem by problem.
 
     Args:
-        comparisons: of how many `after` is the best, which is ahead by chance already: the
-            interval is widened so that it would hold for all of them (Bonferroni).
+        comparisons: the number of validations of which `after` is the best. The interval is
+            widened to hold for all of them (Bonferroni).
     """
     pairs = zip(before.scores, after.scores, strict=True)
     differences = [b - a for a, b in pairs if a is not None and b is not None]
@@ -73,11 +73,11 @@ def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
 
 @dataclass
 class Validations:
-    """The validations of a run that a choice needs: the start's, the best and the last.
+    """The start's, the best and the last validation of a run.
 
-    measure: of what the scores are the mean, "accuracy" or "reward".
-    data: identifies the problems and the reward; "": there is nothing to validate on.
-    count: how many there were, the start's included.
+    measure: what the scores are, "accuracy" or "reward".
+    data: identifies the problems and the reward; "" without validation problems.
+    count: the number of validations, the start's included.
     """
 
     measure: str = "accuracy"
@@ -86,21 +86,22 @@ class Validations:
     start: Validation | None = None
     best: Validation | None = None
     last: Validation | None = None
-    # Of the verdict, whatever the measure is.
+    # Strict accuracy, whatever the measure is.
     start_accuracy: Validation | None = None
     last_accuracy: Validation | None = None
 
     def add_accuracy(self, step: int, scores: ProblemScores) -> None:
-        """Record the accuracy of a validation, which `fall` compares with the start's."""
+        """Record a validation's accuracy, for `fall`."""
         self.last_accuracy = Validation(step, list(scores))
         if step == 0:
             self.start_accuracy = self.last_accuracy
 
     def fall(self) -> str:
-        """Say how far the accuracy is below the start's; "" if that may be chance, or if the
-        measure has risen beyond chance: then a reward is worth its price.
+        """Describe how far the accuracy has fallen below the start's.
 
-        A reward that says nothing of the answers ruins a model, and its own mean does not show it.
+        Returns "" if that may be chance, or if the measure has risen beyond chance.
+
+        A reward that ignores the answers ruins a model, and its own mean does not show it.
         """
         if not (self.start_accuracy and self.last_accuracy and self.start and self.last):
             return ""
@@ -121,11 +122,10 @@ class Validations:
         return is_best
 
     def summary(self, completions: int) -> dict[str, Any] | None:
-        """Return what run.json says of them: each with its interval, and how far it is ahead of the
-        start; None without any.
+        """Return the validations for run.json, with intervals and leads over the start, or None.
 
         Args:
-            completions: of each problem.
+            completions: the number of each problem's completions.
         """
         if self.start is None or self.best is None or self.last is None:
             return None
@@ -137,7 +137,7 @@ class Validations:
         return said | {f"{name}_gain": _finite(asdict(one)) for name, one in gains.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON holds of it; `from_dict` reads it back."""
+        """Return a JSON-serializable dict; `from_dict` reads it back."""
         return asdict(self)
 
     @classmethod
@@ -149,7 +149,7 @@ class Validations:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which adapter is exported, `best` or `last`, of which step, and why in one line."""
+    """The adapter to export, `best` or `last`, with its step and the reason as one line."""
 
     name: str
     step: int
@@ -162,11 +162,11 @@ def choose_export(
     """Choose between the best validated step and the last one.
 
     Args:
-        last_step: steps that were run.
-        asked: as --export says; "auto" takes the best only where its lead has an interval above
-            zero.
-        stopped: why the run was ended early, if the weights of its last step are not to be
-            trusted: then "auto" takes the best.
+        last_step: the number of steps that were run.
+        asked: the value of --export; "auto" takes the best only if the interval of its lead is
+            above zero.
+        stopped: why the run was stopped early, if its last weights are not to be trusted; then
+            "auto" takes the best.
     """
     best, last = validations.best, validations.last
     the_last = f"the last step, {last_step}"
@@ -194,7 +194,7 @@ def choose_export(
 
 
 def describe_mean(mean: float, measure: str) -> str:
-    """Write a mean, an accuracy's in per cent.
+    """Format a mean; an accuracy in per cent.
 
     >>> describe_mean(0.5, "accuracy"), describe_mean(-1, "reward")
     ('50.0%', '-1.000')
@@ -203,7 +203,7 @@ def describe_mean(mean: float, measure: str) -> str:
 
 
 def sample_count(completions: int, problems: int) -> str:
-    """Say how large a validation is.
+    """Describe the size of a validation.
 
     >>> sample_count(1, 50)
     '1 completion of each of 50 problems'
@@ -212,7 +212,7 @@ def sample_count(completions: int, problems: int) -> str:
 
 
 def describe(gain: Gain, measure: str) -> str:
-    """Write a gain with its interval, an accuracy's in points.
+    """Format a gain with its interval; an accuracy's in points.
 
     >>> describe(Gain(0.07, 0.015, 0.125), "accuracy"), describe(Gain(0.25, -0.5, 1.0), "reward")
     ('+7.0 points (95 % interval +1.5 to +12.5)', '+0.250 (95 % interval -0.500 to +1.000)')
@@ -256,5 +256,5 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Return None for what JSON cannot hold."""
+    """Return None for a value that is not finite."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

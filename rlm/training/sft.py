@@ -1,14 +1,14 @@
 """TRL's SFTTrainer, with two things of our own: a loss that computes the system prompt once for a
 micro-batch and no logits of tokens that are not learned, and checkpoints from which a stopped run
-goes on to the very same end.
+ends with exactly the same adapter.
 
 TRL's own loss leaves prompts out before the product with the vocabulary only where Triton runs;
 elsewhere it scores every position and drops what is masked (1.16, `_use_triton`). Two thirds of a
 word problem's tokens are prompt, and that product is a third of a small model's step.
 
-transformers' own checkpoints hold pickles, may be half-written, and in a second epoch go on with
-other batches than the run would have had (5.23): the order of an epoch is drawn from a generator
-whose state at the epoch's beginning they do not keep.
+transformers' own checkpoints hold pickles, may be half-written, and continue a second epoch with
+other batches (5.23), because they do not keep the state of the random generator at the epoch's
+beginning.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAY_CHANGE = {
 
 
 class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
-    """TRL's trainer, with our own loss and resume."""
+    """TRL's trainer with our own loss and resume."""
 
     def compute_loss(
         self,
@@ -71,11 +71,11 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean negative log-likelihood of the labels: TRL's figure, and its gradient."""
-        flash = model.config._attn_implementation == "flash_attention_2"  # which takes no mask
+        """Return the mean negative log-likelihood of the labels, equal to TRL's."""
+        flash = model.config._attn_implementation == "flash_attention_2"  # takes no mask
         if return_outputs or flash or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Other attentions compute what a mask hides, in a packed sequence most of it.
+        # Other attentions compute masked positions, which are most of a packed sequence.
         packed = model.config._attn_implementation == ATTN_IMPLEMENTATION
         batch = pack_examples(inputs, model.device.type, packed)
         logprobs, _ = token_logprobs(model, batch, 1.0)
@@ -83,22 +83,22 @@ class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
         return -logprobs.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
-        """Mean loss of the examples, in nats per learned token."""
+        """Return the mean loss of the examples, in nats per learned token."""
         return self.evaluate(datasets.Dataset.from_list([dict(e) for e in examples]))["eval_loss"]
 
     def train_from(self, step: int) -> None:
-        """Train from a step on, whose adapter and optimizer `CheckpointCallback` restores."""
+        """Train from a step whose adapter and optimizer `CheckpointCallback` restores."""
         if step == 0:
             self.train()
             return
         state = TrainerState(global_step=step, train_batch_size=self.args.train_batch_size)
         state.compute_steps(self.args, max_steps=self.args.max_steps)
-        with tempfile.TemporaryDirectory() as folder:  # all that transformers is to find
+        with tempfile.TemporaryDirectory() as folder:  # the only state that transformers reads
             state.save_to_json(str(Path(folder) / "trainer_state.json"))
             self.train(resume_from_checkpoint=folder)
 
     def _load_from_checkpoint(self, *arguments: object, **options: object) -> None:
-        """Skip transformers' part of resuming that would look for an adapter's files."""
+        """Skip the part of transformers' resume that looks for adapter files."""
 
 
 def make_trainer(
@@ -122,21 +122,21 @@ def make_trainer(
         warmup_steps=round(config.warmup_share * steps),
         max_grad_norm=1.0,
         logging_steps=max(1, steps // 20),
-        logging_first_step=True,  # its line says how long all of them take
+        logging_first_step=True,  # its line estimates the whole run
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         train_sampling_strategy="group_by_length",  # little padding
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        # Autocast, which on a CPU takes twice the time of computing in bf16 as it is.
+        # Autocast takes twice the time of a bf16 model on a CPU.
         bf16=gpu and policy.dtype == torch.bfloat16,
         fp16=gpu and policy.dtype == torch.float16,
         use_cpu=not gpu,
         gradient_checkpointing=checkpointing,
         seed=config.seed,
     )
-    if arguments.device.type == "cuda":  # which counts the GPUs: one of them is enough
+    if arguments.device.type == "cuda":  # TrainingArguments counts all GPUs; use one
         arguments._n_gpu = 1
     trainer = SFTTrainer(
         model=policy,
@@ -145,7 +145,7 @@ def make_trainer(
         args=arguments,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    # TRL makes the adapter of a packed base bf16, in which small updates round to nothing.
+    # TRL casts the adapter of a quantized base to bf16, in which small updates round to 0.
     for tensor in policy.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
@@ -163,7 +163,7 @@ class CheckpointCallback(TrainerCallback):
         base_hash: str,
         examples: Sequence[Example],
     ) -> None:
-        """Begin the run, or load its newest checkpoint: the trainer gets it when training begins.
+        """Begin the run, or load its newest checkpoint for the trainer.
 
         Raises:
             UsageError: too little room on the disk; no checkpoint, or it is of another run.
@@ -197,11 +197,11 @@ class CheckpointCallback(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on the run, by the processes before this one too."""
+        """Seconds spent on the run, including earlier processes."""
         return self._seconds_before + time.monotonic() - self._started
 
     def mean_loss(self) -> float:
-        """Mean loss of all steps, from the log: a row has the mean since the row before."""
+        """Mean loss of all steps; each log row has the mean since the previous row."""
         total, done = 0.0, 0
         for row in self.run.metrics():
             total += row["loss/sft"] * (row["step"] + 1 - done)
@@ -244,7 +244,7 @@ class CheckpointCallback(TrainerCallback):
             control.should_training_stop = True
         control.should_training_stop |= self.run.interrupted
         control.should_log |= control.should_training_stop or state.global_step == self.steps
-        control.should_log |= self._save_is_due()  # also between the twentieths of the run
+        control.should_log |= self._save_is_due()  # between the regular reports, too
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         logs, done = parts.get("logs") or {}, state.global_step
@@ -267,7 +267,7 @@ class CheckpointCallback(TrainerCallback):
     def _save(self, step: int) -> None:
         tensors = checkpoint_tensors(self.adapter, self._optimizer)
         tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
-        if torch.cuda.is_available():  # where dropout is drawn
+        if torch.cuda.is_available():  # dropout is drawn there
             tensors["random/cuda"] = torch.cuda.get_rng_state()
         schedule = self._scheduler.state_dict()
         state = {"origin": self.origin, "seconds": self.seconds, "schedule": schedule}

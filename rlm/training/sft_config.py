@@ -17,7 +17,7 @@ from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
 from rlm.training.resolve import resolve
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
-MAX_SAMPLES = 400  # where the data is no file of the user's
+MAX_SAMPLES = 400  # unless the data is a file of the user's
 ENOUGH_STEPS = 20  # 11 examples taught nothing in one step, and a text task in twenty
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
@@ -138,7 +138,7 @@ class SFTConfig:
         if self.lora_dropout == 1:
             raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
         overwrites = self.adapter and self.output.resolve() == self.adapter.resolve()
-        if overwrites and not self.dry_run:  # which writes nothing
+        if overwrites and not self.dry_run:  # --dry-run writes nothing
             raise ValueError(
                 "--output would overwrite --adapter; type another folder, such as --output "
                 "runs/mine/sft_lora"
@@ -146,7 +146,7 @@ class SFTConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what the adapter to go on from and the machine decide: `resolve_config` calls it."""
+        """Add what --adapter and the machine decide; `resolve_config` calls it."""
         from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 
         adapter = given.get("adapter")
@@ -157,16 +157,15 @@ class SFTConfig:
         return values
 
     def check_files(self) -> None:
-        """Refuse a --dataset that names nothing, before torch is imported."""
+        """Refuse an unknown --dataset before torch is imported."""
         if self.dataset:
             check_dataset(self.dataset)
 
     def epochs_for(self, examples: int) -> int:
-        """Return the passes over so many examples: as given, else one, or what a small file of the
-        user's needs for ENOUGH_STEPS."""
+        """Return `epochs`, else 1, or with a small file enough for ENOUGH_STEPS."""
         enough = math.ceil(ENOUGH_STEPS / math.ceil(examples / self.batch_size))
         return self.epochs or (enough if self.dataset and own_files(self.dataset) else 1)
 
     def steps(self, examples: int) -> int:
-        """Optimizer steps of a run over so many examples."""
+        """Return the optimizer steps for this many examples."""
         return self.epochs_for(examples) * math.ceil(examples / self.batch_size)

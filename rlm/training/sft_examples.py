@@ -29,10 +29,10 @@ Example = dict[str, list[int]]  # input_ids and labels
 def drop_unsolved(
     problems: Sequence[Problem], dataset: str | None, what: str = "problems"
 ) -> list[Problem]:
-    """Return the problems that have a solution to learn from, and say how many have none.
+    """Return the problems that have a solution, and print how many have none.
 
     Raises:
-        UsageError: none has one.
+        UsageError: no problem has a solution.
     """
     solved = [problem for problem in problems if problem.solution and problem.answer]
     missing = len(problems) - len(solved)
@@ -55,15 +55,20 @@ def to_examples(
     format: Format,
     max_length: int,
 ) -> list[Example]:
-    """Problems with solutions as examples to learn from, without those that are too long."""
+    """Turn problems with solutions into training examples, leaving out those that are too long."""
     examples = [to_example(tokenizer, problem, format) for problem in problems]
     return [e for e in examples if len(e["input_ids"]) <= max_length]
 
 
 def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format) -> Example:
-    """Make `input_ids` and `labels` of one problem: the prompt's labels are IGNORE_INDEX."""
+    """Return the example of a problem."""
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
+    return mask_prompt(prompt, completion)
+
+
+def mask_prompt(prompt: list[int], completion: list[int]) -> Example:
+    """Make `input_ids` and `labels`; the labels of the prompt are IGNORE_INDEX."""
     return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + completion}
 
 
@@ -72,11 +77,11 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> Mi
 
     Args:
         inputs: `input_ids`, `attention_mask` and `labels`, (B, S) each, padded on the right.
-        packed: into one sequence, in which what all examples begin with, the system prompt, is
-            computed once; else each is a sequence.
+        packed: put all into one sequence that computes their common prefix (the system prompt)
+            once; otherwise each is a sequence.
 
     Returns:
-        A micro-batch of B rows, whose targets are the learned tokens alone.
+        A micro-batch of B rows whose targets are the learned tokens.
     """
     lengths = inputs["attention_mask"].sum(1).tolist()
     ids, labels = (
@@ -100,7 +105,7 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> Mi
 
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
-    """Print the rendered text: the part without a loss, and the part that is learned."""
+    """Print the rendered prompt, which has no loss, and the completion."""
     prompt = example["labels"].count(IGNORE_INDEX)
     parts = {"prompt, no loss": slice(prompt), "completion, learned": slice(prompt, None)}
     for what, part in parts.items():

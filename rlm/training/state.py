@@ -1,7 +1,4 @@
-"""The state of a GRPO run: what goes from step to step, saved and restored exactly.
-
-With it the mixed precision of the adapter: fp32 master weights where it computes in bf16 or fp16.
-"""
+"""The state of a GRPO run, saved and restored exactly; fp32 master weights of its adapter."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ MAX_LOSS_SCALE = 2.0**16
 
 
 class MixedPrecisionAdapter:
-    """LoRA matrices that training changes: the model's, and their fp32 master weights.
+    """The trained LoRA matrices: the model's copy and their fp32 master weights.
 
     A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
     are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
@@ -47,8 +44,8 @@ class MixedPrecisionAdapter:
 
     In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
     below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
-    divides by it in fp32. What overflows then is not finite, and that update is skipped: the scale
-    was too high, and is halved. After GOOD_UPDATES in a row it is doubled.
+    divides by it in fp32. If a gradient overflows, the update is skipped and the scale is halved;
+    after GOOD_UPDATES in a row it is doubled.
     """
 
     def __init__(self, policy: PeftModel) -> None:
@@ -56,7 +53,7 @@ class MixedPrecisionAdapter:
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
-        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # since it changed
+        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # in a row
         if policy.dtype != torch.float32:
             self.master_weights = {
                 name: torch.nn.Parameter(tensor.detach().float())
@@ -66,7 +63,7 @@ class MixedPrecisionAdapter:
                 tensor.data = tensor.data.to(policy.dtype)
 
     def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the master weights' (summed in fp32)."""
+        """Add the gradients of a micro-batch to the master weights' gradients, in fp32."""
         if self.master_weights is self.model_weights:
             return
         for name, tensor in self.model_weights.items():
@@ -79,7 +76,7 @@ class MixedPrecisionAdapter:
                 tensor.grad = None
 
     def adapt_loss_scale(self, *, skipped: bool) -> bool:
-        """Adapt the loss scale after an update; returns whether it alone may have been at fault."""
+        """Adapt the loss scale after an update; return whether it may have caused the overflow."""
         at_fault = skipped and self.loss_scale > 1
         if at_fault:
             self.loss_scale /= 2
@@ -90,7 +87,7 @@ class MixedPrecisionAdapter:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Give the model the master weights' values."""
+        """Copy the master weights to the model."""
         if self.master_weights is not self.model_weights:
             for name, master in self.master_weights.items():
                 self.model_weights[name].copy_(master)
@@ -109,7 +106,7 @@ MAY_CHANGE = {
     *("checkpointing", "attn_implementation", "tracker", "wandb_project"),
     "vllm_command",
 }
-# What a checkpoint's JSON has of the state, beside the run's origin.
+# Fields of the state in a checkpoint's JSON, beside the run's origin.
 SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_weight"),)
 
 
@@ -127,25 +124,25 @@ class StepControl:
 class TrainingState:
     """Adapter, optimizer and the best adapter so far.
 
-    Nothing random is in it: what a step draws is a function of the seed and the step's number.
+    It holds no random state: what a step draws is a function of the seed and the step.
     """
 
     weights: MixedPrecisionAdapter
     optimizer: torch.optim.Optimizer
     base_hash: str
-    kl_weight: float = 0.0  # changes where the run has a target
+    kl_weight: float = 0.0  # changes if there is a KL target
     distributed: Distributed = field(default_factory=Distributed)
     validations: Validations = field(default_factory=Validations)
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     consecutive_skips: int = 0
     last_finite: int = 0  # the last step that began with weights that gave a finite gradient
-    updates: int = 0  # that were made, by which the learning rate rises
-    updated: bool = False  # whether the step that runs has changed the weights
-    lr_scale: float = 1.0  # of the learning rate; halved by `restore_if_diverged`
+    updates: int = 0  # updates made, for the warm-up
+    updated: bool = False  # whether the current step has changed the weights
+    lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # config and data of the run
     _began: float = field(default_factory=time.monotonic)
-    _seconds_before: float = 0.0  # of earlier processes, up to the checkpoint
+    _seconds_before: float = 0.0  # seconds of earlier processes, up to the checkpoint
 
     @property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
@@ -159,7 +156,7 @@ class TrainingState:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, whatever processes it took."""
+        """Seconds of the run, including earlier processes."""
         return self._seconds_before + time.monotonic() - self._began
 
     def begin(
@@ -172,11 +169,11 @@ class TrainingState:
         """Write the first checkpoint of a new run, or load the newest of this one.
 
         Returns:
-            The step to go on with.
+            The step to continue with.
 
         Raises:
-            UsageError: too little room on the disk; nothing to resume; or what would be resumed,
-                or the other processes have, is of other data, options, base or start adapter.
+            UsageError: too little room on the disk; nothing to resume; or the checkpoint or another
+                process has other data, options, base or start adapter.
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
@@ -199,18 +196,18 @@ class TrainingState:
         else:
             self.save(run, 0, keep=config.keep_checkpoints)
             step = 0
-        run.begin(to_dict(config))  # only now: what is refused is shown nowhere
+        run.begin(to_dict(config))  # only now, so that a refused run starts no tracker
         return step
 
     def _compare_origins(self) -> None:
-        """Check that all processes train the same run: each loads its machine's own files.
+        """Check that all processes train the same run, because each loads its own files.
 
         Raises:
-            UsageError: in those that have other data, options, base or start adapter than the main
+            UsageError: this process has other data, options, base or start adapter than the main
                 process.
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
-        free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # of the adapter the tensors are compared
+        free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # its tensors are compared
         changes = differences(main, mine, free, {})
         if main["base_hash"] != mine["base_hash"]:
             changes.append("the base model: other tensors under its name")
@@ -221,7 +218,7 @@ class TrainingState:
             )
 
     def control_after(self, step: int, config: GRPOConfig, interrupted: bool) -> StepControl:
-        """Decide what is due after a step: by its number, the clock, a signal to any process."""
+        """Decide what is due after a step by its number, the clock and signals to any process."""
         done = step + 1
         out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
         last = self.distributed.broadcast(out_of_time) or done == config.steps
@@ -234,8 +231,8 @@ class TrainingState:
         return StepControl(due(config.eval_every), save, last, interrupted)
 
     def count_update(self, *, skipped: bool) -> None:
-        """Count an update whose gradient was not finite; a finite one ends the streak, to which
-        those do not count that a lower loss scale may cure."""
+        """Count updates in a row without a finite gradient, except those that a lower loss scale
+        may cure."""
         self.updates += 1
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
@@ -243,16 +240,16 @@ class TrainingState:
         self.updated |= not skipped
 
     def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
-        """After MAX_CONSECUTIVE_SKIPS, go back to the last good weights at half the learning rate.
+        """After MAX_CONSECUTIVE_SKIPS, restore the last good weights and halve the learning rate.
 
-        Good is a checkpoint from which an update was made: the weights after the last update may
-        be what the first bad gradient came from. Training goes on with the next step: the same
-        problems with the same weights would end the same way.
+        A checkpoint is good if a finite update was made from it: the weights after the last update
+        may have caused the bad gradient. Training continues with the next step, because the same
+        problems with the same weights would fail again.
 
         Raises:
-            UsageError: there is none, or this has happened before.
+            UsageError: there is no good checkpoint, or this has happened before.
         """
-        if self.updated:  # a step without a difference in any group says nothing of its weights
+        if self.updated:  # a step without signal says nothing about its weights
             self.last_finite, self.updated = step, False
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
@@ -285,13 +282,13 @@ class TrainingState:
         arXiv 1909.08593).
 
         Args:
-            kl, target: nats per token; None: nothing was learned from, or there is no target.
+            kl, target: nats per token; None without rollouts or without a target.
         """
         if kl is not None and target is not None:
             self.kl_weight *= 1 + 0.1 * min(0.2, max(-0.2, kl / target - 1))
 
     def brake(self, step: int) -> str:
-        """Return why the run is to end with this step, and say it: see `Validations.fall`."""
+        """Print and return why the run must stop at this step (`Validations.fall`)."""
         fall = self.validations.fall()
         if fall:
             terminal.line(
@@ -301,13 +298,13 @@ class TrainingState:
         return fall
 
     def keep_validation(self, step: int, scores: ProblemScores) -> None:
-        """Record what a validation found, and remember the adapter if no earlier one was better."""
+        """Record a validation, and keep the adapter if it is the best so far."""
         if self.validations.add(step, scores):
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
     def put_on_model(self, adapter: Mapping[str, Tensor]) -> None:
-        """Train from here on, and sample, with these tensors, named as those of `adapter`."""
+        """Set the adapter's weights; `tensors` are named as in `adapter`."""
         for name, tensor in adapter.items():
             self.adapter[name].copy_(tensor)
         self.weights.copy_to_model()
@@ -324,10 +321,10 @@ class TrainingState:
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
-        """Load the newest checkpoint and return the step to go on with.
+        """Load the newest checkpoint and return the step to continue with.
 
         Raises:
-            UsageError: there is none, or it is of another base, adapter, config or data.
+            UsageError: there is no checkpoint, or it has another base, adapter, config or data.
         """
         tensors, state = resume_run(
             run,
@@ -350,13 +347,13 @@ class TrainingState:
         return state["step"]
 
     def _restore_validations(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Take the validations of a checkpoint and its best adapter over, where what is validated
-        now can be compared with them; a run that validates nothing any more keeps them."""
+        """Restore a checkpoint's validations and best adapter if they are comparable with this
+        run's, or if this run has no validation."""
         saved = Validations.from_dict(state["validations"])
         now = self.validations
         if now.data and (saved.data, saved.measure) != (now.data, now.measure):
             if saved.count:
-                terminal.line("what was validated before is not compared with what is from now on")
+                terminal.line("earlier validations are not compared with those from now on")
             return
         self.validations = saved
         self.best = {
@@ -366,8 +363,7 @@ class TrainingState:
     def _load_checkpoint(
         self, run: RunDirectory, **options: Any
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Load as `Checkpoints.load` does, but read by the main process alone: only its machine has
-        the run directory."""
+        """Load the checkpoint in the main process, which has the directory, and broadcast it."""
         is_main = self.distributed.is_main
         return self.distributed.broadcast(run.checkpoints.load(**options) if is_main else None)
 

@@ -1,4 +1,4 @@
-"""What stands around the loop of train_grpo.py: its data, its parts, and one run of it.
+"""Everything around the loop of train_grpo.py: data, parts, and a run.
 
 `TrainingRun` is one call of `GRPOTrainer.train`: the run directory, the memory plan, validations,
 logs and the export. `Validator` samples as training does, for validation and for --doctor.
@@ -97,10 +97,10 @@ class StepScorer(Protocol):
 
 
 def check_arguments(model_name: object, config: object) -> None:
-    """Refuse a loaded model and another library's config, before anything is loaded.
+    """Refuse a loaded model or another library's config before anything is loaded.
 
     Raises:
-        TypeError: the message says what to write.
+        TypeError: the message says what to pass instead.
     """
     if not isinstance(model_name, str | Path):
         kind = type(model_name).__name__
@@ -115,18 +115,18 @@ def check_arguments(model_name: object, config: object) -> None:
 def resolve_start(
     config: GRPOConfig, model: str, base_hash: str, tool: Tool | None, processes: int
 ) -> tuple[GRPOConfig, AdapterInfo, Tool | None]:
-    """Return the config as this base and this machine can have it, with a line for what changes;
-    the adapter to start from; and the run's tool: `tool`, or else what --tool names.
+    """Return the config adapted to this base and machine, the start adapter, and the run's tool
+    (`tool`, or what --tool names). Each change is printed.
 
-    What `GRPOConfig.resolve` found for the command line stays; a config made in Python may have
-    the default adapter, which is used only where it fits, or `quantize` auto.
+    Values from `GRPOConfig.resolve` stay. A config made in Python may have the default adapter,
+    which is used only if it fits, or `quantize` auto.
 
     Raises:
-        TypeError: `tool` is none.
-        UsageError: an adapter that was asked for is not there or belongs to another base; there
-            are more processes than problems in a step; other tags, or another rank, were asked for
-            than it has; --tool names none.
-        ValueError: vLLM samples, which takes no tool.
+        TypeError: `tool` is not a Tool.
+        UsageError: a given adapter does not exist or belongs to another base, or has other tags or
+            another rank than the config; there are more processes than problems in a step; --tool
+            names no tool.
+        ValueError: a tool with vLLM, which supports none.
     """
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
@@ -136,7 +136,7 @@ def resolve_start(
     if config.sampler == "vllm" and not config.sampler_url:
         from rlm.sampling import split_command
 
-        split_command(config.vllm_command)  # now: loading the model may take minutes
+        split_command(config.vllm_command)  # before loading the model, which may take minutes
     adapter = config.sft_adapter
     if adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
@@ -160,8 +160,8 @@ def resolve_start(
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
-    """Load the base with the adapter to train on it, in eval mode."""
-    gc.collect()  # SFT's trainer, where that ran in this process: a cycle of a gigabyte
+    """Load the base with the trainable adapter, in eval mode."""
+    gc.collect()  # SFT's trainer, a reference cycle of a gigabyte if it ran in this process
     release_memory()
     base = load_base(
         model,
@@ -171,7 +171,7 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
     )
     if config.sft_adapter:
         return load_adapter(base, config.sft_adapter, trainable=True)
-    torch.manual_seed(config.seed)  # of the new adapter's matrices
+    torch.manual_seed(config.seed)  # random matrices of a new adapter
     return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
 
 
@@ -182,10 +182,10 @@ def make_sampler(
     distributed: Distributed,
     tool: Tool | None = None,
 ) -> Sampler | VLLMSampler:
-    """Make the sampler that the config asks for.
+    """Make the sampler of the config.
 
     Raises:
-        UsageError: no server answers, or this model has no fast path and --sampler asks for it.
+        UsageError: no server answers, or --sampler merged with a model that has no fast path.
     """
     if config.sampler == "vllm":
         from rlm.training.run_servers import make_vllm_sampler
@@ -234,10 +234,10 @@ def fit_prompts(
     completion, and print how many these are.
 
     Args:
-        what: the problems are for.
+        what: what the problems are for.
 
     Raises:
-        UsageError: that would be all.
+        UsageError: all problems would be left out.
     """
     limits: dict[str, int] = {}
     if config.max_prompt_length is not None:
@@ -253,7 +253,7 @@ def fit_prompts(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The problems of a run, all of which fit into the model's window."""
+    """The problems of a run; all prompts fit into the model's context window."""
 
     problems: list[Problem]
     eval_problems: list[Problem]
@@ -272,10 +272,10 @@ class TrainingData:
         dataset: Iterable[Any],
         eval_dataset: Iterable[Any] | None,
     ) -> TrainingData:
-        """Read the problems and leave out those that do not fit.
+        """Load the problems and leave out those that do not fit.
 
         Raises:
-            UsageError: no problem is there, none that fits, or a column that the reward needs.
+            UsageError: there is no problem, none fits, or the data lacks a column of the reward.
         """
         problems = as_problems(dataset)
         if isinstance(eval_dataset, Sized) and not len(eval_dataset):
@@ -312,7 +312,7 @@ class TrainingData:
     def announce(
         self, config: GRPOConfig, weights: MixedPrecisionAdapter, sampler: Sampler | VLLMSampler
     ) -> None:
-        """Print what the run will do, and what may be wrong with it."""
+        """Print what the run will do, with warnings."""
         trainable = sum(tensor.numel() for tensor in weights.master_weights.values())
         counts = len(self.problems), len(self.eval_problems)
         announce_run(config, trainable, sampler.description, *counts)
@@ -321,7 +321,7 @@ class TrainingData:
 
 
 def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
-    """Return what chooses the adapter: "reward" if that is the user's own or some answers are open,
+    """Return what selects the adapter to export: "reward" with a custom reward or open answers,
     else "accuracy"."""
     is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
     return "reward" if is_own or "open" in kinds else "accuracy"
@@ -332,7 +332,7 @@ def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
 
 @dataclass(frozen=True)
 class Validator:
-    """Samples completions as training does, grades them and asks the reward about them."""
+    """Samples completions as training does, grades and scores them."""
 
     config: GRPOConfig
     sampler: Sampler | VLLMSampler
@@ -344,7 +344,7 @@ class Validator:
     def sample(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> Evaluation:
-        """Draw k completions of each problem and grade them; `advance` is called after each."""
+        """Sample k completions of each problem and grade them; call `advance` after each."""
         return evaluate(
             self.sampler,
             self.tokenizer,
@@ -367,7 +367,7 @@ class Validator:
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> dict[str, ProblemScores]:
         """Return each problem's strict accuracy, unless all answers are open, and its mean reward
-        where that is what chooses the adapter."""
+        if that selects the adapter."""
         drawn = self.sample(problems, k, advance)
         scores: dict[str, ProblemScores] = {}
         if drawn.comparable:
@@ -384,7 +384,7 @@ class TrainingRun:
     """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
 
     config: with the number of steps. first_step: 0, or where a resumed run continues.
-    start_metrics: of the validation before the first step. memory_plan: the micro-batch that fits.
+    start_metrics: those of the validation before training. memory_plan: the micro-batch that fits.
     """
 
     def __init__(
@@ -397,14 +397,14 @@ class TrainingRun:
         directory: RunDirectory,
         score_problems: ScoreProblems,
     ) -> None:
-        """Write the first checkpoint or load the newest, plan the memory, validate the start."""
+        """Write the first checkpoint or load the newest one, plan memory, validate the start."""
         self.config, self.data, self.state = config, data, state
         self.steps = required(config.steps, "--steps")
         self.sampler, self.tokenizer, self.directory = sampler, tokenizer, directory
         self.policy, self.distributed = state.weights.policy, state.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
-        self._stopped = ""  # why the run ends early, where its last weights are not to be trusted
+        self._stopped = ""  # why the run stops early, if its last weights are not to be trusted
         state.validations.measure = data.measure
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         plan = plan_memory(
@@ -426,21 +426,21 @@ class TrainingRun:
         tokenizer: PreTrainedTokenizerBase,
         score_problems: ScoreProblems,
     ) -> Iterator[TrainingRun]:
-        """Open --run-dir and begin or resume the run. Inside `with`, a signal waits for the end of
-        a step.
+        """Open --run-dir and begin or resume the run. Within the context, signals wait for the end
+        of the step.
 
         Raises:
             UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
         """
         writes = state.distributed.is_main
         if writes:
-            check_output(config.output)  # first: a run directory puts an old run away
+            check_output(config.output)  # before an old run is moved away
         directory = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
         with directory, closing(sampler):
             yield cls(config, data, state, sampler, tokenizer, directory, score_problems)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Validate after `step` steps, and keep the best adapter so far; {} without problems.
+        """Validate after `step` steps and keep the best adapter; {} without problems.
 
         The processes of a run share the problems.
         """
@@ -481,17 +481,17 @@ class TrainingRun:
         )
 
     def repeat_if_out_of_memory(self, learn: Callable[[], T]) -> T:
-        """Learn from the rollouts of a step; where a GPU's memory runs out, once a run, repeat it
-        in half the micro-batch, with gradient checkpointing, and stay with that.
+        """Learn from the rollouts of a step. If a GPU's memory runs out, once a run, repeat with
+        half the micro-batch and gradient checkpointing, and keep these.
 
-        Once an update of the step is made nothing is repeated: it would be made twice.
+        Nothing is repeated after the step's first update, which would be applied twice.
         """
         try:
             return learn()
         except torch.OutOfMemoryError:
             if self.state.updated or self.memory_plan.halved:
                 raise
-        # Here, where the error holds no tensors any longer.
+        # Here the error no longer holds tensors.
         weights = self.state.weights
         for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
             tensor.grad = None
@@ -552,7 +552,7 @@ class TrainingRun:
             terminal.sample(first.problem.question, first.texts[0], verdict)
 
     def _tool_calls(self, group: Group) -> dict[str, object]:
-        """Return what samples.jsonl says of a tool: the characters that it wrote."""
+        """Return the character ranges that a tool wrote, for samples.jsonl."""
         if not any(completion.tool_mask for completion in group.completions):
             return {}
         return {"tool_calls": [tool_spans(self.tokenizer, c) for c in group.completions]}
@@ -562,10 +562,10 @@ class TrainingRun:
         learning_curves(rows, self.directory.path / "curves.png", title)
 
     def save_or_stop(self, step: int, control: StepControl) -> bool:
-        """Save a checkpoint if one is due; return whether the run ends with this step.
+        """Save a checkpoint if due; return whether the run ends at this step.
 
         Raises:
-            Interrupted: a signal asked to stop, and the step was saved.
+            Interrupted: a signal was received, and the step was saved.
         """
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
@@ -578,7 +578,7 @@ class TrainingRun:
 
     def export(self) -> dict[str, Any]:
         """Export the adapter that `choose_export` names, keep the best and the last in --run-dir,
-        and return what its run.json says."""
+        and return the contents of run.json."""
         rows = self.distributed.broadcast(self.directory.metrics())  # of all steps
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)

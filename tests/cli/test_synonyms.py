@@ -81,6 +81,7 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
         (GRPOConfig, "--num_train_epochs 0.5", {"num_epochs": 0.5}),
         (GRPOConfig, "--epochs 2", {"num_epochs": 2}),
         (GRPOConfig, "--lr 0.5", {"learning_rate": 0.5}),
+        (GRPOConfig, "--dry-run", {"plan": True}),
         (GRPOConfig, "--dataset_train_split train[:5]", {"split": "train[:5]"}),
         (SFTConfig, "--num_epochs 3", {"epochs": 3}),
         (SFTConfig, "--num_train_epochs 3 --warmup_ratio 0.1", {"epochs": 3, "warmup_share": 0.1}),
@@ -280,4 +281,4 @@ def test_the_name_of_an_algorithm_in_any_spelling(typed, tmp_path):
         parse(GRPOConfig, ["--preset", typed, "--reasoning_format=Simple"], presets=PRESETS),
     ):
         assert (config.algorithm, config.reasoning_format) == ("drgrpo", "simple")
-        assert config.fixed_length_normalizer == 96
+        assert config.aggregation == "constant"

@@ -15,7 +15,7 @@ def test_brackets_are_text(monkeypatch, on_a_terminal):
     monkeypatch.setattr(terminal.console, "_force_terminal", on_a_terminal)
     with terminal.console.capture() as said:
         terminal.line("line [/x] [old]")
-        terminal.facts("title [/x] [old]", {"name": "value [/x] [old]"})
+        terminal.table("title [/x] [old]", {"name": "value [/x] [old]"})
         terminal.sample("question [/x] [old]", "completion [/x] [old]", "verdict [/x] [old]")
     assert terminal.console.is_terminal is on_a_terminal
     for what in ("line", "title", "value", "question", "completion", "verdict"):

@@ -136,6 +136,8 @@ LAYOUTS = {  # row, --columns → question, answer, kind
     "a column for each letter": (
         {"question": STEM, "A": "water", "B": "rock", "answer": "B"}, None, ASKED, "B",
     ),
+    "MathQA": ({"Problem": STEM, "options": "a ) water , b ) rock", "correct": "b"},
+               "question=Problem,answer=correct", ASKED, "B"),
     "a list in a cell": (
         {"question": STEM, "choices": "['water', 'rock']", "answer": "1"}, None, ASKED, "B",
     ),
@@ -158,6 +160,54 @@ LAYOUTS = {  # row, --columns → question, answer, kind
     "orca-math": (
         {"question": "2 + 3?", "answer": "Two and three. Adding gives 5."},
         "completion=answer", "2 + 3?", "5",
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "system", "value": "Be brief."},
+                           {"from": "human", "value": "2 + 3?"},
+                           {"from": "gpt", "value": "Two and three make 5."}]},
+        None, "2 + 3?", "5",
+    ),
+    "a chat as the question": (
+        {"dialog": [{"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]},
+                    {"role": "model", "content": "It is 5."}]},
+        "question=dialog", "2 + 3?", "5",
+    ),
+    "a chat in a cell": (
+        {"messages": "[{'role': 'user', 'content': '2 + 3?'}]", "answer": "5"}, None, "2 + 3?", "5",
+    ),
+    "BoolQ": (
+        {"passage": "Ice is water.", "question": "is ice wet", "answer": True},
+        "question=passage+question",
+        "Ice is water.\n\nis ice wet\n\nA. true\nB. false", "A",
+    ),
+    "true as text": (
+        {"question": "is ice dry?", "answer": "False"}, None,
+        "is ice dry?\n\nA. true\nB. false", "B",
+    ),
+    "true among choices": (
+        {"question": "Is it?", "choices": ["True", "False"], "answer": False}, None,
+        "Is it?\n\nA. True\nB. False", "B",
+    ),
+    "DROP": ({"question": "How many?", "answer": {"spans": ["5"], "types": ["number"]}},
+             None, "How many?", "5"),
+    "SQuAD": ({"question": "How many?", "answers": {"text": ["5", "5"], "answer_start": [1, 1]}},
+              "answer=answers", "How many?", "5"),
+    "SQuAD, the first": ({"question": "How many?", "answers": {"text": ["5", "five"]}},
+                         "answer=answers.text.0", "How many?", "5"),
+    "OlympiadBench": ({"question": "How many?", "final_answer": ["5"]},
+                      "answer=final_answer", "How many?", "5"),
+    "SVAMP": ({"Body": "He has 2 and 3.", "Question": "How many?", "Answer": 5.0},
+              "question=Body+Question,answer=Answer", "He has 2 and 3.\n\nHow many?", "5.0"),
+    "Alpaca": ({"instruction": "Add.", "input": "", "output": "2 + 3 = 5"},
+               "question=instruction+input,completion=output", "Add.", "5"),
+    "verl, in text": (
+        {"prompt": '[{"role": "user", "content": "2 + 3?"}]',
+         "reward_model": '{"ground_truth": "5", "style": "rule"}'},
+        None, "2 + 3?", "5",
+    ),
+    "verl, in text, named": (
+        {"ask": "2 + 3?", "reward_model": "{'ground_truth': '5'}"},
+        "question=ask,answer=reward_model.ground_truth", "2 + 3?", "5",
     ),
     "MATH": (
         {"problem": "Half of one?", "solution": r"It is $\boxed{\frac12}$.", "level": "Level 1"},
@@ -188,6 +238,33 @@ def test_a_published_layout(tmp_path, layout):
 def test_choices_that_cannot_be_shown_are_refused(row, why):
     with pytest.raises(UsageError, match=why):
         as_problems([{"question": STEM, **row}])
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "why"),
+    [
+        ({"answer": {"value": "5", "aliases": ["five"]}}, None,
+         "the answer is an object; name one of its keys: --columns answer=COLUMN.value"),
+        ({"answer": ["5", "6"]}, None, "1 with different reference answers (--columns answer="
+         "COLUMN.0 takes the first of a list)"),
+        ({"answer": []}, None, "no field answer or response"),
+        ({"a": {"b": [1]}}, "answer=a.b.1", "no column 'a.b.1'"),
+        ({"a": "1"}, "answer=a,question=question+b", "no column 'b'"),
+        ({"answer": "yes"}, None, "--columns answer_type=text"),
+        ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
+        ({}, None, "--columns answer_type=open"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_refused_say_what_to_type(row, columns, why, tmp_path):
+    path = write_jsonl(tmp_path / "m.jsonl", [{"question": STEM, **row}])
+    assert why in refusal(path, "test", columns=columns)
+
+
+def test_the_kind_of_all_answers_is_named_with_the_columns(tmp_path):
+    rows = [{"question": STEM, "answer": "rock"}, {"question": "Is it?", "answer": True}]
+    path = write_jsonl(tmp_path / "m.jsonl", rows)
+    problems = load_problems(path, "test", columns="answer_type=text")
+    assert {(p.answer, p.answer_type) for p in problems} == {("rock", "text"), ("true", "text")}
 
 
 def test_lists_reach_a_reward_as_columns():
@@ -236,16 +313,18 @@ def test_other_endings(tmp_path, suffix):
         b'[{"ask": "1?", "target": 1}]',
         b'{"version": 2, "data": [{"ask": "1?", "target": 1}]}',
         b'{"ask": "1?",\n "target": 1}'.replace(b"\n", b""),
+        b'{"ask": {"0": "1?"}, "target": {"0": 1}}',  # as pandas writes a data frame
+        b'{"q1": {"ask": "1?", "target": 1}, "q2": {"ask": "1?", "target": 1}}',
         '{"ask": "1?", "target": 1}\n'.encode("utf-16"),
     ],
 )
 def test_forms_of_json(tmp_path, text):
     for name in ("mine.json", "mine.jsonl"):
         (tmp_path / name).write_bytes(text)
-        is_object_with_a_list = text.startswith(b'{"version"')
-        if name == "mine.jsonl" and is_object_with_a_list:
+        is_object_of_rows = text.startswith((b'{"version"', b'{"ask": {', b'{"q1"'))
+        if name == "mine.jsonl" and is_object_of_rows:
             continue
-        assert answers(load_problems(str(tmp_path / name), "test", columns=COLUMNS)) == [1]
+        assert {*answers(load_problems(str(tmp_path / name), "test", columns=COLUMNS))} == {1}
 
 
 @pytest.mark.parametrize(
@@ -435,7 +514,8 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert sorted(answers(test)) == [*range(100, 110)]
     [record] = caplog.records
     assert record.message == (
-        f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number; "
+        f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number "
+        "(--columns answer_type=text takes words); "
         "question from ask, answer from target"
     )
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")

@@ -277,6 +277,9 @@ def test_the_ids_are_those_of_the_chat_template(tokenizer):
         assert render_prompt(tokenizer, "Who?", DEEPSEEK, examples=examples) == usual
 
 
+OPENS_THINK = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepSeek-R1, QwQ
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -285,6 +288,8 @@ def test_the_ids_are_those_of_the_chat_template(tokenizer):
         (SMOLLM_3, "changes texts; here each is written as it is"),
         (GEMMA, "has no system role: the system prompt begins the first user's turn"),
         (DROPS_SYSTEM, "has no system role: the system prompt begins the first user's turn"),
+        (OPENS_THINK, "begins the reply with <think>: left out"),
+        (OPENS_THINK.replace("<think>", "<think>\n\n</think>\n"), "begins the reply with <think>"),
     ],
 )
 def test_every_text_is_whole_and_in_its_own_place(template, said, capsys):
@@ -327,6 +332,8 @@ REFUSAL = "{{ raise_exception('Only after the robot') }}"
         (CHATML.replace("messages", "messages|reverse"), "moves"),
         (CHATML.replace("messages", "messages[-1:]"), "3 went in, 1 came out"),
         (CHATML + "{{ messages[-1]['content'] }}", "repeats"),
+        ("{{ range(10**9) }}", "Range too big"),
+        ("{{ range(10**9) }}", "refuses our messages .*Range too big"),
         ("{% for part in messages[0]['content'] %}{{ part + 1 }}{% endfor %}", "refuses"),
     ],
 )

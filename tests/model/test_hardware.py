@@ -62,6 +62,21 @@ def test_model_and_data_are_chosen_by_the_machine(having, capsys, cls, gpu, hub,
 
 
 @pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--model=mine", "dataset word-problems:1 (no GPU here; word problems are made on this"),
+        ("--dataset=gsm8k", "model smollm2-135m (no GPU here; the 135M model came with the inst"),
+    ],
+)
+def test_the_reason_is_that_of_what_was_chosen(having, capsys, typed, said):
+    having(gpu=0, hub=True)
+    resolved(GRPOConfig, "--sft-adapter=none", typed)
+    line = capsys.readouterr().out
+    assert f"chosen: {said}" in line
+    assert line.count(";") == 1
+
+
+@pytest.mark.parametrize(
     ("argv", "expected"),
     [
         # Only our own choice of model has the larger numbers.

@@ -1,6 +1,7 @@
 """The number type of a CPU's work is what was measured, not what its flags say."""
 
 import json
+import shlex
 import sys
 
 import pytest
@@ -64,7 +65,7 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
     "changed", ["limit", "tiles", "features", "compiler", "source", "threads", "torch"]
 )
 def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch, changed):
-    monkeypatch.setenv("CC", sys.executable)  # a program that has a --version
+    monkeypatch.setenv("CC", shlex.quote(sys.executable))  # a program that has a --version
     monkeypatch.delenv("RLM_TILES", raising=False)
     cpu(4.0, 1.0)
     assert pick_device().dtype == torch.bfloat16

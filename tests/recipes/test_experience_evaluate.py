@@ -222,6 +222,11 @@ def test_without_a_run_or_with_odd_libraries_it_says_what_to_do(tmp_path, practi
     assert run(path, evaluate, "--library", f"{library(path)},{other}") == 2
     said = capsys.readouterr().err  # two of one name
     assert (str(library(path)) in said, str(other) in said) == (True, True)
+    keyless = {"generator_1": {"base_url": "https://api.example.org/v1"}}
+    (tmp_path / "api.json").write_text(json.dumps(keyless))
+    data = "no such data set"  # is not looked for before there is a key
+    assert run(tmp_path, evaluate, "--library", library(path), "--dataset", data) == 2
+    assert "API key not found for generator_1" in capsys.readouterr().err
 
 
 # --- what becomes of rollouts and lessons ---------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -754,7 +755,7 @@ def test_the_example_has_every_role_and_the_real_file_is_ignored():
     assert set(roles) == {*ROLES, "judge"}
     for entry in roles.values():
         assert Endpoint.model_validate(entry).api_key.get_secret_value() == ""
-    if (ROOT / ".git").exists():
+    if (ROOT / ".git").exists() and shutil.which("git"):
         names = ["data/api_keys/api_config.json", "data/grpo_experiences/critic_experiences.json"]
         check = subprocess.run(
             ["git", "check-ignore", *names], cwd=ROOT, capture_output=True, text=True, check=False

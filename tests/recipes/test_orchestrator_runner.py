@@ -27,8 +27,14 @@ def test_the_second_agent_sees_the_draft_and_has_the_last_word():
     read = f"PROBLEM: 1 + 1?\n\nDRAFT of agentA: {draft}"
     final = f"<check|{read}>"
     told = {
-        "agentA": {"system_prompt": "solve", "input_payload": "1 + 1?", "output_text": draft},
-        "agentB": {"system_prompt": "check", "input_payload": read, "output_text": final},
+        name: dict(
+            zip(("system_prompt", "input_payload", "output_text"), texts, strict=True),
+            truncated=False,
+        )
+        for name, texts in {
+            "agentA": ("solve", "1 + 1?", draft),
+            "agentB": ("check", read, final),
+        }.items()
     }
     assert run.to_dict() == {
         "verdict": "not_a_number", "correct": False, "leak": False, "graph": CHAIN.to_dict(),
@@ -167,11 +173,13 @@ def test_a_server_answers_for_the_agents():
 
 def test_a_refused_request_is_recorded_not_scored():
     with ScriptedServer() as server:
-        server.script(refuse(400, "too long"), chat_reply("[2]"), chat_reply("[2]"))
+        cut_off = chat_reply("[2]", finish="length")
+        server.script(refuse(400, "too long"), chat_reply("[2]"), cut_off)
         reward = reward_of(RemoteLLM(APIClient(server.url, concurrency=1), BASE))
         scores = reward([SUMS[1]], [[GOOD, BAD, BROKEN]])
     assert scores.rewards == [[None, 1.0, 0.0]]
     assert scores.metrics["agents/failed"] == 1
+    assert scores.metrics["agents/truncated_rate"] == 0.5  # of the two replies that came
     assert reward.records[0][0][0]["verdict"] == "agent_failed"
 
 

@@ -432,7 +432,7 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     config.orchestrator_id, config.agent_model_id = "a", "b"
     assert config.to_options() == expected
     assert Config().to_options() == OrchestratorConfig()
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="no trajectories; it has orchestrator_id, agent_mod"):
         config.trajectories = 5
     typed = (
         "--steps 7 --batch-problems 3 --trajectories 5 --lr 1e-3 --run-dir elsewhere "

@@ -752,10 +752,12 @@ def test_a_reward_from_a_file(tmp_path):
     assert load_reward(None) is None
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)")
+    (tmp_path / "empty.py").touch()
     for spec, message in {
         f"{file}:number": "it has Mine, short",
         f"{file}:wrong": r"wrong\(text\) names neither completion nor completions",
         f"{file}:other": "no function or class 'other'",
+        f"{tmp_path}/empty.py:f": "it has none",
         str(file): "write FILE.py:NAME",
         f"{tmp_path}/none.py:f": "does not exist",
         f"{tmp_path}/broken.py:f": "ModuleNotFoundError",

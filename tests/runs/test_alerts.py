@@ -66,6 +66,10 @@ def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_ty
     assert text.startswith("34% of the completions were cut off")
     assert "--max-new-tokens 192" in text  # twice the limit that the longest one reached
     assert active_alerts(rows(1, completion__truncated_rate=0.1)) == {}
+    agents = rows(1, agents__truncated_rate=0.5, agents__length_max=96)
+    (text,) = active_alerts(agents).values()
+    assert text.startswith("50% of the agents' replies were cut off")
+    assert text.endswith("--agent-max-tokens 192")
 
 
 def test_nothing_rewarded_and_everything_rewarded_are_told_apart():

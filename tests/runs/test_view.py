@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from urllib.parse import quote
@@ -157,48 +156,6 @@ def test_curves_have_the_bands_of_what_was_measured(tmp_path):
     assert (found["total"], found["left"]) == (13, 10 * 4.0)
     (run / "config.json").write_text('{"steps": 13, "max_minutes": 0.5}')
     assert run_page.read_run(run)["left"] == 30 - 12  # 12 s of half a minute are gone
-
-
-def luminance(colour):
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
-    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_text_stands_out_from_its_ground_and_from_the_strongest_tint(scheme):
-    """WCAG 2.2, 1.4.3: 4.5 to 1 for text, from the style sheet's own colours."""
-    css = (run_page.PAGE / "view.css").read_text()
-
-    def rgb(digits):
-        digits = "".join(2 * d for d in digits) if len(digits) == 3 else digits
-        return [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-
-    pairs = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\);", css)
-    colours = {name: rgb(both[scheme]) for name, *both in pairs}
-    strength = float(
-        re.search(r"\(([\d.]+) \* Math.abs", (run_page.PAGE / "view.js").read_text())[1]
-    )
-    for name in ("up", "down"):
-        tint = [int(c) / 255 for c in re.search(rf"--{name}: (\d+) (\d+) (\d+);", css).groups()]
-        mixed = zip(tint, colours["paper"], strict=True)
-        colours[name] = [strength * t + (1 - strength) * p for t, p in mixed]
-    grounds = {
-        "ink": ("paper", "line", "tool", "up", "down"),  # the model's text is all in ink
-        "soft": ("paper",),
-        "right": ("paper",),
-        "wrong": ("paper",),
-    }
-    assert not re.search(r"\.(reasoning|answer) \{[^}]*color", css)
-    for text, behind in grounds.items():
-        for ground in behind:
-            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    for edge in ("edge", "first", "second"):  # 1.4.11: 3 to 1 for controls and lines
-        assert contrast(colours[edge], colours["paper"]) >= 3, edge
 
 
 # ---- The server that follows a run ---------------------------------------------------------
@@ -383,28 +340,6 @@ def test_a_page_follows_its_run_through_a_restart(browser, following, tmp_path):
 
 
 @browser_test
-@pytest.mark.parametrize("width", [375, 1200])
-def test_nothing_runs_out_of_the_window(page, tmp_path, width):
-    page.set_viewport_size({"width": width, "height": 740})
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    run = write_run(folder / "run", problem="p" * 200, question="q" * 200, answer="9" * 200)
-    page.goto(page_of(tmp_path, run, run).as_uri())
-    expect(page.locator("article").first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    nav, main = (page.locator(name).bounding_box() for name in ("nav", "main"))
-    assert (main["y"] >= nav["y"] + nav["height"]) == (width == 375)
-
-
-@browser_test
-def test_hostile_text_is_shown_as_it_is(page, tmp_path):
-    run = write_run(tmp_path / "run", text=HOSTILE, question=HOSTILE)
-    page.goto(page_of(tmp_path, run).as_uri())
-    expect(page.locator("pre").first).to_contain_text("</script><script>alert(1)</script><img")
-    expect(page.locator("h3").first).to_contain_text("onerror=alert(2)")
-
-
-@browser_test
 def test_two_runs_stand_side_by_side(page, tmp_path):
     runs = [write_run(tmp_path / name, steps=n) for name, n in (("one", 2), ("two", 4))]
     page.goto(page_of(tmp_path, *runs).as_uri())
@@ -416,21 +351,3 @@ def test_two_runs_stand_side_by_side(page, tmp_path):
     assert abs(left["width"] - right["width"]) < 2
     page.get_by_role("button", name="step 4").click()
     expect(page.locator("h2").first).to_contain_text("0 completions")
-
-
-@browser_test
-def test_ten_thousand_rollouts_open_in_two_seconds(page, tmp_path):
-    text = f"<think>\n{'12 + 7 = 19; ' * 25}\n</think>\n<answer>19</answer>"
-    run = write_run(tmp_path / "run", steps=100, groups=20, size=5, text=text)
-    output = page_of(tmp_path, run)
-    began = time.monotonic()
-    page.goto(output.as_uri())
-    expect(page.locator(".completion").first).to_be_visible()
-    assert time.monotonic() - began < 2
-    expect(page.locator("nav button")).to_have_count(100)
-    page.get_by_role("button", name="wrong", exact=True).click()
-    expect(page.locator("h2")).to_contain_text("8000 completions")
-    assert page.locator(".completion").count() < 400  # made as they come into sight
-    made = page.locator(".completion").count()
-    page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    expect(page.locator(".completion").nth(made)).to_be_attached()

@@ -180,13 +180,14 @@ def test_the_command_line_has_model_and_options_and_the_users_own_win(tmp_path, 
     program.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    quoted = shlex.quote(str(program))
     options = {"max-model-len": 600, "enable-lora": None, "dtype": "float32"}
     made = shlex.join(server_command("vllm serve", "M", options))
-    assert made == f"{program} serve M --max-model-len 600 --enable-lora --dtype float32"
+    assert made == f"{quoted} serve M --max-model-len 600 --enable-lora --dtype float32"
     own = "~/bin/vllm serve --max_model_len=9 --dtype half"
     made = shlex.join(server_command(own, "M", options))
-    assert made == f"{program} serve M --max_model_len=9 --dtype half --enable-lora"
-    module = f"{sys.executable} -m some.api_server"
+    assert made == f"{quoted} serve M --max_model_len=9 --dtype half --enable-lora"
+    module = f"{shlex.quote(sys.executable)} -m some.api_server"
     assert server_command(module, "M", {})[1:] == ["-m", "some.api_server", "--model", "M"]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -46,14 +47,17 @@ class Agent:
 def agent(tmp_path, monkeypatch) -> Agent:
     script = (ROOT / "tests/stand_in_ngrok.py").read_text().split("\n", 1)[1]
     path = tmp_path / "ngrok"
-    path.write_text(f"#!{sys.executable} -IS\n{script}")
+    code = tmp_path / "ngrok.py"
+    code.write_text(script)
+    words = map(shlex.quote, (sys.executable, "-IS", str(code)))
+    path.write_text(f'#!/bin/sh\nexec {" ".join(words)} "$@"\n')
     path.chmod(0o755)
     record = tmp_path / "record"
     record.touch()
     monkeypatch.setenv("PYNGROK_NGROK_PATH", str(path))
     monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
     monkeypatch.setenv("STAND_IN_RECORD", str(record))
-    return Agent(path, record)
+    return Agent(code, record)
 
 
 def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: str):

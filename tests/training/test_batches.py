@@ -287,6 +287,8 @@ def test_the_order_of_mini_batches_is_of_the_step():
     }
     assert len(orders) > 1
     assert {tuple(sorted(order)) for order in orders} == {(0, 1, 3, 4)}  # 2 has nothing to learn
+    # What the algorithm brings follows a smaller batch; what is typed must fit.
+    assert GRPOConfig(batch_size=1).mini_batch_size == 1
     whole = GRPOConfig(batch_size=P, algorithm="grpo")
     (batch,) = mini_batches(groups, advantages, kept, whole, 0)
     assert batch == make_rollouts(groups, advantages, kept, whole)

@@ -1,5 +1,6 @@
 """`train_grpo.py --doctor` names what was broken on purpose, and leaves a sound set-up alone."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -131,7 +132,9 @@ def test_numbers_for_a_task_of_words_are_named_in_plain_words(model_dir, tmp_pat
     finding, *_ = look(model_dir, tmp_path, calculate, **options)[-1]
     assert (finding.name, finding.fault) == ("another kind of answer", True)
     assert finding.text == "100% of the completions answer with a calculation; the task wants text"
-    command = f"python train_sft.py --model {model_dir} --dataset 'my roman.jsonl'"
+    command = (
+        f"python train_sft.py --model {shlex.quote(str(model_dir))} --dataset 'my roman.jsonl'"
+    )
     write = "" if solution else "write `solution` for a dozen rows, then "
     assert finding.advice == f"teach the format first: {write}{command}"
 
@@ -213,8 +216,8 @@ def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
 
 def test_from_the_command_line(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    argv = f"--doctor --model {model_dir} --learning_rate 1e-8 --group_size 2 --max_new_tokens 4"
-    assert run(train_grpo, *argv.split()) == 1
+    argv = "--doctor --learning_rate 1e-8 --group_size 2 --max_new_tokens 4"
+    assert run(train_grpo, "--model", model_dir, *argv.split()) == 1
     out = capsys.readouterr().out
     assert "FAULT  learning rate too low" in out
     assert not (tmp_path / "runs").exists()

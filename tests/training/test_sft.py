@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import pytest
@@ -479,3 +480,48 @@ def test_a_signal_in_the_last_step_loses_nothing(sft, tmp_path, at_batch, signal
     at_batch(2, interrupt())
     assert sft() == 0
     assert history(tmp_path / "sft")["step"] == 2
+
+
+# --- --dry-run -----------------------------------------------------------------------------------
+
+GSM8K = {
+    "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72",
+}
+OPENMATH = Path(__file__).parents[2] / "data" / "openmathinstruct_sample.jsonl"
+LEARNED = "<think>\nShe sold 48/2 = 24 in May.\nIn all 48+24 = 72.\n</think>\n<answer>72</answer>"
+
+
+@pytest.mark.parametrize(("typed", "shown"), [(["--dry-run", 2], 2), (["--dry-run"], 3)])
+def test_a_dry_run_shows_what_is_learned_and_what_is_left_out(
+    typed, shown, model_dir, tmp_path, capsys
+):
+    rows = [GSM8K | {"question": f"{i} {GSM8K['question']}"} for i in range(9)]
+    rows += [GSM8K | {"question": "x" * 900}]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ["--model", model_dir, "--dataset", f"openai/gsm8k:{tmp_path}"]
+    output = ["--output", tmp_path / "sft", "--run-dir", tmp_path / "run"]
+    before = sorted(tmp_path.iterdir())
+    assert run(train_sft, *common, *output, *typed) == 0
+    said = capsys.readouterr().out
+    parts = re.findall(r"^--- (.*) \((\d+) tokens\)\n((?:(?!---).+\n)+)", said, re.M)
+    assert [what for what, *_ in parts] == ["prompt, no loss", "completion, learned"] * shown
+    for (_, length, prompt), (_, learned_length, learned) in zip(
+        parts[::2], parts[1::2], strict=True
+    ):
+        assert GSM8K["question"] in prompt
+        assert "72" not in prompt
+        assert learned.rstrip() == f"{LEARNED}<|im_end|>"
+        assert int(learned_length) == len(LEARNED) + 1  # a byte a token, and the end
+        assert int(length) > len(GSM8K["question"])
+    assert "problems: 9 read, 8 used, 1 left out (over --max-length 1024 tokens)" in said
+    assert "validation problems: 1 read, 1 used, 0 left out" in said
+    assert sorted(tmp_path.iterdir()) == before  # nothing was trained
+
+
+def test_a_dry_run_says_why_rows_were_left_out(model_dir, caplog):
+    arguments = ["--dataset", f"openmathinstruct:{OPENMATH}", "--eval-samples", 0, "--dry-run", 1]
+    assert run(train_sft, "--model", model_dir, *arguments) == 0
+    reasons = "1 with code (--keep-code keeps them); 2 wrong; 1 without a number for an answer"
+    assert f"2 of 6 rows used, 4 left out: {reasons}" in caplog.text

@@ -28,10 +28,10 @@ const FILTERS = {
   flawed: (c, run) => run.answered && c.flawed,
 };
 const rewardsOf = (group) => group.completions.map((c) => c.reward).filter((r) => r !== null);
-const spread = (group) => Math.max(...rewardsOf(group)) - Math.min(...rewardsOf(group)) || 0;
+const spread = (group) => Math.max(0, Math.max(...rewardsOf(group)) - Math.min(...rewardsOf(group))); // of none: 0
 const mean = (group) => rewardsOf(group).reduce((a, b) => a + b, 0) / (rewardsOf(group).length || 1);
 const ORDERS = {
-  signal: (a, b) => (spread(b) > 0) - (spread(a) > 0),
+  signal: (a, b) => spread(b) - spread(a),
   best: (a, b) => mean(b) - mean(a),
   worst: (a, b) => mean(a) - mean(b),
 };
