@@ -19,9 +19,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -183,20 +185,21 @@ def _overflows(model: PreTrainedModel, name: str) -> bool:
     return not model(input_ids=ids, use_cache=False).logits.isfinite().all()
 
 
-def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, torch.nn.Module]:
+def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, nn.Linear]:
     """Split a model into decoder and language-model head, so that few logits need to be computed.
 
     Raises:
         UsageError: the architecture changes the logits after the head, which we would miss.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = cast("PreTrainedModel", inner)
     config = base.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
     if base.get_decoder().get_output_embeddings() is not None:
         raise UsageError(f"{config.model_type} models have no decoder without a head: unsupported")
-    return base.get_decoder(), base.get_output_embeddings()
+    return base.get_decoder(), cast("nn.Linear", base.get_output_embeddings())
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:

@@ -261,9 +261,7 @@ class Sampler:
         Raises:
             ValueError: it is larger than the cache was allocated for.
         """
-        if self._cache is None:
-            raise RuntimeError("add_request before allocate_cache")
-        config = self._cache.config
+        config = self._allocated_cache().config
         shares = tuple(request.prompt[:-1][: len(self._prefix)]) == self._prefix
         state = RequestState(self._next_id, request, len(self._prefix) if shares else 0)
         prompt, new = len(state.cached_tokens), request.params.max_new_tokens
@@ -306,17 +304,23 @@ class Sampler:
         for sequence, tokens in forced:
             sequence.forced.extend(tokens)
         tokens = [sequence.append(*token, self._is_stopped) for sequence, token in pairs]
-        self._scheduler.free_finished(self._cache.copy_row)
+        self._scheduler.free_finished(self._allocated_cache().copy_row)
         return tokens
+
+    def _allocated_cache(self) -> KVCache:
+        if self._cache is None:
+            raise RuntimeError("no cache: allocate_cache comes first")
+        return self._cache
 
     def _prefill(self, requests: Sequence[RequestState]) -> None:
         """Compute keys and values of new prompts into their slots."""
         prompts = [state.cached_tokens for state in requests]
         if any(prompts):
-            tokens = round_up(max(map(len, prompts)), 8, self._cache.config.prompt_tokens)
+            cache = self._allocated_cache()
+            tokens = round_up(max(map(len, prompts)), 8, cache.config.prompt_tokens)
             prefix = requests[0].prefix_length
             slots = [state.slot for state in requests]
-            attention = self._cache.prefill_prompts(slots, tokens, prefix)
+            attention = cache.prefill_prompts(slots, tokens, prefix)
             self._forward_prompts(prompts, prefix, attention, tokens)
 
     def _forward_prompts(
@@ -338,7 +342,7 @@ class Sampler:
         """Each sequence's last token and its position, (N, 1) both, and how they attend."""
         lengths = [(s.parent.prefix_length, len(s.parent.cached_tokens), len(s.ids)) for s in batch]
         slots = [sequence.parent.slot for sequence in batch]
-        attention = self._cache.decode(slots, *zip(*lengths, strict=True))
+        attention = self._allocated_cache().decode(slots, *zip(*lengths, strict=True))
         device = self.model.device
         ids = torch.tensor([[sequence.last_token] for sequence in batch], device=device)
         return ids, torch.tensor([[sum(parts)] for parts in lengths], device=device), attention

@@ -19,17 +19,17 @@ PREFILL_PROMPTS = 8
 
 @dataclass
 class RequestState:
-    """A request: waiting for its prefill (slot None), then holding a prompt slot of the cache."""
+    """A request: waiting for its prefill (slot -1), then holding a prompt slot of the cache."""
 
     id: int
     request: Request
     prefix_length: int  # tokens it shares with all requests: cached once
-    slot: int | None = None
+    slot: int = -1
     unfinished: int = 0  # sequences
 
     @property
     def cached_tokens(self) -> Sequence[int]:
-        """The number of tokens in its slot: all but the last, which each sequence reads first."""
+        """The tokens in its slot: all but the last, which each sequence reads first."""
         return self.request.prompt[self.prefix_length : -1]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,11 @@ from rlm.ops import (
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
     from peft import PeftModel
+    from transformers.models.llama.modeling_llama import (
+        LlamaDecoderLayer,
+        LlamaModel,
+        LlamaRMSNorm,
+    )
 
 DECODED_ROWS = 64  # rows at which the number types are compared
 _SWITCH = threading.Lock()  # held while a model's config names another attention
@@ -49,7 +54,7 @@ class UnmergedWeights:
 
     copied_bytes = 0  # while sampling, beside the model
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """
         Raises:
             UsageError: this architecture's attention cannot go through our cache.
@@ -138,13 +143,13 @@ def _through_cache(
     if rlm_attend is None:
         kind = type(module).__name__
         raise UsageError(f"{kind} gets no arguments of the model's forward pass: unsupported")
-    return rlm_attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+    return rlm_attend(cast("int", module.layer_idx), query, key, value, scale).transpose(1, 2), None
 
 
 AttentionInterface.register("rlm_cache", _through_cache)
 
 
-def check_architecture(model: PreTrainedModel) -> None:
+def check_architecture(model: PreTrainedModel | PeftModel) -> None:
     """Check that the sampler can run a model, before hours of SFT are spent on it.
 
     Raises:
@@ -153,7 +158,7 @@ def check_architecture(model: PreTrainedModel) -> None:
     UnmergedWeights(model)
 
 
-def why_not_fused(model: PreTrainedModel) -> str | None:
+def why_not_fused(model: PreTrainedModel | PeftModel) -> str | None:
     """Say what keeps a model from the fast path; None if nothing does."""
     config = decoder_and_head(model)[0].config
     if config.model_type not in FUSED_MODEL_TYPES:
@@ -163,7 +168,7 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
     return None
 
 
-def copy_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+def copy_bytes(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> int:
     """Estimate the bytes of a merged copy of the layers; the head is not copied again."""
     linear = [m for m in decoder_and_head(model)[0].modules() if isinstance(m, nn.Linear)]
     # From the shapes: 4-bit weights are stored packed.
@@ -181,9 +186,10 @@ class MergedWeights:
     ) -> None:
         self._model, self.dtype = model, dtype or model.dtype
         self._ops = ops
-        self._decoder, self._head = decoder_and_head(model)
+        decoder, head = decoder_and_head(model)
+        self._decoder = cast("LlamaModel", decoder)
         # Adapters do not reach the head: copied once.
-        self.head = fused_linear(self._head, ops=ops, dtype=self.dtype)
+        self.head = fused_linear(head, ops=ops, dtype=self.dtype)
         self.copied_bytes = copy_bytes(model, self.dtype)
         self.release()
 
@@ -198,7 +204,7 @@ class MergedWeights:
             return
         self.release()  # the old copy goes first
         what = self._ops, self.dtype
-        self._layers = [_FusedLayer(layer, *what) for layer in self._decoder.layers]
+        self._layers = [_FusedLayer(layer, *what) for layer in _layers(self._decoder)]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
@@ -254,9 +260,9 @@ def choose_weights(
 
 @torch.no_grad()
 def fused_linear(
-    *layers: nn.Module,
+    *layers: nn.Linear,
     ops: Ops,
-    norm: nn.Module | None = None,
+    norm: LlamaRMSNorm | None = None,
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> LinearFunction:
@@ -274,19 +280,24 @@ def fused_linear(
     return ops.linear(weights, biases, None if norm is None else norm.variance_epsilon)
 
 
-def _joined_weight(layers: Sequence[nn.Module], norm: nn.Module | None) -> Tensor:
+def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Tensor:
     """Weight (outputs of all, inputs), adapters added and the norm's weight multiplied in."""
     weights = [merged_weight(layer) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     return weight if norm is None else weight * norm.weight
 
 
-def _joined_bias(layers: Sequence[nn.Module], weight: Tensor) -> Tensor:
+def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
     """Bias (outputs of all), of the weight's number type; zeros where a layer has none."""
     biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
     return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases]).to(
         weight.dtype
     )
+
+
+def _layers(decoder: PreTrainedModel) -> list[LlamaDecoderLayer]:
+    """The layers of a decoder that has a fast path: those of FUSED_MODEL_TYPES are built alike."""
+    return list(cast("LlamaModel", decoder).layers)
 
 
 class _FusedLayer:
@@ -297,7 +308,7 @@ class _FusedLayer:
     norms, residual sums and the gating belong to products.
     """
 
-    def __init__(self, layer: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, layer: LlamaDecoderLayer, ops: Ops, dtype: torch.dtype) -> None:
         self.ops, linear = ops, partial(fused_linear, ops=ops, dtype=dtype)
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
@@ -333,7 +344,7 @@ class _FusedLayer:
         x = self.out(attended, x)
         return self.down(self.gated(x), x)
 
-    def _head_norm(self, x: Tensor, norm: nn.Module) -> Tensor:
+    def _head_norm(self, x: Tensor, norm: LlamaRMSNorm) -> Tensor:
         """Apply the norm of each head: (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
         return self.ops.rms_norm(rows, norm.weight.to(x.dtype), norm.variance_epsilon).view(x.shape)
@@ -356,7 +367,8 @@ def choose_sampling_dtype(
         return getattr(torch, dtype), f"--sampler-dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:
         return model.dtype, "as in learning"
-    layer, config = decoder_and_head(model)[0].layers[0], model.config.get_text_config()
+    layer = _layers(decoder_and_head(model)[0])[0]
+    config = model.config.get_text_config()
 
     def one_layer(dtype: torch.dtype) -> Callable[[], object]:
         fused = _FusedLayer(layer, ops_for(model, dtype), dtype)
