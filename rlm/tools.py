@@ -8,7 +8,7 @@ rlm/grading/equations.py; its length is bounded.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, cast
 
 from rlm.cli import UsageError, load_from_file
 from rlm.grading import evaluate_expression
@@ -50,7 +50,7 @@ def as_tool(tool: object) -> Tool:
             raise TypeError(f"tool.{attribute} must be a str; {tool!r:.60} has none")
     if not callable(tool):
         raise TypeError(f"a tool must be callable with a str; {tool!r:.60} is not")
-    return tool
+    return cast("Tool", tool)
 
 
 def load_tool(spec: str) -> Tool | None:

@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal, get_args
 
 from rlm.grading.numbers import (
@@ -73,7 +74,7 @@ def read_text(text: str) -> str | None:
 
 
 # Reader of each answer type: a key that equal answers share, or None.
-READERS: dict[AnswerType, Callable[[str], Hashable | None]] = {
+READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
     "number": parse_number,
     "choice": read_choice,
     "text": read_text,
@@ -281,7 +282,7 @@ def grade(
         kind: the answer type.
     """
     compares = gold is not None and kind != "open"
-    target = READERS[kind](gold) if compares else None
+    target = READERS[kind](gold) if gold is not None and compares else None
     if compares and target is None:
         return Verdict(False, "gold_unreadable", None)
     if strict:
@@ -368,7 +369,7 @@ class Vote:
 
 
 def majority_vote(
-    answers: Sequence[Hashable | None], key: Callable[[Hashable], Hashable] = normalize_answer
+    answers: Sequence[str | None], key: Callable[[str], Hashable | None] = normalize_answer
 ) -> Vote:
     """Find the most frequent answer (None abstains). 0.5 and 1/2 are one answer.
 
@@ -380,10 +381,16 @@ def majority_vote(
     >>> vote.winner, vote.counts, vote.agreement, vote.members
     ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
     """
+    # In a tuple, because a key may be None, too.
+    return _count([None if answer is None else (key(answer),) for answer in answers], answers)
+
+
+def _count(keys: Sequence[Hashable | None], answers: Sequence[Hashable | None]) -> Vote:
+    """Count equal keys; None abstains."""
     voters: dict[Hashable, list[int]] = {}
-    for i, answer in enumerate(answers):
-        if answer is not None:
-            voters.setdefault(key(answer), []).append(i)
+    for i, key in enumerate(keys):
+        if key is not None:
+            voters.setdefault(key, []).append(i)
     ranked = sorted(map(tuple, voters.values()), key=lambda who: (-len(who), who[0]))
     return Vote(tuple(answers), tuple(ranked))
 
@@ -394,5 +401,5 @@ def majority_score(verdicts: Sequence[Verdict]) -> float:
     This expected value does not depend on the sampling order. Its mean is maj@k.
     """
     values = [verdict.value if verdict.is_answer else None for verdict in verdicts]
-    tied = majority_vote(values, key=lambda value: value).tied
+    tied = _count(values, values).tied
     return sum(verdicts[who[0]].correct for who in tied) / len(tied) if tied else 0.0

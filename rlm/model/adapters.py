@@ -161,7 +161,7 @@ def _chat_template(directory: Path) -> str | None:
 
 
 def load_adapter(
-    model: PreTrainedModel, path: Path, *, trainable: bool, name: str = "default"
+    model: PreTrainedModel | PeftModel, path: Path, *, trainable: bool, name: str = "default"
 ) -> PeftModel:
     """Load an adapter onto a base, in eval mode, or beside the adapters that it has.
 
@@ -309,7 +309,7 @@ def exported_tensors(policy: PeftModel, name: str = "default") -> dict[str, torc
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def active_lora_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def active_lora_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
     """Return the LoRA matrices that forward passes now use, by name; {} without an adapter."""
     return {
         f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight

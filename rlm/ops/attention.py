@@ -110,7 +110,9 @@ class _BlockAttention(torch.autograd.Function):
                 scaled, keys, values, weights = _attend(q[b], k[b], v[b], ctx.scale, block)
                 slope = _by_head(by_out[b][:, block.rows], k[b])
                 wide_v.index_add_(1, block.columns, (weights.mT @ slope).float())
-                by_scores = torch._softmax_backward_data(slope @ values.mT, weights, -1, q.dtype)
+                by_scores = torch.ops.aten._softmax_backward_data(
+                    slope @ values.mT, weights, -1, q.dtype
+                )
                 part_of_q = by_q[b][:, block.rows]
                 part_of_q[:] = (by_scores @ keys).mul_(ctx.scale).view(part_of_q.shape)
                 wide_k.index_add_(1, block.columns, (by_scores.mT @ scaled).float())

@@ -32,7 +32,7 @@ def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
     kernels = ops_for(policy)
     if not isinstance(kernels, Kernels):
         return
-    base: Module = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    base: Module = getattr(policy, "get_base_model", lambda: policy)()
     decoder = base.get_decoder()
     if decoder.config.model_type not in FUSED_MODEL_TYPES:
         return

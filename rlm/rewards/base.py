@@ -46,9 +46,9 @@ class RewardFunction:
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> list[Reward]:
         """Score many completions; columns have an entry for each. Override to score in batches."""
-        columns = named_columns(self, columns)
+        named = named_columns(self, columns)
         return [
-            self(text, answer, **{name: values[i] for name, values in columns.items()})
+            self(text, answer, **{name: values[i] for name, values in named.items()})
             for i, (text, answer) in enumerate(zip(completions, reference_answers, strict=True))
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -87,7 +87,8 @@ class GSM8KReward(RewardFunction):
         if verdict.correct:
             reward += self.correct
         elif isinstance(verdict.value, Fraction):
-            is_close = abs(verdict.value - parse_number(reference_answer)) <= 1
+            gold = parse_number(reference_answer)
+            is_close = gold is not None and abs(verdict.value - gold) <= 1
             reward += self.close if is_close else 0.0
         return min(reward, 1.0)
 
@@ -105,10 +106,11 @@ class FormatReward(RewardFunction):
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
         tags = _format(columns)
-        spans = [_one_block(completion, tag) for tag in (tags.reasoning_tag, tags.answer_tag)]
-        if None not in spans and spans[0].end() <= spans[1].start():
+        reasoning = _one_block(completion, tags.reasoning_tag)
+        answer = _one_block(completion, tags.answer_tag)
+        if reasoning and answer and reasoning.end() <= answer.start():
             return self.format_reward
-        return self.partial_reward if any(spans) else 0.0
+        return self.partial_reward if reasoning or answer else 0.0
 
 
 @dataclass(eq=False)
@@ -161,7 +163,7 @@ class CombinedReward(RewardFunction):
                 raise TypeError(f"the weight of {name} is {self.weights[name]!r}, not a number")
         if not sum(self.weights.values()) > 0:  # NaN is not, either
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def get_component_rewards(
         self, completion: str, reference_answer: str, **columns: Any

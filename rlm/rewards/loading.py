@@ -125,7 +125,7 @@ def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any]]]:
         if inspect.isroutine(reward.function):
             found = [(reward.function.__name__, reward.function)]
     elif not is_built_in(reward) and type(reward).__call__ is not RewardFunction.__call__:
-        found = [(type(reward).__name__, partial(reward.__call__, None, None))]
+        found = [(type(reward).__name__, partial(reward.__call__, "", ""))]
     return found + [function for part in parts_of(reward) for function in _functions(part)]
 
 

@@ -95,8 +95,8 @@ class Scorer:
         verdicts = []  # graded once for rewards, metrics and samples.jsonl
         tags = FORMATS[self.reasoning_format].tags
         for problem, texts in zip(problems, groups, strict=True):
-            gold, how = problem.answer, {"kind": problem.answer_type, **tags}
-            verdicts.append([grade(text, gold, strict=True, **how) for text in texts])
+            gold, kind = problem.answer, problem.answer_type
+            verdicts.append([grade(text, gold, strict=True, kind=kind, **tags) for text in texts])
         parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
         rollouts = [
             (text, problem.answer, self._columns(problem, cut, ids, verdict))
@@ -121,7 +121,7 @@ class Scorer:
         metrics = {name: total / len(rollouts) for name, total in sums.items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
-        values = iter(None if isinstance(value, REWARD_ERRORS) else value for value in rewards)
+        values = iter(value if isinstance(value, float) else None for value in rewards)
         return Scores([[next(values) for _ in group] for group in groups], metrics, reasons)
 
     def _check_verdicts(self, rewards: Sequence[Reward | BaseException]) -> None:

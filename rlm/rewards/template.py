@@ -9,12 +9,14 @@ Installed with pip, `python train_grpo.py` is `rlm grpo`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlm.grading import grade
 
 SHORT = 400  # characters
 
 
-def reward(completion: str, reference_answer: str, **columns: object) -> float | None:
+def reward(completion: str, reference_answer: str, **columns: Any) -> float | None:
     """Score one completion.
 
     Args:

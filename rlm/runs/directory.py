@@ -16,10 +16,10 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from rlm.cli import Interrupted, UsageError, terminal
 from rlm.runs.atomic_files import (
@@ -147,7 +147,7 @@ class RunDirectory:
             number = self._interrupts.received or signal.SIGTERM
             raise Interrupted(number, note if self.writes else "")
 
-    def begin(self, config: Mapping[str, object]) -> None:
+    def begin(self, config: Mapping[str, Any]) -> None:
         """Write config.json and open the tracker that it names."""
         if self.writes:
             with writing(self.path / "config.json"):
@@ -216,6 +216,7 @@ def git_commit() -> str | None:
     return done.stdout.strip()
 
 
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # of `signal`
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step (once more: at once)\n"
 
@@ -233,7 +234,7 @@ class Interrupts:
     def __init__(self, *, alone: bool = True) -> None:
         self.received: int | None = None
         self._then = signal.SIG_DFL if alone else signal.SIG_IGN
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():  # Python allows no other

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import socket
+from socketserver import BaseServer
 from urllib.parse import parse_qs, urlsplit
 
 from rlm.cli import UsageError, terminal
@@ -57,13 +59,15 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 60.0
 
-    def __init__(self, paths: Sequence[Path], *args: object) -> None:
+    def __init__(
+        self, paths: Sequence[Path], request: socket, address: tuple[str, int], server: BaseServer
+    ) -> None:
         self._paths = paths
-        super().__init__(*args)
+        super().__init__(request, address, server)
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        port = self.server.server_port
+        port = self.connection.getsockname()[1]
         # DNS rebinding: another name for this address could read the run from any web page.
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", f"open http://{ADDRESS}:{port}\n")

@@ -140,8 +140,8 @@ def _draw_band(
     (steps, low), (others, high) = (_with_start(metrics, f"{key}_{end}") for end in ("low", "high"))
     if steps != others:
         return []
-    band = ([scale * value for value in end] for end in (low, high))
-    axes.fill_between(steps, *band, color=BLUE, alpha=0.18, linewidth=0)
+    bottom, top = ([scale * value for value in end] for end in (low, high))
+    axes.fill_between(steps, bottom, top, color=BLUE, alpha=0.18, linewidth=0)
     return [*low, *high]
 
 
@@ -157,8 +157,9 @@ def _draw_metric(
     axes.set_title(title, fontsize=10, loc="left")
     scale = 100 if title.endswith("%") else 1
     marker = "o" if len(values) <= 30 else None  # mark points if there are few
-    style = {"lw": 0.8, "alpha": 0.5} if running_mean else {"lw": 1.5}
-    axes.plot(steps, [scale * v for v in values], color=BLUE, marker=marker, ms=3.5, **style)
+    width, alpha = (0.8, 0.5) if running_mean else (1.5, 1.0)
+    scaled = [scale * value for value in values]
+    axes.plot(steps, scaled, color=BLUE, marker=marker, ms=3.5, lw=width, alpha=alpha)
     if running_mean:
         means, half = recent_means(values)
         low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
@@ -168,7 +169,7 @@ def _draw_metric(
     bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max([*values, *bounds]))
     if top > bottom:
         axes.set_ylim(bottom, top)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("step", fontsize=9)
 
 

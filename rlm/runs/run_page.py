@@ -138,7 +138,9 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
         *(group.get(name) or nothing for name in ("verdicts", "truncated", "tool_calls")),
     )
     names = ("text", "reward", "advantage", "verdict", "truncated", "tool_calls")
-    rows = [dict(zip(names, row, strict=True)) for row in zip(texts, *columns, strict=True)]
+    rows: list[dict[str, Any]] = [
+        dict(zip(names, row, strict=True)) for row in zip(texts, *columns, strict=True)
+    ]
     for row in rows:
         row["flawed"] = row["verdict"] == "correct" and has_wrong_equation(row["text"])
     kept = {name: group[name] for name in ("step", "problem", "question", "answer")}

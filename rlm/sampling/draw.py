@@ -45,7 +45,7 @@ def exclude_tokens(logits: torch.Tensor, allowed: Sequence[torch.Tensor | None])
     """Set the logits (N, V) of tokens that a row does not allow, (V,) bool, to -inf, in place."""
     rows = [row for row, mask in enumerate(allowed) if mask is not None]
     if rows:
-        mask = torch.stack([allowed[row] for row in rows]).to(logits.device)
+        mask = torch.stack([mask for mask in allowed if mask is not None]).to(logits.device)
         logits[rows] = logits[rows].masked_fill(~mask, -torch.inf)
     return logits
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError
@@ -72,7 +73,7 @@ class Sampler:
             UsageError: a merged copy was asked for and this architecture has no fast path; or the
                 tokenizer is another model's.
         """
-        rows = model.get_input_embeddings().num_embeddings
+        rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
         if len(tokenizer) > rows:
             raise UsageError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model {rows}: they do not belong "
@@ -83,11 +84,11 @@ class Sampler:
         self.tool_tokens = ToolTokens(tool, tokenizer) if tool else None
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config)
         self._config = model.config.get_text_config()
-        dtype = dtype or model.dtype
-        self._ops = ops_for(model, dtype)
-        self._weights, weights = choose_weights(model, merged, self._ops, dtype, share)
+        wanted: torch.dtype = dtype or model.dtype
+        self._ops = ops_for(model, wanted)
+        self._weights, weights = choose_weights(model, merged, self._ops, wanted, share)
         self.dtype = self._weights.dtype
-        if self.dtype != dtype:
+        if self.dtype != wanted:
             self._ops = ops_for(model)
         self.batch_note = self._batch_note()
         parts = f"{weights}, {self._ops.description}", self.batch_note

@@ -152,6 +152,7 @@ class ManagedVLLM:
 
 
 def _stop(process: subprocess.Popen, watchdog: subprocess.Popen) -> None:
+    assert watchdog.stdin  # a pipe: see where it is started
     watchdog.stdin.close()
     process.wait()  # at most as long as the watchdog waits
     watchdog.wait()
@@ -227,7 +228,7 @@ def server_options(
     }
 
 
-def _memory_share(policy: PreTrainedModel) -> float:
+def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
     """Return the server's share of the memory of the card that trains (without one, of the RAM).
 
     vLLM's own default is nine tenths of all.

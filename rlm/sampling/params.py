@@ -154,13 +154,13 @@ class ToolTokens:
         # Nearly always so, and cheap. A part of a character (U+FFFD) may complete the trigger.
         if not ids or not self._text_of(ids[-1]).endswith((trigger[-1:], "\ufffd")):
             return None
-        text = self._tokenizer.decode(ids[-TOOL_WINDOW:], skip_special_tokens=True)
+        text = str(self._tokenizer.decode(list(ids[-TOOL_WINDOW:]), skip_special_tokens=True))
         inserted = self.tool(text) if text.endswith(trigger) else None
         return encode_text(self._tokenizer, inserted) if inserted else None
 
     def _text_of(self, token: int) -> str:
         if token not in self._ends:
-            self._ends[token] = self._tokenizer.decode([token])
+            self._ends[token] = str(self._tokenizer.decode([token]))
         return self._ends[token]
 
 

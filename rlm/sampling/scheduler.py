@@ -166,5 +166,5 @@ def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
     if len(prompts) < 2:
         return 0  # nothing to share
     limit = min(len(prompt) for prompt in prompts) - 1
-    first, last = min(prompts), max(prompts)  # the two that differ most
+    first, last = min(prompts, key=list), max(prompts, key=list)  # the two that differ most
     return next((i for i in range(limit) if first[i] != last[i]), limit)

@@ -12,13 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.hf import from_tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlm.cli import UsageError
 from rlm.data import Format
@@ -185,8 +185,10 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary_trie(self) -> LLTokenizer:
+        # `from_tokenizer` refuses any other with a ValueError.
+        tokenizer = cast("PreTrainedTokenizerFast", self._tokenizer)
         try:
-            return from_tokenizer(self._tokenizer, self._vocabulary, self._stop_ids)
+            return from_tokenizer(tokenizer, self._vocabulary, self._stop_ids)
         except ValueError as error:
             raise UsageError(
                 f"this model's tokenizer is not one that structured outputs can read ({error})"

@@ -23,6 +23,7 @@ class ManagedServers(Protocol):
 
     def start(self) -> Sequence[APIClient]:
         """Start them, and return their clients."""
+        ...
 
     def check(self) -> None:
         """Raise UsageError if one has exited."""
@@ -71,11 +72,12 @@ class VLLMSampler:
         self.max_model_len: int | None = None  # the longest sequence that all servers take
         self._models: list[tuple[APIClient, str]] = []  # and the base model's name there
         self._adapter: str | None = None
-        self._managed = None if isinstance(servers, Sequence) else servers
-        self.description = "vLLM, started for this run"
-        if not self._managed:
+        self._managed: ManagedServers | None = None
+        if isinstance(servers, Sequence):
             self.description = f"vLLM at {' and '.join(client.url for client in servers)}"
             self._connect(servers)
+        else:
+            self._managed, self.description = servers, "vLLM, started for this run"
 
     def start(self) -> None:
         """Start this run's own servers, unless they run; otherwise the first batch does.
