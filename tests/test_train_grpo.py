@@ -342,7 +342,7 @@ def test_other_validation_problems_begin_a_new_comparison(model_dir, tmp_path, m
     resumed = a_config(tmp_path, steps=4, resume=True, **options)
     _, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:12])
     assert summary["validation"] is None  # its start was never measured on these
-    assert "what was validated before is not compared" in capsys.readouterr().out
+    assert "earlier validations are not compared" in capsys.readouterr().out
     assert summary["step"] == 4
 
 
