@@ -238,8 +238,9 @@ def _patches(cards: Cards) -> Iterator[Any]:
         with _modes(cards):
             run(self)
 
-    # Where it is true, Adam asks the driver for its stream.
-    yield mock.patch.object(torch.backends.cuda, "is_built", lambda: False)
+    # Adam asks for it where torch is built for CUDA; without a driver the real one raises.
+    stream = types.SimpleNamespace(is_capturing=lambda: False)
+    yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)
     yield mock.patch.object(autocast, "__init__", on_cpu)
     yield mock.patch.object(torch.distributed, "init_process_group", by_gloo)
     yield mock.patch.object(threading.Thread, "run", run_in_modes)
