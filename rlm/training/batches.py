@@ -228,6 +228,16 @@ class MicroBatch:
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
 
+    def sequences(self) -> list[tuple[list[int], list[int]]]:
+        """Return prompt and completion of each rollout, as token ids."""
+        width, found = self.input_ids.shape[1], []
+        parts = zip(self.sources.split(self.lengths), self.targets.split(self.lengths), strict=True)
+        for sources, targets in parts:
+            row = int(sources[0]) // width
+            prompt = self.input_ids[row][self.segments[row] == 0]
+            found.append((prompt.tolist(), targets.tolist()))
+        return found
+
 
 def make_micro_batches(
     rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str

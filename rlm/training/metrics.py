@@ -45,7 +45,7 @@ def announce_run(
         "Stage 2: GRPO",
         {
             "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
-            "device": pick_device(config.dtype),
+            "device": pick_device(config.dtype) if config.backend == "local" else "the server's",
             "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
             "validate on",
             "trainable": f"{trainable:,} parameters",

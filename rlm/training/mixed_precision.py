@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
 
 from rlm.model import adapter_tensors
+from rlm.training.batches import MicroBatch
+from rlm.training.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+    from rlm.sampling import TinkerEngine
+
+Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # what is trained: here, on a server
 
 GOOD_UPDATES = 200
 MAX_LOSS_SCALE = 2.0**16
@@ -41,6 +48,24 @@ class MixedPrecisionAdapter:
             }
             for tensor in self.model_weights.values():
                 tensor.data = tensor.data.to(policy.dtype)
+
+    def token_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Compute log-probability and entropy of each completion token: two (n, T)."""
+        return token_logprobs(self.policy, batch, temperature)
+
+    def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+        """Make the optimizer of the master weights."""
+        weights = self.master_weights.values()
+        return torch.optim.AdamW(weights, lr=learning_rate, weight_decay=weight_decay)
+
+    def fetch(self) -> None:
+        """Do nothing: the master weights are here."""
+
+    def save_state(self) -> None:
+        """Return None: checkpoints hold all of it."""
+
+    def load_state(self, path: str | None) -> None:
+        """Do nothing: checkpoints hold all of it."""
 
     def accumulate(self) -> None:
         """Add the gradients of a micro-batch to the master weights' gradients, in fp32."""

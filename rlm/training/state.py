@@ -25,7 +25,7 @@ from rlm.runs import (
 )
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
-from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.mixed_precision import Learner
 from rlm.training.selection import ProblemScores, Validations
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
@@ -39,7 +39,7 @@ MAY_CHANGE = {
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
     *("checkpointing", "attn_implementation", "tracker", "wandb_project"),
-    "vllm_command",
+    *("vllm_command", "backend_url"),
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
 SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_weight"),)
@@ -62,7 +62,7 @@ class TrainingState:
     It holds no random state: what a step draws is a function of the seed and the step.
     """
 
-    weights: MixedPrecisionAdapter
+    weights: Learner
     optimizer: torch.optim.Optimizer
     base_hash: str
     kl_weight: float = 0.0  # changes if there is a KL target
@@ -195,7 +195,7 @@ class TrainingState:
                 + ("at half the rate too" if loaded else "and there is no checkpoint to go back to")
                 + "; start again with a lower --learning-rate"
             )
-        self._load(loaded[0])
+        self._load(*loaded)
         self.consecutive_skips, self.lr_scale = 0, 0.5
         terminal.line(
             f"{MAX_CONSECUTIVE_SKIPS} updates in a row had no finite gradient: continuing from the "
@@ -235,6 +235,7 @@ class TrainingState:
     def keep_validation(self, step: int, scores: ProblemScores) -> None:
         """Record a validation, and keep the adapter if it is the best so far."""
         if self.validations.add(step, scores):
+            self.weights.fetch()
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
@@ -248,10 +249,12 @@ class TrainingState:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
         if not run.writes:
             return
+        self.weights.fetch()
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
         state["validations"] = self.validations.to_dict()
+        state["server_state"] = self.weights.save_state()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
@@ -277,7 +280,7 @@ class TrainingState:
         kl_weight = self.origin["config"]["kl_weight"]
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted
-        self._load(tensors)
+        self._load(tensors, state)
         self._restore_validations(tensors, state)
         return state["step"]
 
@@ -302,6 +305,7 @@ class TrainingState:
         is_main = self.distributed.is_main
         return self.distributed.broadcast(run.checkpoints.load(**options) if is_main else None)
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore_tensors(tensors, self.adapter, self.optimizer)
+        self.weights.load_state(state.get("server_state"))
         self.weights.copy_to_model()
