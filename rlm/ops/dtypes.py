@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16")
 MARGIN = 1.1
 # What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-ROWS, WIDTH, INNER = 1024, 576, 1536  # of the products of a learning pass
+ROWS, WIDTH, INNER = 1024, 576, 1536  # sizes of the timed products
 ROUNDS, SECONDS = 3, 0.04  # each type is timed in so many turns of at least so long
 # Two timings agree if one finds bf16 less than so many times as fast as the other does. Other
 # programs make them disagree; so many timings are made at most.
