@@ -160,7 +160,7 @@ def test_both_samplers_draw_what_the_model_computes(model_dir, tokenizer, quanti
         assert left.logprobs[:same] == pytest.approx(right.logprobs[:same], abs=gap)
 
 
-@pytest.mark.parametrize("quantize", ("none", *PACKED))
+@pytest.mark.parametrize("quantize", ["none", *PACKED])
 def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
     ids = torch.arange(12)[None]
     gradients = []
