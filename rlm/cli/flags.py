@@ -57,7 +57,7 @@ class Flag:
 
     def spelled(self, value: Any) -> Any:
         """Return the choice that a value names in any spelling (Dr.GRPO), else the value."""
-        if isinstance(value, list | tuple):  # of each item
+        if isinstance(value, list | tuple):  # for a list, check each item
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
 

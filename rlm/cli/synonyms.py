@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-CUTOFF = 0.75  # of difflib's likeness; below it a guess is seldom what was meant
+CUTOFF = 0.75  # difflib's ratio; below it a guess is seldom what was meant
 
 
 @cache

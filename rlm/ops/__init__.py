@@ -1,4 +1,4 @@
-"""What makes a CPU fast: C code compiled at first use, attention, number types by measurement."""
+"""Fast CPU code: C compiled at first use, attention, and number types chosen by measuring."""
 
 import lazy_loader
 

@@ -59,7 +59,7 @@ class MemoryPlan:
     learning: int  # what a micro-batch keeps for its backward pass, and its logits
     kept: int  # memory that libraries and the allocator keep after it is freed
     available: int  # free memory beyond what is loaded
-    train_batch_tokens: int  # of a micro-batch
+    train_batch_tokens: int  # in a micro-batch
     checkpointing: bool = False  # recompute activations in the backward pass
     halved: bool = False  # the micro-batch was halved after an out-of-memory error
 

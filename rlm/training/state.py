@@ -47,7 +47,7 @@ SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_
 
 @dataclass(frozen=True)
 class StepControl:
-    """What is due at the end of a step (transformers' TrainerControl); all processes agree."""
+    """The actions due at the end of a step (transformers' TrainerControl); all processes agree."""
 
     should_evaluate: bool
     should_save: bool

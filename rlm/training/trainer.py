@@ -297,7 +297,7 @@ class TrainingData:
     problems: list[Problem]
     eval_problems: list[Problem]
     longest_prompts: list[list[int]]  # as token ids
-    answer_types: tuple[AnswerType, ...]  # of the training problems, the most frequent first
+    answer_types: tuple[AnswerType, ...]  # in the training problems, most frequent first
     measure: str  # what chooses the adapter: "accuracy" or "reward"
     warnings: list[str] = field(default_factory=list)
 
@@ -616,7 +616,7 @@ class TrainingRun:
     def export(self) -> dict[str, Any]:
         """Export the adapter that `choose_export` names, keep the best and the last in --run-dir,
         and return the contents of run.json."""
-        rows = self.distributed.broadcast(self.directory.metrics())  # of all steps
+        rows = self.distributed.broadcast(self.directory.metrics())  # a row per step
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
