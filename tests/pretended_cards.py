@@ -240,7 +240,7 @@ def _patches(cards: Cards) -> Iterator[Any]:
 
     # Adam asks for it where torch is built for CUDA; without a driver the real one raises.
     stream = types.SimpleNamespace(is_capturing=lambda: False)
-    yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)
+    yield mock.patch.object(torch.accelerator, "current_stream", return_value=stream)
     yield mock.patch.object(autocast, "__init__", on_cpu)
     yield mock.patch.object(torch.distributed, "init_process_group", by_gloo)
     yield mock.patch.object(threading.Thread, "run", run_in_modes)
