@@ -11,6 +11,7 @@
 # make test-schema    the API against its OpenAPI schema (a minute)
 # make test-clients   OpenAI's Python and JavaScript clients, LangChain and LiteLLM (a minute; needs npm)
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
+# make test-engine    --backend tinker on SkyRL's server (4 minutes, and 2.2 GB in an environment of its own)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make soak    an hour of training and serving while things go wrong
 # make docs    the documentation as web pages, in site/
@@ -27,7 +28,7 @@ TORCH_INDEX ?=
 # Without setuptools' box about folder names, which reads like a failure.
 INSTALL_CHECKOUT := PYTHONWARNINGS='ignore:Editable installation' $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: help install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-clients test-trackers soak docs reference lock lint clean
+.PHONY: help install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-clients test-trackers test-engine soak docs reference lock lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -104,6 +105,13 @@ test-browser: $(STAMP)
 test-trackers: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
+
+# SkyRL pins other versions of what we use. torch first and exactly, or pip brings gigabytes of CUDA.
+test-engine: $(STAMP)
+	$(INSTALL_CHECKOUT) '.[dev,engine]'
+	test -x .venv-engine/bin/python || python3 -m venv .venv-engine
+	.venv-engine/bin/python -m pip install --quiet torch==2.13.0 'skyrl[tinker,jax]==0.3.0' tinker==0.24.1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PYTHON) -m pytest -s -m engine tests/sampling/test_tinker.py
 
 soak: $(STAMP)
 	$(PYTHON) -m benchmarks.soak --run-dir runs/soak --json runs/soak.json

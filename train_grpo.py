@@ -52,7 +52,6 @@ from rlm.training import (
     Distributed,
     Group,
     LearnMetrics,
-    MixedPrecisionAdapter,
     Rollout,
     StepScorer,
     TrainingData,
@@ -65,7 +64,7 @@ from rlm.training import (
     has_signal,
     load_data,
     load_policy,
-    make_sampler,
+    make_engine,
     mean_metrics,
     mini_batches,
     overlong_penalties,
@@ -77,7 +76,6 @@ from rlm.training import (
     step_metrics,
     summary_card,
     timer,
-    token_logprobs,
     validation_measure,
     without_copies,
 )
@@ -117,9 +115,10 @@ class GRPOTrainer:
         prepare_process()
         reward = as_reward(reward_fn)
         self.distributed = Distributed.from_env()
-        self.base_hash = base_model_hash(str(model_name))
+        config = config or GRPOConfig()
+        self.base_hash = base_model_hash(str(model_name), download=config.backend == "local")
         self.config, start, tool = resolve_start(
-            config or GRPOConfig(), str(model_name), self.base_hash, tool, self.distributed.size
+            config, str(model_name), self.base_hash, tool, self.distributed.size
         )
         config = self.config
         self.answer_types = start.answer_types  # until the data is known
@@ -129,12 +128,10 @@ class GRPOTrainer:
         self.tokenizer, self.policy = self.load_model(tokenizer, device)
         self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
-        self.weights = MixedPrecisionAdapter(self.policy)
+        parts = self.policy, self.tokenizer, config, self.distributed, tool
+        self.weights, self.sampler = make_engine(*parts)  # what learns and what samples
         self.adapter = self.weights.master_weights  # name → trained fp32 tensor
-        self.sampler = make_sampler(self.policy, self.tokenizer, config, self.distributed, tool)
-        self.optimizer = torch.optim.AdamW(
-            self.adapter.values(), lr=config.learning_rate, weight_decay=config.weight_decay
-        )
+        self.optimizer = self.weights.make_optimizer(config.learning_rate, config.weight_decay)
         saved = (self.weights, self.optimizer, self.base_hash, config.kl_weight)
         self.state = TrainingState(*saved, self.distributed)
         self.run: TrainingRun | None = None  # the last call of `train`
@@ -239,14 +236,15 @@ class GRPOTrainer:
         kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         updates = [run.micro_batches(rollouts) for rollouts in batches]
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
-        differs = set_constant_logprobs(self.policy, config, updates, self.sampler.matches_trainer)
+        parts = self.policy, self.weights.token_logprobs, config, updates
+        differs = set_constant_logprobs(*parts, self.sampler.matches_trainer)
 
         lr = self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update, micro_batches in enumerate(updates * config.updates_per_batch):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
             lr = self._set_learning_rate(lr)
             for micro in micro_batches:
-                logprobs, entropy = token_logprobs(self.policy, micro, config.temperature)
+                logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
                 if micro.old_logprobs is None:  # first update: the current ones are the old ones
                     micro.old_logprobs = logprobs.detach()
                 loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
@@ -270,15 +268,16 @@ class GRPOTrainer:
     def _optimizer_step(self) -> float:
         """Clip and step. A gradient that is not finite changes nothing and is counted."""
         self.distributed.all_reduce(self.adapter.values())
-        norm = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
-        if norm.isfinite():
-            self.optimizer.step()
+        clipped = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
+        norm = clipped.item()
+        if math.isfinite(norm):
+            norm = self.optimizer.step() or norm  # a server's optimizer tells the norm itself
             self.weights.copy_to_model()
-        else:
-            terminal.line(f"gradient norm is {norm.item()}: update skipped")
+        if not math.isfinite(norm):
+            terminal.line(f"gradient norm is {norm}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
-        self.state.count_update(skipped=not norm.isfinite())
-        return norm.item()
+        self.state.count_update(skipped=not math.isfinite(norm))
+        return norm
 
     def prepare(
         self, dataset: Iterable, eval_dataset: Iterable | None

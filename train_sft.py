@@ -221,7 +221,7 @@ def announce(
             "device": device,
             "data": f"{config.dataset}: {examples} examples{too_long}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{steps} of {config.batch_size} examples, {epochs} "
+            "steps": f"{steps} of {min(config.batch_size, examples)} examples, {epochs} "
             f"pass{'es' * (epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",
             "output": config.output,
         },

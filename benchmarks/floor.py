@@ -35,8 +35,8 @@ class ModelCost:
     """Work of a model's decode step, independent of software."""
 
     weight_bytes: int  # read once a step
-    row_flops: int  # of all matrix products with weights, for one row
-    head_flops: int  # of them, those of the output embeddings
+    row_flops: int  # all matrix products with weights, for one row
+    head_flops: int  # the output embeddings' share of them
     layers: int
     query_width: int  # heads × width, of queries
     cache_bytes_per_token: int  # keys and values of one token, all layers
@@ -89,7 +89,7 @@ def decode_floor(
         new: mean number of tokens generated so far per row.
     """
     tokens_read = prompts * prompt_tokens + rows * new
-    attention = 4 * cost.layers * cost.query_width * (prompt_tokens + new)  # of one row
+    attention = 4 * cost.layers * cost.query_width * (prompt_tokens + new)  # for one row
     bytes_read = cost.weight_bytes + tokens_read * cost.cache_bytes_per_token
     memory = bytes_read / rates["bytes_per_second"]
     arithmetic = rows * (cost.row_flops + attention) / rates["flops_per_second"]

@@ -29,7 +29,7 @@ from rlm.sampling import Sampler, prompt_seed
 LENGTHS = Path(__file__).with_name("lengths.json")  # lengths of a real run's completions
 GROUP = 8  # completions of a prompt
 HEADLINE_ROWS = 64
-MAX_NUM_SEQS = 64  # of ours, and rows in a batch of `generate`, where lengths differ
+MAX_NUM_SEQS = 64  # for ours; rows in a batch of `generate` where lengths differ
 # A server's threads go on spinning for a second or two after its last token (vLLM's do), on the
 # cores that the next arm wants.
 SERVER_REST = 4.0

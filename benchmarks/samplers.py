@@ -21,8 +21,8 @@ from rlm.cli import UsageError
 from rlm.sampling import Completion, Request, Sampler, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
-Lengths = Sequence[Sequence[int]]  # of the completions of each prompt
-Seeds = Sequence[int]  # of the prompts
+Lengths = Sequence[Sequence[int]]  # by prompt and completion
+Seeds = Sequence[int]  # one per prompt
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
 PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
 
@@ -98,7 +98,7 @@ class Generate:
 
     model: PreTrainedModel
     pad_id: int
-    options: dict[str, Any] = field(default_factory=dict)  # of GenerationConfig
+    options: dict[str, Any] = field(default_factory=dict)  # for GenerationConfig
 
     def __post_init__(self) -> None:
         # `generate` fills in from the model's own config what a call leaves open.

@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Seconds of the demo's parts on two cores of an EPYC (Zen 5). What counts is how they compare:
 # the speed of another machine is measured by the parts that it has done.
 AN_EXAMPLE, A_ROLLOUT, A_COMPLETION, OF_THE_BASE = 0.14, 0.052, 0.023, 0.055
-WIDTH, LINES = 44, 10  # of one of the two answers that stand side by side
-KINDS = {  # of problems: (title, whether SFT and GRPO are right)
+WIDTH, LINES = 44, 10  # size of each of the two answers side by side
+KINDS = {  # kinds of problems: (title, whether SFT and GRPO are right)
     "only GRPO": (False, True),
     "only SFT": (True, False),
     "neither": (False, False),

@@ -178,7 +178,7 @@ def vary(
 
 
 def _bound(numbers: Sequence[Fraction]) -> set[Fraction]:
-    """Those of which one is the sum or the product of others: a total, perhaps, and its parts."""
+    """Find numbers of which one is the sum or product of others: perhaps a total and its parts."""
     bound = set()
     for a, b in combinations(numbers, 2):
         for total in {a + b, a * b} & {*numbers}:
@@ -209,7 +209,7 @@ def _follow(
 
 
 def said_in_words(question: str) -> tuple[set[Fraction], set[Fraction]]:
-    """Those that are counted with, and those that are multiplied with.
+    """Return the numbers in words that count, and those that multiply.
 
     >>> counted, shares = said_in_words("Twice a week two of them work 9-hour days, at 20%.")
     >>> sorted(map(str, counted)), sorted(map(str, shares))
@@ -258,7 +258,7 @@ def recompute(
 
 
 def compute(expression: str) -> Fraction | None:
-    """What +, -, *, / and brackets make of decimal numbers, exactly; None for anything else."""
+    """Compute +, -, *, / and brackets of decimal numbers exactly; None for anything else."""
     try:
         return _value(ast.parse(expression, mode="eval").body, expression)
     except (SyntaxError, ValueError, ZeroDivisionError):

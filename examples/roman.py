@@ -19,14 +19,16 @@ SOLVED = (14, 22, 38, 49, 56, 65, 77, 83, 91, 105, 130, 162)
 UNSOLVED, TEST = 48, 120  # problems
 
 
-def reward(completion: str, reference_answer: str) -> float:
-    """1 for the right numeral; up to a half for another one, by how much it resembles it."""
+def reward(completion: str, reference_answer: str, is_truncated: bool) -> float:
+    """1 for the right numeral; up to a fifth for another one, by how much it resembles it."""
+    if is_truncated:  # else it would learn not to end
+        return 0.0
     answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     if answer == reference_answer:
         return 1.0
     if set(answer) - set("IVXLC"):
         return 0.0
-    return SequenceMatcher(None, answer, reference_answer).ratio() / 2
+    return SequenceMatcher(None, answer, reference_answer).ratio() / 5
 
 
 def problem(number: int) -> dict[str, str]:

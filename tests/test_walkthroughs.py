@@ -22,6 +22,7 @@ import torch
 from conftest import byte_tokenizer, tiny_model
 from expected_skips import SHARED, needs_shared
 from golden import ROOT
+from live_server import live
 
 import eval as evaluate
 import inference
@@ -254,9 +255,35 @@ def test_the_tutorials_files(tmp_path):
     assert (ROOT / "examples/roman.yaml").read_text() in TUTORIAL
     assert inspect.getsource(roman.reward) in TUTORIAL
     right = "<think>\n10 is X\n4 is IV\n</think>\n<answer>XIV</answer>"
-    assert roman.reward(right, "XIV") == 1.0
-    assert roman.reward(right, "XV") == pytest.approx(0.4)  # 2 · 2 equal letters of 5, halved
-    assert roman.reward(right.replace("XIV", "14"), "XIV") == 0.0
+    assert roman.reward(right, "XIV", False) == 1.0
+    assert roman.reward(right, "XIV", True) == 0.0
+    assert roman.reward(right, "XV", False) == pytest.approx(0.16)  # 2 · 2 equal letters of 5, / 5
+    assert roman.reward(right.replace("XIV", "14"), "XIV", False) == 0.0
+
+
+@pytest.mark.slow
+def test_the_tutorial_teaches_the_real_model(smollm2, tmp_path, monkeypatch):
+    """From the file to the answer over both protocols. GRPO answers more of the held-out problems
+    than its start, with an interval above zero."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "examples", "examples")
+    trained = [command for command in COMMANDS if re.match("train_(?!.*--doctor)|eval", command)]
+    assert [command.split(".")[0] for command in trained] == ["train_sft", "train_grpo", "eval"]
+    for command in trained:
+        script, *argv = shlex.split(command)
+        subprocess.run([sys.executable, ROOT / script, *argv], check=True)
+    report = json.loads(Path("runs/evaluation/evaluation.json").read_text(encoding="utf-8"))
+    gain = report["sampled"]["compared"]["GRPO − SFT"]["strict"]
+    assert gain["low"] > 0, gain
+    [asked] = [shlex.split(command)[-1] for command in COMMANDS if command.startswith("inference")]
+    with live(server._service(server.ServerConfig(adapter=Path("runs/roman/adapter")))) as running:
+        reply = running.post({"prompt": asked}).json()
+        chat = {"model": "adapter", "messages": [{"role": "user", "content": asked}]}
+        answered = running.post(chat, "/v1/chat/completions").json()["choices"][0]["message"]
+    assert set(reply["final_answer"]) <= set("IVXLC")
+    assert " is " in reply["reasoning"]
+    assert set(answered["content"].strip()) <= set("IVXLC")
+    assert " is " in answered["reasoning_content"]
 
 
 # --- notebooks/colab.ipynb ------------------------------------------------------------------------

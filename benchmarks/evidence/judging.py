@@ -30,7 +30,7 @@ from rlm.grading import majority_score
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
 
-VOTERS = 8  # of maj@8
+VOTERS = 8  # for maj@8
 SHOTS = 8  # worked examples that `base_few` is shown: the best of 2, 4 and 8 (docs/results)
 
 

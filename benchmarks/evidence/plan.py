@@ -31,7 +31,7 @@ class Arm(NamedTuple):
     # another formula, as many completions), "choice" (GRPO, one option changed), or none of them
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
-    rounds: int = 1  # of rejection sampling, each from the previous adapter
+    rounds: int = 1  # rejection sampling's, each from the previous adapter
     solvable: bool = False  # GRPO uses the problems that the start solves sometimes
     flipped: float = 0.0  # share of the verdicts that are inverted
     golds: str = ""  # "shuffled": each problem has another problem's gold
@@ -43,7 +43,7 @@ class Arm(NamedTuple):
 MINI_BATCHES: dict[str, Any] = {
     "steps": 10,
     "batch_size": 32,
-    "mini_batch_size": 4,  # of which about two have a signal
+    "mini_batch_size": 4,  # about two of them have a signal
     "learning_rate": 3e-4,
     "warmup_steps": 5,
 }

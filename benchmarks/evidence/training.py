@@ -38,7 +38,7 @@ from rlm.training import GRPOConfig, SFTConfig, problems_for_step
 
 Record = dict[str, Any]
 SOLVE_RATE_SAMPLES = 4  # completions of the start by which GRPO's problems are selected
-RANDOM_SHARE = 0.5  # of the completions a random reward likes: most groups hold a difference
+RANDOM_SHARE = 0.5  # share that a random reward accepts, so most groups differ inside
 
 
 def train(config: Mapping[str, Any], arm: str, seed: int) -> Record:

@@ -173,7 +173,7 @@ class Agent:
     prompts: Mapping[str, Template]
     temperature: float
     max_tokens: int
-    seed: int | None = None  # of the run; None where the same is asked in every run
+    seed: int | None = None  # the run's; None where every run asks the same
     no_schemas: Event = field(default_factory=Event)  # set once the endpoint has refused one
 
     @cached_property

@@ -27,7 +27,7 @@ PREFIXES = {"generator_1": "G1", "generator_2": "G2", "generator_3": "G3", "crit
 GENERATOR_CATEGORIES = ("causal_graph", "validation", "problem_solving")
 CRITIC_CATEGORIES = ("fusion_strategy", "validation", "conflict_resolution")
 MAX_WORDS = 32
-MAX_OPERATIONS = 4  # of one group, of which one may add
+MAX_OPERATIONS = 4  # per group; one of them may add
 SIMILAR = 0.8  # share of common words from which two lessons are one
 
 Lesson = dict[str, Any]
@@ -51,7 +51,7 @@ class Library:
         for name in ("id", "category"):
             if not all(isinstance(item.get(name), str) for item in self.items):
                 raise UsageError(f"{self.path}: a lesson without a text as its {name}")
-        self._last_number = 0  # of an id: none is given twice
+        self._last_number = 0  # in ids, which are never reused
         self._note_numbers(item["id"] for item in self.items)
 
     def _note_numbers(self, ids: Iterable[str]) -> None:
@@ -64,7 +64,7 @@ class Library:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What a reply that extracts lessons has to be, where the endpoint can see to that."""
+        """The JSON schema of a reply that extracts lessons, for endpoints that enforce one."""
         fields = {
             "action": {"enum": ["add", "modify", "delete"]},
             "id": {"type": "string", "maxLength": 8},

@@ -23,7 +23,7 @@ from rlm.cli import UsageError
 from rlm.data import Problem
 from rlm.grading import grade, numbers_in, parse_number
 
-GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # of r_ans, r_logic, r_graph
+GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # for r_ans, r_logic, r_graph
 CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # and of r_fusion
 LOGIC_SCORES = ("coherence", "completeness", "verification", "no_errors", "tool_consistency")
 LOGIC_SCHEMA = {

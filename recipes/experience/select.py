@@ -107,7 +107,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a candidate: of problems without and with it, how many were right."""
+    """The outcome of a candidate: how many problems were right without and with it."""
 
     problems: int
     without: int

@@ -59,7 +59,12 @@ class TrainConfig(CostConfig):
         *("plan", "api_config", "library_dir", "run_dir"),
     )
 
-    target: str = flag("all", "who learns", choices=("generator", "critic", "all"), positional=True)
+    target: str = flag(
+        "all",
+        "who learns; generator1 is generator 1",
+        choices=("generator", "critic", "all", "generator1", "generator2", "generator3"),
+        positional=True,
+    )
     number: int | None = flag(
         None, "which generator: 1, 2 or 3", choices=(1, 2, 3), positional=True
     )
@@ -91,6 +96,8 @@ class TrainConfig(CostConfig):
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.target[-1].isdigit() and self.number is None:
+            self.target, self.number = "generator", int(self.target[-1])
         if (self.target == "generator") != (self.number is not None):
             raise ValueError("write: generator 1 (or 2, 3), critic, or all")
         parts = len(CRITIC_WEIGHTS if self.target == "critic" else GENERATOR_WEIGHTS)

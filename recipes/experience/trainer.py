@@ -54,7 +54,7 @@ class Trainer:
     judge: Agent | None
     library: Library
     run_dir: Path
-    weights: Sequence[float]  # of the rewards
+    weights: Sequence[float]  # one per reward
     tau: float
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Trainer:
         self._path = records_path(self.run_dir, self.name)
         self.records = read_lines(self._path)
         if self.is_critic and (part := len(self.records) % len(GENERATORS)):
-            del self.records[-part:]  # of a problem whose other lines are missing
+            del self.records[-part:]  # a problem whose other lines are missing
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.records)
             replace_file(self._path, "".join(lines))
         self.library.resume(self.records)

@@ -28,7 +28,7 @@ class OrchestratorConfig(GRPOConfig):
 
     # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
     NOT_USED = (
-        *("doctor", "plan", "reward", "reward_timeout"),
+        *("doctor", "plan", "reward", "reward_timeout", "backend", "backend_url"),
         *("num_epochs", "eval_group_size", "reasoning_format", "system_prompt", "tool"),
     )
 

@@ -46,7 +46,7 @@ COLUMNS = {
     "leaks": ("graph/leak_rate", ".2f"),
     "cut off": ("agents/truncated_rate", ".2f"),
 }
-Row = Sequence[Sequence[Trajectory]]  # of each problem: one, or those that vote
+Row = Sequence[Sequence[Trajectory]]  # for each problem one, or those that vote
 
 
 @dataclass

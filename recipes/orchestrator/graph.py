@@ -113,7 +113,7 @@ def parse_graph(text: str) -> Graph | InvalidGraph:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         detail = ": ".join([".".join(map(str, first["loc"])), first["msg"]])
-        return InvalidGraph("schema", detail.encode(errors="replace").decode())  # of a key's bytes
+        return InvalidGraph("schema", detail.encode(errors="replace").decode())  # keys: any bytes
     except (ValueError, RecursionError) as error:
         return InvalidGraph("bad_json", str(error)[:80])
     if len(graph.agents) < len(AGENT_IDS):
@@ -128,7 +128,7 @@ def _first_object(text: str) -> tuple[dict[str, Any], int]:
     """
     first, fence = text.index("{"), re.search(r"```(?:json)?\s*(?=\{)", text)
     content, end = {}, first
-    with suppress(ValueError, RecursionError):  # of prose; behind the fence it is raised
+    with suppress(ValueError, RecursionError):  # in prose; behind a fence it is raised
         content, end = _DECODER.raw_decode(text, first)
     if end == first or (fence and fence.end() > end):
         return _DECODER.raw_decode(text, fence.end() if fence else first)

@@ -55,7 +55,7 @@ class Reply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
-    logprobs: Sequence[float] = ()  # of its tokens, where the model is ours
+    logprobs: Sequence[float] = ()  # one per token, if the model is ours
     truncated: bool = False  # cut off at the longest reply that was allowed
 
 
@@ -136,11 +136,11 @@ class Trajectory:
 
     problem: Problem
     graph: Graph | InvalidGraph
-    calls: list[Call] = field(default_factory=list)  # of the agents, in their order
+    calls: list[Call] = field(default_factory=list)  # in the agents' order
     replies: list[Reply] = field(default_factory=list)
     written: Reply | None = None  # the orchestrator's reply, where it wrote the graph
-    format: Format = FORMATS["deepseek"]  # of the agents' replies
-    seed: int | None = None  # of agents that draw; None for greedy ones
+    format: Format = FORMATS["deepseek"]  # for the agents' replies
+    seed: int | None = None  # None for greedy agents
 
     @property
     def error(self) -> str | None:
@@ -265,9 +265,7 @@ class GraphReward:
 
     runner: Runner
     config: OrchestratorConfig
-    records: list[list[list[dict[str, Any]]]] = field(
-        default_factory=list
-    )  # of each call, by group
+    records: list[list[list[dict[str, Any]]]] = field(default_factory=list)  # per call, by group
 
     def __call__(
         self,

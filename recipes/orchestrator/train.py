@@ -261,7 +261,7 @@ def main(config: OrchestratorConfig) -> int:
     agents = choose_agents(config)
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_local_file(config.dataset):  # of which the test split is all
+    if config.test_samples and not is_local_file(config.dataset):  # whose test split is all of it
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(config.dataset, "test", **own)
     require_numeric_answers(config.dataset, [*train, *validation, *test])

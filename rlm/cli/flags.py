@@ -62,7 +62,7 @@ class Flag:
 
     def spelled(self, value: Any) -> Any:
         """Return the choice that a value names in any spelling (Dr.GRPO), else the value."""
-        if isinstance(value, list | tuple):  # of each item
+        if isinstance(value, list | tuple):  # for a list, check each item
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
 
@@ -318,7 +318,7 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
 
-CUTOFF = 0.75  # of difflib's likeness; below it a guess is seldom what was meant
+CUTOFF = 0.75  # difflib's ratio; below it a guess is seldom what was meant
 
 
 @cache

@@ -109,7 +109,7 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
     """Return the command that resumes the run, if the script has --resume."""
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # set by python -m
     name = sys.argv[0]  # train_grpo.py, or the console's `rlm grpo`
     script = name.split() if name.startswith("rlm ") else ["python", name]
     script = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else script

@@ -205,6 +205,7 @@ def _read_yaml(path: str) -> list[Row]:
         root, get = loader.get_single_node(), loader.construct_object
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{path}: expected lines of `option: value`")
+        loader.flatten_mapping(root)  # what `<<: *anchor` brings
         return [(f"{path}:{k.start_mark.line + 1}", get(k), get(v, True)) for k, v in root.value]
     except OSError as error:
         raise UsageError(f"--config: cannot read {path!r}: {error.strerror}") from error

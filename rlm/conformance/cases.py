@@ -26,7 +26,7 @@ LOSS = {
     "clip_high": 0.2,
     "kl_weight": 0.0,
     "kl_estimator": "k3",
-    "importance_cap": None,  # of π_old / π_sampler, token by token; None: no correction
+    "importance_cap": None,  # cap of each token's π_old / π_sampler; None: no correction
     "processes": 1,
 }
 OLD_LOGPROB = -3.0
@@ -86,7 +86,7 @@ def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:
     }
     parts = given.get("parts", [list(range(len(ratios)))])
     options = {name: given.get(name, value) for name, value in LOSS.items()}
-    micro_batches = len(parts) // options["processes"]  # of each process
+    micro_batches = len(parts) // options["processes"]  # per process
     whole = {f"step_{name}": value for name, value in step.items()}
     total = torch.zeros(())
     for rows in parts:

@@ -84,7 +84,7 @@ def table(cases: list[Case], user: Callable[..., Any] | None) -> dict[str, Any]:
         for name, (adapter, source) in peers.items():
             try:
                 trainers[name] = compare(case, adapter, name.split()[0], source)
-            except Exception as error:  # of another version than the one that was read
+            except Exception as error:  # this version differs from the one that was read
                 why = f"{type(error).__name__}: {error}"
                 trainers[name] = {"status": "cannot be called", "why": why}
         rows.append({"formula": case.name, "by hand": case.expected, "how": case.by, **trainers})

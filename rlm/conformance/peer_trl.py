@@ -128,7 +128,7 @@ def _loss(given: SimpleNamespace) -> Tensor:
         loss_type="cispo" if weighted else LOSS_TYPES[given.aggregation],
         importance_sampling_level=given.ratio,
         epsilon_low=given.clip_low,
-        epsilon_high=given.clip_high + weighted,  # of CISPO the bound itself
+        epsilon_high=given.clip_high + weighted,  # for CISPO it is the bound itself
         max_completion_length=given.constant,
         current_gradient_accumulation_steps=given.micro_batches,
         _get_per_token_logps_and_entropies=lambda *_, **__: (given.logprobs, 0 * given.mask, None),

@@ -72,7 +72,7 @@ class Family:
 class Table:
     """All of word_problems.yaml or elementary.yaml."""
 
-    names: Sequence[str]  # of people
+    names: Sequence[str]  # people's names
     nouns: Mapping[str, Sequence[str]]  # plural
     families: Sequence[Family]
     women: Sequence[str] = ()  # those of the names that are "she"

@@ -97,7 +97,7 @@ class Audit:
     completions: int = 0
     correct: Counter[str] = field(default_factory=Counter)  # by grader
     differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
-    reasons: Counter[str] = field(default_factory=Counter)  # of strict, if lenient is right
+    reasons: Counter[str] = field(default_factory=Counter)  # strict's reasons if lenient is right
     reward_differs_from_strict: int = 0  # reward above 0 where strict says wrong, or the reverse
     math_verify_timeouts: int = 0
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # examples of `differ`

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlm.data import Problem
-    from rlm.sampling import Completion, Sampler, VLLMSampler
+    from rlm.sampling import Completion, RolloutSampler
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Evaluation:
 
 
 def evaluate(
-    sampler: Sampler | VLLMSampler,
+    sampler: RolloutSampler,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     format: Format,

@@ -57,7 +57,7 @@ def t_quantile(p: float, df: int) -> float:
     """
     if df < 1 or not 0.5 <= p < 1:
         raise ValueError(f"no quantile {p} of Student's t with {df} degrees of freedom")
-    low, high = 0.0, math.pi / 2  # of θ = atan(t / √df)
+    low, high = 0.0, math.pi / 2  # bounds of θ = atan(t / √df)
     for _ in range(60):
         angle = (low + high) / 2
         odd, square = df % 2, math.cos(angle) ** 2

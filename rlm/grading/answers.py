@@ -327,7 +327,7 @@ class Vote:
     """The result of a vote: the distinct answers, most votes first, the earlier one on a tie."""
 
     answers: tuple[Hashable | None, ...]  # as they were given; None abstained
-    ranked: tuple[tuple[int, ...], ...]  # of each distinct answer, who gave it
+    ranked: tuple[tuple[int, ...], ...]  # for each distinct answer, who gave it
 
     @property
     def n(self) -> int:

@@ -107,8 +107,8 @@ class Equation:
 
     left: str  # an expression that `evaluate_expression` reads
     result: str  # a decimal
-    is_percent: bool = False  # of the result
-    value: Fraction | None = field(init=False)  # of the left side; None after a division by zero
+    is_percent: bool = False  # whether the result is in %
+    value: Fraction | None = field(init=False)  # the left side; None after a division by zero
 
     def __post_init__(self) -> None:
         try:
@@ -161,7 +161,7 @@ def _read_chains(text: str) -> list[Equation]:
         if _INSIDE.search(text, max(0, start - 20), start):
             continue
         left = _DIVISOR.sub(r"(\g<0>)", match["left"].translate(_PLAIN))
-        around = "(" * (left.count("(") - left.count(")"))  # of "so (3 + 4 = 7)"
+        around = "(" * (left.count("(") - left.count(")"))  # as in "so (3 + 4 = 7)"
         result = match["result"].translate(_PLAIN)
         try:
             found.append(Equation(left.removeprefix(around), result, bool(match["percent"])))

@@ -9,7 +9,9 @@ from .adapters import active_lora_tensors as active_lora_tensors
 from .adapters import adapter_hash as adapter_hash
 from .adapters import adapter_mismatch as adapter_mismatch
 from .adapters import adapter_tensors as adapter_tensors
+from .adapters import adapter_without_base as adapter_without_base
 from .adapters import check_base as check_base
+from .adapters import fill_adapter as fill_adapter
 from .adapters import load_adapter as load_adapter
 from .adapters import merged_weight as merged_weight
 from .adapters import new_adapter as new_adapter
@@ -21,6 +23,7 @@ from .base import base_model_hash as base_model_hash
 from .base import context_window as context_window
 from .base import decoder_and_head as decoder_and_head
 from .base import load_base as load_base
+from .base import load_empty_base as load_empty_base
 from .base import load_tokenizer as load_tokenizer
 from .base import model_directory as model_directory
 from .export import check_new as check_new

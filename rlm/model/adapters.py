@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlm.cli import UsageError, command_of, print_stderr
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-from rlm.model.base import base_model_hash, model_directory
+from rlm.model.base import base_model_hash, load_empty_base, model_directory
 from rlm.model.quantize import dequantized_weight
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
@@ -86,6 +86,17 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
     if any(p.ndim > 2 for p in policy.get_base_model().parameters()):
         on = ", ".join(sorted(names))
         print_stderr(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
+    return policy
+
+
+def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
+    """Make a LoRA, of zeros, on a base whose weights are on a server: to be filled and exported."""
+    policy = new_adapter(load_empty_base(name), r=r, alpha=alpha).eval()
+    for layer in lora_layers(policy):
+        layer.lora_A.to_empty(device="cpu")
+        layer.lora_B.to_empty(device="cpu")
+    for tensor in adapter_tensors(policy).values():
+        nn.init.zeros_(tensor)
     return policy
 
 
@@ -201,6 +212,17 @@ def load_adapter(
     for module, was in training.items():
         module.training = was
     return policy
+
+
+def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
+    """Copy the tensors of an adapter's file into an adapter that is there: all, and no others.
+
+    Raises:
+        UsageError: they are not those of this adapter, or not finite.
+    """
+    tensors = _lora_matrices(path, "cpu")
+    _check_places(path, policy.peft_config[name], tensors, exported_tensors(policy, name))
+    set_peft_model_state_dict(policy, tensors, adapter_name=name)
 
 
 def _plain_config(path: Path) -> LoraConfig:
@@ -319,6 +341,11 @@ def active_lora_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.T
         if adapter in module.lora_A
         for side in ("lora_A", "lora_B")
     }
+
+
+def lora_layers(model: nn.Module) -> list[LoraLayer]:
+    """Return the layers that have an adapter."""
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @torch.no_grad()

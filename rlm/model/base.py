@@ -25,8 +25,10 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -178,6 +180,23 @@ def load_base(
     return model
 
 
+def load_empty_base(name: str) -> PreTrainedModel:
+    """Build the base without its weights (on torch's meta device): they are on a server.
+
+    Raises:
+        UsageError: no config of a model is there.
+    """
+    try:
+        config = AutoConfig.from_pretrained(**_hub_arguments(name))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    with suppress(OSError):  # older models have none
+        model.generation_config = GenerationConfig.from_pretrained(model_directory(name))
+    return model.eval()
+
+
 @torch.no_grad()
 def _overflows(model: PreTrainedModel, name: str) -> bool:
     """Whether a prompt's logits are not finite: models trained in bf16 may exceed fp16's range."""
@@ -220,14 +239,19 @@ def _cannot_load(name: str, error: Exception) -> str:
     )
 
 
-def base_model_hash(name: str) -> str:
+def base_model_hash(name: str, *, download: bool = True) -> str:
     """Hash the weights: a SHA-256 over the hashes of their files; the path does not count.
+
+    Args:
+        download: false: "" for a model of the hub, which is not fetched for it.
 
     Raises:
         UsageError: nothing loadable is there.
     """
     folder, pattern = Path(model_directory(name)), WEIGHTS
     if not folder.is_dir():
+        if not download:
+            return ""
         folder = _download_weights(name)
     # Some repositories hold the same weights under other names too.
     files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))

@@ -65,9 +65,17 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
 
     Raises:
         UsageError: 4-bit rows are no whole number of blocks: bitsandbytes 0.50 unpacks such rows
-            wrongly (by 40 % of their norm, silently) on CPUs with AVX-512.
+            wrongly (by 40 % of their norm, silently) on CPUs with AVX-512. Or 8-bit products are
+            wrong on this CPU.
     """
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    is_8bit = any(isinstance(module, Linear8bitLt) for module in model.modules())
+    if is_8bit and model.device.type == "cpu" and not multiplies_int8_exactly():
+        raise UsageError(
+            "torch multiplies 8-bit integers wrongly on this CPU (it has no VNNI instructions, or "
+            "ONEDNN_MAX_CPU_ISA forbids them): use --quantize 4bit or none"
+        )
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -80,6 +88,18 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
                 )
         if isinstance(module, Linear4bit | Linear8bitLt):
             module.compute_dtype = model.dtype
+
+
+def multiplies_int8_exactly() -> bool:
+    """Return whether torch's 8-bit product, which bitsandbytes calls, is exact on this CPU.
+
+    Without VNNI oneDNN adds pairs of products in 16 bits, which overflow silently (torch 2.13).
+    """
+    import torch
+
+    largest = torch.full((32, 64), 127, dtype=torch.int8)
+    product = torch._int_mm(largest, largest.t().contiguous())
+    return bool((product == 64 * 127 * 127).all())
 
 
 def dequantized_weight(linear: torch.nn.Module) -> torch.Tensor:

@@ -2,11 +2,11 @@
  *
  * Works on blocks of 16 tokens: the queries of one block, of all heads that share keys and values,
  * with those blocks of keys that any of them sees. Packed rollouts see their prompt and themselves
- * alone, so most blocks are left out. Scores are kept as (keys, queries): the softmax then runs
- * over whole vectors of queries, and in the gradients by keys and values nothing is turned round.
+ * alone, so most blocks are left out. Scores are stored as (keys, queries): the softmax then runs
+ * over whole vectors of queries, and the gradients of keys and values need no transposition.
  *
  * Sums are taken in fp32; weights and their gradients are rounded to the number type before they
- * are multiplied further. Nothing is kept for the backward pass: scores are made again. A sum over
+ * are multiplied further. Nothing is kept for the backward pass: it recomputes the scores. A sum over
  * queries is cut into PARTS whatever the number of threads, so results do not depend on it.
  */
 #include "numbers.h"
@@ -142,7 +142,7 @@ static void copy_head(const attention *a, const number *from, int64_t b, int64_t
     }
 }
 
-/* A block of queries, or of the gradient by what they read, as a right factor. With D as the inner
+/* A block of queries, or of the gradient of what they read, as a right factor. With D as the inner
  * dimension, (D / TOGETHER, R, TOGETHER); with R, (R / TOGETHER, W, TOGETHER), if wanted. */
 static void copy_queries(const attention *a, const number *from, int64_t b, int64_t head,
                          int64_t block, element *by_width, element *by_row) {
@@ -170,12 +170,12 @@ static void put_queries(const attention *a, const float *sums, float factor, int
         }
 }
 
-/* What a thread works with: room for a block of queries and all keys. */
+/* A thread's memory for one block of queries and all keys. */
 typedef struct {
     int32_t *visible; /* which blocks of keys */
-    element *queries, *query_rows, *slopes, *slope_rows; /* right factors, of gradients too */
-    float *weights, *by_weights, *sums;                  /* (keys, R) twice, (W, R) */
-    element *narrow, *pairs;                             /* (keys, R) as a left and right factor */
+    element *queries, *query_rows, *grads, *grad_rows; /* right factors; gradients too */
+    float *weights, *grad_weights, *sums;              /* (keys, R) twice, (W, R) */
+    element *narrow, *pairs;                           /* (keys, R) as a left and right factor */
 } room;
 
 static void *taken(char **from, int64_t bytes) {
@@ -191,11 +191,11 @@ static int64_t make_room(room *s, int64_t blocks, char *memory) {
     s->visible = taken(&at, blocks * sizeof *s->visible);
     s->queries = taken(&at, R * W * sizeof(element));
     s->query_rows = taken(&at, R * W * sizeof(element));
-    s->slopes = taken(&at, R * W * sizeof(element));
-    s->slope_rows = taken(&at, R * W * sizeof(element));
+    s->grads = taken(&at, R * W * sizeof(element));
+    s->grad_rows = taken(&at, R * W * sizeof(element));
     s->sums = taken(&at, R * W * sizeof(float));
     s->weights = taken(&at, scores * sizeof(float));
-    s->by_weights = taken(&at, scores * sizeof(float));
+    s->grad_weights = taken(&at, scores * sizeof(float));
     s->narrow = taken(&at, scores * sizeof(element));
     s->pairs = taken(&at, scores * sizeof(element));
     return at - memory;
@@ -235,7 +235,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
         int64_t key = s->visible[c / TOKENS] * TOKENS + c % TOKENS;
         const uint8_t *hidden = a->hidden + (mask * blocks * TOKENS + key) * blocks * TOKENS;
         float *row = s->weights + c * R, off[TOKENS];
-        /* What is hidden from a row that sees nothing weighs alike: a finite figure nobody reads. */
+        /* A row that sees nothing gets equal weights: finite, and never read. */
         for (int t = 0; t < TOKENS; t++) off[t] = hidden[block * TOKENS + t] ? -1e30f : 0;
         for (int q = 0; q < Q; q++)
             for (int t = 0; t < TOKENS; t++) {
@@ -250,7 +250,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
             float exponent = row[r] - most[r];
             row[r] = exponent < NOTHING ? NOTHING : exponent;
         }
-        /* A loop of its own: GCC would make a jump of the comparison, and no vectors. */
+        /* A separate loop: else GCC compiles the comparison as a jump, without vectors. */
         for (int r = 0; r < R; r++) sum[r] += row[r] = power_of_two(row[r]);
     }
     for (int r = 0; r < R; r++) sum[r] = 1 / sum[r];
@@ -299,47 +299,48 @@ int attention_forward(const attention *a, number *out, int threads) {
     return failed;
 }
 
-/* A block of queries' share of the gradients: by_queries, and added to by_keys and by_values of its
- * head, (padded tokens, W). */
-static void block_backward(const attention *a, const number *by_out, int64_t b, int64_t head,
+/* The gradients of a block of queries: grad_queries is set; its share of grad_keys and grad_values
+ * of its head, (padded tokens, W), is added. */
+static void block_backward(const attention *a, const number *grad_out, int64_t b, int64_t head,
                            int64_t block, const element *keys, const element *turned_keys,
-                           const element *values, room *s, number *by_queries, float *by_keys,
-                           float *by_values) {
+                           const element *values, room *s, number *grad_queries, float *grad_keys,
+                           float *grad_values) {
     copy_queries(a, a->queries, b, head, block, s->queries, s->query_rows);
-    copy_queries(a, by_out, b, head, block, s->slopes, s->slope_rows);
+    copy_queries(a, grad_out, b, head, block, s->grads, s->grad_rows);
     int64_t count = weigh(a, b, block, keys, s), n = count * TOKENS;
-    score(values, s->visible, count, s->slopes, s->by_weights);
+    score(values, s->visible, count, s->grads, s->grad_weights);
     const int32_t whole = 0;
     narrow(s->weights, n, s->narrow, s->pairs);
     for (int64_t j = 0; j < count; j++)
-        multiply_add_to(TOKENS, s->narrow + j * TOKENS * R, R, &whole, 1, 0, R, s->slope_rows, W,
-                        by_values + s->visible[j] * TOKENS * W);
-    float along[R] = {0}; /* of a softmax: weight · (by_weight - Σ weight · by_weight) */
+        multiply_add_to(TOKENS, s->narrow + j * TOKENS * R, R, &whole, 1, 0, R, s->grad_rows, W,
+                        grad_values + s->visible[j] * TOKENS * W);
+    float along[R] = {0}; /* softmax: weight · (grad_weight - Σ weight · grad_weight) */
     for (int64_t c = 0; c < n; c++)
-        for (int r = 0; r < R; r++) along[r] += s->weights[c * R + r] * s->by_weights[c * R + r];
+        for (int r = 0; r < R; r++) along[r] += s->weights[c * R + r] * s->grad_weights[c * R + r];
     for (int64_t c = 0; c < n; c++)
         for (int r = 0; r < R; r++)
-            s->by_weights[c * R + r] = s->weights[c * R + r] * (s->by_weights[c * R + r] - along[r]);
-    narrow(s->by_weights, n, s->narrow, s->pairs);
+            s->grad_weights[c * R + r] =
+                s->weights[c * R + r] * (s->grad_weights[c * R + r] - along[r]);
+    narrow(s->grad_weights, n, s->narrow, s->pairs);
     for (int64_t j = 0; j < count; j++)
         multiply_add_to(TOKENS, s->narrow + j * TOKENS * R, R, &whole, 1, 0, R, s->query_rows, W,
-                        by_keys + s->visible[j] * TOKENS * W);
+                        grad_keys + s->visible[j] * TOKENS * W);
     memset(s->sums, 0, R * W * sizeof *s->sums);
     multiply_add_to(W, turned_keys, TOKENS, s->visible, count, W * TOKENS, TOKENS, s->pairs, R,
                     s->sums);
-    put_queries(a, s->sums, a->scale, b, head, block, by_queries);
+    put_queries(a, s->sums, a->scale, b, head, block, grad_queries);
 }
 
-/* The gradients by queries, keys and values, like these, from the one by out. Returns 1 if there is
- * no memory. */
-int attention_backward(const attention *a, const number *by_out, number *by_queries,
-                       number *by_keys, number *by_values, int threads) {
+/* The gradients of queries, keys and values, laid out like these, from grad_out. Returns 1 if there
+ * is no memory. */
+int attention_backward(const attention *a, const number *grad_out, number *grad_queries,
+                       number *grad_keys, number *grad_values, int threads) {
     int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;
     int64_t bytes = make_room(&(room){0}, blocks, NULL), size = padded * W;
     element *keys = malloc(pairs * padded * D * sizeof *keys);
     element *values = malloc(pairs * padded * D * sizeof *values);
     element *turned = malloc(pairs * size * sizeof *turned);
-    float *sums = calloc(pairs * PARTS * 2 * size, sizeof *sums); /* by keys and by values */
+    float *sums = calloc(pairs * PARTS * 2 * size, sizeof *sums); /* for keys and for values */
     int failed = !keys || !values || !turned || !sums;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
@@ -360,23 +361,23 @@ int attention_backward(const attention *a, const number *by_out, number *by_quer
             int64_t pair = turn / PARTS;
             float *mine = sums + turn * 2 * size;
             for (int64_t block = turn % PARTS; block < blocks && !some; block += PARTS)
-                block_backward(a, by_out, pair / a->heads, pair % a->heads, block,
+                block_backward(a, grad_out, pair / a->heads, pair % a->heads, block,
                                keys + pair * padded * D, turned + pair * size,
-                               values + pair * padded * D, &s, by_queries, mine, mine + size);
+                               values + pair * padded * D, &s, grad_queries, mine, mine + size);
         }
 #pragma omp for schedule(static)
         for (int64_t turn = 0; turn < pairs * a->tokens; turn++) {
             int64_t pair = turn / a->tokens, t = turn % a->tokens;
             int64_t place = ((pair / a->heads * a->tokens + t) * a->heads + pair % a->heads) * D;
             for (int d = 0; d < D && !some; d++) {
-                float by_key = 0, by_value = 0;
+                float grad_key = 0, grad_value = 0;
                 for (int part = 0; part < PARTS; part++) {
                     const float *from = sums + (pair * PARTS + part) * 2 * size + t * W + d;
-                    by_key += from[0];
-                    by_value += from[size];
+                    grad_key += from[0];
+                    grad_value += from[size];
                 }
-                by_keys[place + d] = rounded(a->scale * by_key);
-                by_values[place + d] = rounded(by_value);
+                grad_keys[place + d] = rounded(a->scale * grad_key);
+                grad_values[place + d] = rounded(grad_value);
             }
         }
         free(memory);

@@ -2,8 +2,8 @@
 
 Packed rollouts see their prompt and themselves alone. torch's fused kernel for CPUs (2.13) computes
 what the mask hides, too, and in bf16 it sums the gradients of keys and values in bf16. attention.c
-leaves out what is hidden; where it is not compiled, matrix products do. No weights are kept: the
-backward pass makes them anew.
+leaves out what is hidden, and so do the matrix products that replace it where it is not compiled.
+No weights are kept: the backward pass recomputes them.
 
 Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
 """
@@ -39,8 +39,8 @@ def block_attention(
     Args:
         q: (B, H·Q, S, D).
         k: (B, H, S, D), and v.
-        mask: (B or 1, 1, S, S) of the same type: 0, or its lowest number where nothing is seen.
-        kernels: what is compiled for these shapes, if anything is.
+        mask: (B or 1, 1, S, S) of the same type: 0, or its lowest number where a key is hidden.
+        kernels: compiled code for these shapes, if any.
 
     Returns:
         (B, H·Q, S, D), laid out as (B, S, H·Q, D).
@@ -52,7 +52,7 @@ def block_attention(
 
 
 class _CompiledAttention(torch.autograd.Function):
-    """All of it by attention.c; heads stand behind tokens, as projections make them."""
+    """Attention by attention.c; heads stand behind tokens, as projections make them."""
 
     @staticmethod
     def forward(
@@ -70,15 +70,15 @@ class _CompiledAttention(torch.autograd.Function):
         return kernels.attention(q, k, v, *ctx.shown, scale)
 
     @staticmethod
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
-        given = *ctx.saved_tensors, *ctx.shown, ctx.scale, by_out.contiguous()
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        given = *ctx.saved_tensors, *ctx.shown, ctx.scale, grad_out.contiguous()
         return *ctx.kernels.attention_backward(*given), None, None, None
 
 
 @functools.lru_cache(maxsize=1)
 def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What a mask hides, and which blocks it shows any of, as `Kernels.attention` takes them. Those
-    of the latest mask are kept, as by `_blocks`."""
+    """Return what a mask hides, and which blocks it shows, as `Kernels.attention` takes them. The
+    latest mask's are cached, as by `_blocks`."""
     visible = mask[:, 0] > torch.finfo(mask.dtype).min  # (B, queries, keys)
     missing = -visible.shape[-1] % ATTENTION_BLOCK
     visible = F.pad(visible, (0, missing, 0, missing))
@@ -100,29 +100,29 @@ class _BlockAttention(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
+        grad_q, grad_k, grad_v = (torch.empty_like(part) for part in (q, k, v))
         for b in range(len(q)):
-            # A key's gradient is a sum over parts: in fp32, rounded once.
+            # A key's gradient is a sum over blocks: it is summed in fp32 and rounded once.
             wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
             for block in ctx.blocks[b % len(ctx.blocks)]:
                 scaled, keys, values, weights = _attend(q[b], k[b], v[b], ctx.scale, block)
-                slope = _by_head(by_out[b][:, block.rows], k[b])
-                wide_v.index_add_(1, block.columns, (weights.mT @ slope).float())
-                by_scores = torch.ops.aten._softmax_backward_data(
-                    slope @ values.mT, weights, -1, q.dtype
+                grad = _by_head(grad_out[b][:, block.rows], k[b])
+                wide_v.index_add_(1, block.columns, (weights.mT @ grad).float())
+                grad_scores = torch.ops.aten._softmax_backward_data(
+                    grad @ values.mT, weights, -1, q.dtype
                 )
-                part_of_q = by_q[b][:, block.rows]
-                part_of_q[:] = (by_scores @ keys).mul_(ctx.scale).view(part_of_q.shape)
-                wide_k.index_add_(1, block.columns, (by_scores.mT @ scaled).float())
-            by_k[b], by_v[b] = wide_k, wide_v
-        return by_q, by_k, by_v, None, None
+                part_of_q = grad_q[b][:, block.rows]
+                part_of_q[:] = (grad_scores @ keys).mul_(ctx.scale).view(part_of_q.shape)
+                wide_k.index_add_(1, block.columns, (grad_scores.mT @ scaled).float())
+            grad_k[b], grad_v[b] = wide_k, wide_v
+        return grad_q, grad_k, grad_v, None, None
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of a sequence, and the keys that any of them sees."""
+    """A block of queries of a sequence, and the keys that any of them sees."""
 
     rows: slice
     columns: Tensor
@@ -146,22 +146,22 @@ def _attend(
 
 @functools.lru_cache(maxsize=1)
 def _blocks(mask: Tensor) -> list[list[_Block]]:
-    """Split each sequence into blocks. Those of the latest mask are kept: all layers have the same
-    tensor, which is what it is looked up by."""
+    """Split each sequence into blocks. The latest mask's are cached by the tensor: all layers
+    get the same."""
     lowest = torch.finfo(mask.dtype).min
     found: list[list[_Block]] = [[] for _ in mask]
     for blocks, visible in zip(found, mask[:, 0], strict=True):
         for part in range(0, len(visible), QUERY_BLOCK):
             rows = slice(part, min(part + QUERY_BLOCK, len(visible)))
             columns = (visible[rows].amax(0) > lowest).nonzero()[:, 0]
-            if not len(columns):  # padding: what comes out is never read, but must be a number
+            if not len(columns):  # padding: its result is never read, but must be finite
                 columns = torch.zeros(1, dtype=torch.long)
             blocks.append(_Block(rows, columns, visible[rows].index_select(1, columns)))
     return found
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
-    """(H·Q, S, D) → (H, Q·S, D): the queries of one key-value head as rows of one matrix."""
+    """Reshape (H·Q, S, D) → (H, Q·S, D): the queries of a key-value head as rows of one matrix."""
     return x.reshape(len(k), -1, x.shape[-1])
 
 
@@ -175,7 +175,7 @@ def attention_forward(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend, as transformers calls it; heads and tokens are swapped in the answer."""
+    """Attend, as transformers calls it; the result has heads and tokens swapped."""
     if dropout or attention_mask is None:
         raise UsageError(
             "this model's attention needs dropout, or no mask: use --attn-implementation eager"
@@ -187,7 +187,7 @@ def attention_forward(
 def softmax_scale(
     query: Tensor, scaling: float | None, options: Mapping[str, object], advice: str
 ) -> float:
-    """Read the factor of the scores from what transformers hands to an attention function.
+    """Return the factor of the scores from the arguments that transformers passes.
 
     Raises:
         UsageError: it asks for more than softmax(scale · q kᵀ + mask) v.

@@ -1,4 +1,4 @@
-"""Compiles the C files for this CPU and loads the library; kept on disk for the next process."""
+"""Compiles the C files for this CPU, and keeps the library on disk for the next process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FOLDER = Path(__file__).parent
 SOURCES = [
     FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")
 ]
-# Nobody looks at errno or floating-point traps, so loops over conversions may become vectors.
+# Nothing reads errno or floating-point traps, so loops over conversions may become vectors.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-# Tuned for Intel, GCC takes 256 bits where there are 512. For ARM it refuses the option.
+# Without it GCC uses 256 of 512 bits. For ARM it refuses the option.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines of it that -march=native depends on; others change while the machine runs.
@@ -27,21 +27,21 @@ CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Featur
 
 
 class BuildError(Exception):
-    """There is no compiler, or it makes nothing that can be loaded."""
+    """No compiler, or none whose library can be loaded."""
 
 
 def load_library(macros: Sequence[str]) -> ctypes.CDLL:
-    """Compile with these macros, or take what an earlier process compiled, and load it.
+    """Load the library compiled with these macros, by an earlier process or now.
 
     CC names the compiler, RLM_MARCH the architecture: this CPU's if it is not set.
 
     Raises:
-        BuildError: one line that says why not.
+        BuildError: the message is one line.
     """
     compiler, command = _command(macros)
     kept = _cached_file(compiler, command)
     if kept and kept.exists():
-        with contextlib.suppress(OSError):  # cut short by a full disk, say: compiled again
+        with contextlib.suppress(OSError):  # perhaps cut short by a full disk: compile again
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(dir=kept and kept.parent) as scratch:
         library = Path(scratch) / "kernels.so"
@@ -101,9 +101,9 @@ def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:
 
 
 def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
-    """Find the place of the library of this compiler, command, source and CPU.
+    """Return the path for the library of this compiler, command, source and CPU.
 
-    None where that is not certain, or another user could put a library of his own there.
+    None if that is not certain, or if another user could write there.
     """
     folder = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm")) / "kernels"
     try:

@@ -1,11 +1,13 @@
-/* What stands between the matrix products of a decoding step, for CPUs; compiled by build.py.
+/* The operations between the matrix products of a decoding step, for CPUs; compiled by build.py.
  *
- * Attention first. A row (one completion) has one new token: its keys and values are stored, then
+ * Attention: a row (one completion) has one new token: its keys and values are stored, then
  * its queries attend to the row's three segments, which are the beginning that all prompts share,
- * its prompt, and its completion. As products of matrices this takes a dozen passes, and of a bf16
- * matrix oneDNN first makes a rearranged copy, which costs more than the product. Here keys and
- * values are read once, where they lie. Then rotation, in one pass, of which torch needs half a
- * dozen, a few microseconds each to start; the norm, the same, stands in learn.c.
+ * its prompt, and its completion. As matrix products this takes a dozen passes, and oneDNN
+ * first copies a bf16 matrix into another layout, which costs more than the product. Here keys and
+ * values are read once, where they lie.
+ *
+ * Rotary embedding takes one pass, where torch needs half a dozen, a few microseconds each to start.
+ * The norm is in learn.c.
  *
  * Everything is computed in fp32 and rounded once. Compiled with -DQUERIES (per key-value head),
  * -DWIDTH (of a head) and, for bf16, -DBF16. The vectors are those of GCC and Clang: loops of
@@ -21,12 +23,12 @@ enum {
 #else
     WIDEST = 8,
 #endif
-    HALF = (D & -D) / 2, /* of the largest power of two in it */
+    HALF = (D & -D) / 2, /* half of the largest power of two in D */
     LANES = HALF < WIDEST ? HALF : WIDEST,
     PAIR = 2 * LANES,   /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     LINE = 64 / sizeof(number), /* numbers that memory hands over at a time */
-    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* of a head, summed at a time: what registers hold */
+    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* numbers of a head summed at a time, as registers hold */
 };
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -80,8 +82,8 @@ static inline int64_t start(const segment *part, const step *s, int64_t layer, i
     return ((layer * part->slots + slot) * s->heads + head) * D * part->tokens;
 }
 
-/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). Meanwhile those that come
- * `next` are asked for, or memory would be waited for: they lie in short pieces. */
+/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). Prefetches the keys that
+ * come `next`: they lie in short pieces, which the CPU would not prefetch itself. */
 static void score(const float *queries, const number *keys, int64_t tokens, int64_t length,
                   float *out, int64_t stride, const number *next) {
     number last[BLOCK] = {0}; /* the block that the stored tokens do not fill */
@@ -109,8 +111,7 @@ static void score(const float *queries, const number *keys, int64_t tokens, int6
     }
 }
 
-/* The sums of weights[q][t] values[t] over t < length go on from what they are; values
- * (tokens, D); `next` as above. */
+/* Adds weights[q][t] values[t] over t < length to the sums; values (tokens, D); `next` as above. */
 static void add(const float *weights, int64_t stride, const number *values, int64_t length,
                 const number *next, pair sums[Q][D / PAIR]) {
     for (int part = 0; part < D / PAIR; part += PART / PAIR) {
@@ -142,8 +143,7 @@ static float exponentials(float *scores, int64_t n) {
     return sum;
 }
 
-/* One row's queries of one key-value head: the new token stored, if it is not yet, and what they see
- * summed up. */
+/* Attend with one row's queries of one key-value head, after storing its new token if needed. */
 static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
                         const number *queries, const number *key, const number *value,
                         float *weights, int64_t stride, number *out) {
@@ -181,12 +181,12 @@ static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
     }
 }
 
-/* Queries (rows, heads · Q, D), new keys and values (rows, heads, D), a row every so many numbers, or
- * NULL where they are stored already; out (rows, heads · Q, D). Returns 1 if there is no memory for
- * the scores. */
-int attend(const step *s, int64_t layer, float scale, const number *queries, int64_t query_stride,
-           const number *keys, int64_t key_stride, const number *values, int64_t value_stride,
-           number *out, int threads) {
+/* Queries (rows, heads · Q, D); new keys and values (rows, heads, D), or NULL if they are stored
+ * already, each with its stride between rows; out (rows, heads · Q, D). Returns 1 if there is no
+ * memory for the scores. */
+int decode_attention(const step *s, int64_t layer, float scale, const number *queries,
+                     int64_t query_stride, const number *keys, int64_t key_stride,
+                     const number *values, int64_t value_stride, number *out, int threads) {
     int64_t longest = 0;
     for (int64_t row = 0; row < s->rows; row++) {
         int64_t total = 0;
@@ -212,10 +212,10 @@ int attend(const step *s, int64_t layer, float scale, const number *queries, int
     return failed;
 }
 
-/* Rotary position embedding, in place: x (rows, heads, D), a row every so many numbers; cos and sin
+/* Rotary position embedding, in place: x (rows, heads, D), rows `stride` numbers apart; cos and sin
  * (rows, D). */
-void rotate(number *x, const number *cos, const number *sin, int64_t rows, int64_t heads,
-            int64_t stride, int threads) {
+void rotary_embedding(number *x, const number *cos, const number *sin, int64_t rows, int64_t heads,
+                      int64_t stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * heads * D >= WORTH_THREADS)
     for (int64_t row = 0; row < rows; row++) {
         const number *c = cos + row * D, *s = sin + row * D;

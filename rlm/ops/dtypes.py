@@ -1,8 +1,8 @@
-"""Chooses fp32 or bf16 on a CPU by measuring: its flags do not say which of them is faster.
+"""Chooses fp32 or bf16 on a CPU by measuring, because CPU flags do not say which is faster.
 
-There are CPUs with AVX512-BF16 that multiply bf16 at half the speed of fp32. Each kind of work is
-timed in both types, until two timings agree, and the result is kept for this machine and all that
-the timings depend on.
+Some CPUs with AVX512-BF16 multiply bf16 at half the speed of fp32. Each kind of work is timed in
+both types until two timings agree. The result is kept for this machine and all that the timings
+depend on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:  # options name the types, and --help loads no torch
     import torch
 
 DTYPES = ("float32", "bfloat16")
-# By how much bf16 must be faster. At the same speed fp32 is taken: it rounds less.
+# How much faster bf16 must be. At the same speed fp32 is chosen, because it rounds less.
 MARGIN = 1.1
-# What ONEDNN_MAX_CPU_ISA may hold matrix products down to, of what has no bf16 in it.
+# Values of ONEDNN_MAX_CPU_ISA without bf16 products.
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-ROWS, WIDTH, INNER = 1024, 576, 1536  # of the products of a learning pass
-ROUNDS, SECONDS = 3, 0.04  # each type is timed in so many turns of at least so long
+ROWS, WIDTH, INNER = 1024, 576, 1536  # sizes of the timed products
+ROUNDS, SECONDS = 3, 0.04  # number and least seconds of the turns in which each type is timed
 # Two timings agree if one finds bf16 less than so many times as fast as the other does. Other
 # programs make them disagree; so many timings are made at most.
 AGREEMENT, TIMINGS = 1.2, 6
-# What oneDNN, torch and our own products use of a CPU is set by these.
+# These decide which instructions oneDNN, torch and our own products use.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "RLM_TILES")
 
 
@@ -43,7 +43,7 @@ def fast_dtype(
     """Return the type in which this CPU does a kind of work faster, and why in a few words.
 
     Args:
-        kind: name under which the result is kept.
+        kind: name of the work, under which the result is kept.
         work: makes the function to time, for a type.
     """
     import torch
@@ -65,9 +65,9 @@ def learning_dtype() -> tuple[torch.dtype, str]:
 
 
 def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> dict[str, float]:
-    """Return the seconds of the work by type, from the file of this machine if they are there.
+    """Return the seconds of the work by type, from this machine's file if it has them.
 
-    Seconds on which no two timings agree are not kept, and a line says so.
+    If no two timings agree, nothing is kept, and a line says so.
     """
     import torch
 
@@ -97,7 +97,7 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
 
 
 def _key(kind: str) -> str:
-    """Name a measurement by all that it depends on."""
+    """Return the key of a measurement: all that it depends on."""
     import torch
 
     try:
@@ -134,7 +134,7 @@ def _time_until_two_agree(
 
 
 def _times_as_fast(seconds: dict[str, float]) -> float:
-    """How many times as fast bf16 is as fp32."""
+    """Return how many times as fast bf16 is as fp32."""
     return seconds["float32"] / seconds["bfloat16"]
 
 
@@ -156,7 +156,7 @@ def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, floa
 
 
 def _learning_products(dtype: torch.dtype) -> Callable[[], object]:
-    """Make a layer's product forward, and by its input backward."""
+    """Run a layer's product forward, and backward to its input."""
     import torch
 
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(INNER, WIDTH, dtype=dtype)

@@ -1,8 +1,8 @@
 """Calls the compiled C functions with tensors; one table holds their signatures.
 
-decode.c has what stands between the products of a decoding step, learn.c and attention.c of the
-learning pass, logits.c draws and scores tokens, products.c multiplies: in fp32, and in bf16 where
-the CPU does it with pairs, or with AMX tiles if RLM_TILES=1 is set.
+decode.c has the operations between the products of a decoding step, learn.c and attention.c those
+of a learning pass; logits.c samples and scores tokens; products.c multiplies in fp32, and in bf16
+where the CPU multiplies pairs, or with AMX tiles if RLM_TILES=1 is set.
 Without a compiler `TorchOps` does the same in many small passes, and oneDNN the products: equal up
 to rounding, and slower.
 """
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 ATTENTION_BLOCK = 16  # tokens; attention.c's TOKENS
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# The arguments of each C function, but for its last, the number of threads.
+# The arguments of each C function, without the last, the number of threads.
 _SIGNATURES = {
-    "attend": (_P, _I, _F, _P, _I, _P, _I, _P, _I, _P),
-    "rotate": (_P, _P, _P, _I, _I, _I),
-    "norm": (_P, _P, _P, _I, _I, _F),
-    "norm_back": (_P, _P, _P, _P, _I, _I, _F),
-    "gating": (_P, _P, _P, _I),
-    "gating_back": (_P, _P, _P, _P, _P, _I),
+    "decode_attention": (_P, _I, _F, _P, _I, _P, _I, _P, _I, _P),
+    "rotary_embedding": (_P, _P, _P, _I, _I, _I),
+    "rms_norm": (_P, _P, _P, _I, _I, _F),
+    "rms_norm_backward": (_P, _P, _P, _P, _I, _I, _F),
+    "silu_and_mul": (_P, _P, _P, _I),
+    "silu_and_mul_backward": (_P, _P, _P, _P, _P, _I),
     "attention_forward": (_P, _P),
     "attention_backward": (_P, _P, _P, _P, _P),
-    "draw": (_P, _I, _I, _F, _I, _P, _P, _P),
-    "score_targets": (_P, _I, _I, _P, _F, _I, _P, _P),
-    "multiply": (_P,),
+    "sample": (_P, _I, _I, _F, _I, _P, _P, _P),
+    "token_logprobs": (_P, _I, _I, _P, _F, _I, _P, _P),
+    "linear": (_P,),
 }
 
 
@@ -140,12 +140,12 @@ class Kernels:
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
         self.has_tiles = bool(library.uses_tiles())  # whether AMX multiplies
-        # How many inputs they take at a time.
+        # How many inputs products take at a time.
         self._multiplied_together = 4 // dtype.itemsize
         self.logit_bytes = dtype.itemsize  # read as they are
         self._library = library
         for name, arguments in _SIGNATURES.items():
-            if name != "multiply" or self.has_linear:
+            if name != "linear" or self.has_linear:
                 getattr(library, name).argtypes = (*arguments, ctypes.c_int)
 
     @property
@@ -174,8 +174,8 @@ class Kernels:
         (rows, outputs).
 
         Args:
-            weights: (outputs, inputs), copied; of a gate and of what its SiLU gates, if two.
-            biases: (outputs,) of each.
+            weights: (outputs, inputs), copied. Two are a gate and what its SiLU gates.
+            biases: (outputs,) for each.
             epsilon: if given, rows are divided by their root mean square first.
         """
         if not self.has_linear or weights[0].shape[1] % self._multiplied_together:
@@ -187,7 +187,7 @@ class Kernels:
         what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
         what.alive = kept, shifts  # it holds their addresses
-        call = self._library.multiply
+        call = self._library.linear
 
         def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
             assert x.dtype == self.dtype
@@ -202,15 +202,15 @@ class Kernels:
         return multiply
 
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Matrices (outputs, inputs) as (blocks, matrices, inputs / n, columns, n), n of them
-        multiplied together."""
+        """Reshape matrices (outputs, inputs) to (blocks, matrices, inputs / n, columns, n), with n
+        inputs multiplied together."""
         # They are moved as one number of 32 bits.
         pairs = [matrix.contiguous().view(torch.int32) for matrix in matrices]
         blocks = self._in_columns(pairs).transpose(-1, -2).contiguous()
         return blocks.view(matrices[0].dtype)
 
     def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
-        """(outputs, …) each, as (blocks, parts, columns, …); zeros fill up the last block."""
+        """Reshape (outputs, …) to (blocks, parts, columns, …); zeros fill up the last block."""
         missing = -len(parts[0]) % self._columns
         whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
         return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
@@ -261,13 +261,13 @@ class Kernels:
             part.keys, part.values = keys.data_ptr(), values.data_ptr()
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
             part.slot, part.length = slot.data_ptr(), length.data_ptr()
-        call = self._library.attend
+        call = self._library.decode_attention
 
         def attend(
             layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
         ) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
-            # One token a row: what is left is (N, heads, D), of which rows may lie apart.
+            # One token a row leaves (N, heads, D), whose rows may lie apart.
             parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
             rows = [
                 value
@@ -282,15 +282,15 @@ class Kernels:
         return attend
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding of (rows, heads, D), in place; cos and sin (rows, D)."""
+        """Apply rotary position embedding to (rows, heads, D), in place; cos and sin (rows, D)."""
         x, cos, sin = _heads_together(x), cos.contiguous(), sin.contiguous()
-        self._call("rotate", x, cos, sin, *x.shape[:2], x.stride(0))
+        self._call("rotary_embedding", x, cos, sin, *x.shape[:2], x.stride(0))
         return x
 
     def sample(
         self, logits: Tensor, uniform: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Draw a token of each row: ids (N,) and log-probabilities; None if a logit is not finite.
+        """Sample a token per row: ids (N,) and log-probabilities; None if a logit is not finite.
 
         Args:
             logits: (N, V), of the number type that this was compiled for.
@@ -300,7 +300,7 @@ class Kernels:
         logits, uniform = logits.contiguous(), uniform.double().contiguous()
         tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
         how = float(temperature or 1), temperature == 0
-        failed = self._call("draw", logits, *logits.shape, *how, uniform, tokens, logprobs)
+        failed = self._call("sample", logits, *logits.shape, *how, uniform, tokens, logprobs)
         return None if failed else (tokens, logprobs)
 
     def token_logprobs(
@@ -310,8 +310,8 @@ class Kernels:
 
         Args:
             logits: (M, V), of the number type that this was compiled for.
-            gradients: overwrite the logits by the derivatives of the log-probability by them,
-                times the temperature.
+            gradients: overwrite the logits with the gradient of the log-probability, times the
+                temperature.
 
         Raises:
             IndexError: a target is no token of the vocabulary.
@@ -323,48 +323,48 @@ class Kernels:
         targets = targets.contiguous()
         logprobs, entropy = torch.empty(2, len(logits))
         what = logits, *logits.shape, targets, float(temperature), gradients
-        self._call("score_targets", *what, logprobs, entropy)
+        self._call("token_logprobs", *what, logprobs, entropy)
         return logprobs, entropy
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """weight · x / rms(x) of each row of (rows, width); without a weight, of 1."""
+        """Compute weight · x / rms(x) of each row of (rows, width); the default weight is 1."""
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._pass("norm", x, weight, out, *x.shape, float(epsilon))
+        self._pass("rms_norm", x, weight, out, *x.shape, float(epsilon))
         return out
 
     def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, epsilon: float, by_out: Tensor
+        self, x: Tensor, weight: Tensor, epsilon: float, grad_out: Tensor
     ) -> Tensor:
-        """Compute the gradient of `rms_norm` by x, from the one by its output."""
-        by_x = torch.empty_like(x)
-        self._pass("norm_back", x, weight, by_out, by_x, *x.shape, float(epsilon))
-        return by_x
+        """Compute the gradient of x through `rms_norm`, from that of its output."""
+        grad_x = torch.empty_like(x)
+        self._pass("rms_norm_backward", x, weight, grad_out, grad_x, *x.shape, float(epsilon))
+        return grad_x
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) · up, elementwise."""
+        """Compute silu(gate) · up, elementwise."""
         out = torch.empty_like(gate)
-        self._pass("gating", gate, up, out, gate.numel())
+        self._pass("silu_and_mul", gate, up, out, gate.numel())
         return out
 
     def silu_and_mul_backward(
-        self, gate: Tensor, up: Tensor, by_out: Tensor
+        self, gate: Tensor, up: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of `silu_and_mul` by gate and up, from the one by its output."""
-        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
-        self._pass("gating_back", gate, up, by_out, by_gate, by_up, gate.numel())
-        return by_gate, by_up
+        """Compute the gradients of gate and up through `silu_and_mul`, from that of its output."""
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        self._pass("silu_and_mul_backward", gate, up, grad_out, grad_gate, grad_up, gate.numel())
+        return grad_gate, grad_up
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, seen: Tensor, scale: float
     ) -> Tensor:
-        """softmax(scale · q kᵀ) v over the keys that are not hidden, like q.
+        """Compute softmax(scale · q kᵀ) v over the keys that are not hidden, in the shape of q.
 
         Args:
             q: (B, S, H·Q, D), contiguous.
             k: (B, S, H, D), and v, contiguous.
             hidden: (B or 1, S of keys, S of queries) of bool, both filled up to whole blocks.
-            seen: (B or 1, blocks of queries, blocks of keys) of bool: whether anything is not.
+            seen: (B or 1, blocks of queries, blocks of keys) of bool: whether any key is visible.
         """
         out = torch.empty_like(q)
         self._attend_all("attention_forward", (q, k, v), hidden, seen, scale, out)
@@ -378,13 +378,13 @@ class Kernels:
         hidden: Tensor,
         seen: Tensor,
         scale: float,
-        by_out: Tensor,
+        grad_out: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of `attention` by q, k and v, from the one by its output."""
-        by_q, by_k, by_v = (torch.empty_like(part) for part in (q, k, v))
-        tensors = by_out, by_q, by_k, by_v
+        """Compute the gradients of q, k and v through `attention`, from that of its output."""
+        grad_q, grad_k, grad_v = (torch.empty_like(part) for part in (q, k, v))
+        tensors = grad_out, grad_q, grad_k, grad_v
         self._attend_all("attention_backward", (q, k, v), hidden, seen, scale, *tensors)
-        return by_q, by_k, by_v
+        return grad_q, grad_k, grad_v
 
     def _attend_all(
         self,
@@ -407,7 +407,7 @@ class Kernels:
             raise MemoryError("no memory for the scores of attention")
 
     def _pass(self, name: str, *values: Tensor | float | None) -> int:
-        """`_call`, of contiguous tensors of this number type."""
+        """Do `_call` with contiguous tensors of this number type."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
         return self._call(name, *values)
@@ -419,7 +419,7 @@ class Kernels:
 
 
 def _heads_together(rows: Tensor) -> Tensor:
-    """(N, heads, D) whose heads lie side by side."""
+    """Return (N, heads, D) with the heads side by side in memory."""
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 

@@ -1,12 +1,12 @@
-/* What stands between the products of a learning pass: norms (a decoding step's, too) and gating,
- * and their gradients. What they need of the forward pass is made again.
+/* The operations between the products of a learning pass: norms (of a decoding step, too), gating,
+ * and their gradients. The backward pass recomputes what it needs of the forward pass.
  */
 #include "numbers.h"
 
-/* out = weight · x / rms(x), each (rows, width); without a weight (NULL) of 1. As in transformers,
+/* out = weight · x / rms(x), each (rows, width); without a weight (NULL) it is 1. As in transformers,
  * the quotient is rounded too. */
-void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
-          float epsilon, int threads) {
+void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
+              float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= WORTH_THREADS)
     for (int64_t row = 0; row < rows; row++) {
         const number *from = x + row * width;
@@ -19,14 +19,14 @@ void norm(const number *x, const number *weight, number *out, int64_t rows, int6
     }
 }
 
-/* The gradient by x, from the one by out: with f = 1 / rms(x) and g = weight · by_out,
- * f (g - x f^2 mean(g x)). */
-void norm_back(const number *x, const number *weight, const number *by_out, number *by_x,
-               int64_t rows, int64_t width, float epsilon, int threads) {
+/* The gradient of x from grad_out: f (g - x f^2 mean(g x)), with f = 1 / rms(x) and
+ * g = weight · grad_out. */
+void rms_norm_backward(const number *x, const number *weight, const number *grad_out,
+                       number *grad_x, int64_t rows, int64_t width, float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
-        const number *from = x + row * width, *by = by_out + row * width;
-        number *to = by_x + row * width;
+        const number *from = x + row * width, *by = grad_out + row * width;
+        number *to = grad_x + row * width;
         float factor = inverse_rms(from, width, epsilon), along = 0;
 #pragma omp simd reduction(+ : along)
         for (int64_t i = 0; i < width; i++)
@@ -38,21 +38,21 @@ void norm_back(const number *x, const number *weight, const number *by_out, numb
 }
 
 /* out = silu(gate) · up. */
-void gating(const number *gate, const number *up, number *out, int64_t n, int threads) {
+void silu_and_mul(const number *gate, const number *up, number *out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
     for (int64_t i = 0; i < n; i++)
         out[i] = rounded(widened(rounded(silu_of(widened(gate[i])))) * widened(up[i]));
 }
 
-/* The gradients by gate and up: with s the logistic function of the gate,
+/* The gradients of gate and up, with s the logistic function of the gate:
  * silu' = s + silu (1 - s). */
-void gating_back(const number *gate, const number *up, const number *by_out, number *by_gate,
-                 number *by_up, int64_t n, int threads) {
+void silu_and_mul_backward(const number *gate, const number *up, const number *grad_out,
+                           number *grad_gate, number *grad_up, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
     for (int64_t i = 0; i < n; i++) {
-        float g = widened(gate[i]), by = widened(by_out[i]);
+        float g = widened(gate[i]), by = widened(grad_out[i]);
         float power = power_of_two(-fabsf(g) * LOG2_E), s = (g < 0 ? power : 1) / (1 + power);
-        by_gate[i] = rounded(by * widened(up[i]) * (s + g * s * (1 - s)));
-        by_up[i] = rounded(by * g * s);
+        grad_gate[i] = rounded(by * widened(up[i]) * (s + g * s * (1 - s)));
+        grad_up[i] = rounded(by * g * s);
     }
 }

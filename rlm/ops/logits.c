@@ -1,5 +1,5 @@
-/* What is done with logits: a token is drawn, or tokens are scored. Each reads them two or three
- * times, while they are in the cache, and holds nothing of their size.
+/* Sampling from logits and scoring tokens. Each reads the logits two or three times, while they are
+ * in the cache, and allocates nothing of their size.
  */
 #include "numbers.h"
 
@@ -37,8 +37,8 @@ static float masses(const number *logits, int64_t vocabulary, int64_t block, flo
     return sum;
 }
 
-/* Which of n masses the running sum passes `wanted` with; `before` is the sum before it. Rounding
- * may put `wanted` at the total: the last one that is not 0 is meant then. */
+/* The index of the mass with which the running sum passes `wanted`; `before` is the sum before it.
+ * If rounding puts `wanted` at the total, it is the last mass above 0. */
 static int64_t hit(const double *mass, int64_t n, double wanted, double *before) {
     int64_t last = 0;
     double sum = *before;
@@ -51,11 +51,11 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
     return last;
 }
 
-/* One token of each row of logits (rows, vocabulary), and its log-probability: as in torch_ops.py, by
- * the running sum over blocks of the vocabulary, then within the one that is hit; where `cold`, the
- * first of the likeliest. Returns 1 if a row's logits are not finite. */
-int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
-         const double *uniform, int64_t *tokens, float *logprobs, int threads) {
+/* Sample a token, with its log-probability, from each row of logits (rows, vocabulary). As in
+ * torch_ops.py: by the running sum over blocks of the vocabulary, then inside the block that is hit; if
+ * `cold`, take the first of the likeliest. Returns 1 if a row's logits are not finite. */
+int sample(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
+           const double *uniform, int64_t *tokens, float *logprobs, int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : failed)
@@ -84,17 +84,17 @@ int draw(const number *logits, int64_t rows, int64_t vocabulary, float temperatu
 }
 
 /* The log-probability of each row's target under softmax(logits / temperature), and the entropy of
- * that distribution. With `slopes`, the logits of (rows, vocabulary) become the derivatives of the
- * log-probability by them, times the temperature: 1[v = target] - p_v, rounded once. */
-void score_targets(number *logits, int64_t rows, int64_t vocabulary, const int64_t *targets,
-                   float temperature, int64_t slopes, float *logprobs, float *entropies,
-                   int threads) {
+ * that distribution. With `gradients`, the log-probability's gradient replaces the logits (rows,
+ * vocabulary), times the temperature: 1[v = target] - p_v, rounded once. */
+void token_logprobs(number *logits, int64_t rows, int64_t vocabulary, const int64_t *targets,
+                    float temperature, int64_t gradients, float *logprobs, float *entropies,
+                    int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         number *from = logits + row * vocabulary, *target = from + targets[row];
         float most = highest(from, vocabulary), factor = LOG2_E / temperature, powers[DRAWN];
-        double total = 0, moment = 0; /* of the masses, and of their exponents */
+        double total = 0, moment = 0; /* sums of masses, and of masses times exponents */
         for (int64_t b = 0; b < blocks; b++) {
             exponents(from, vocabulary, b, most, factor, powers);
             float sum = 0, first = 0;
@@ -110,11 +110,11 @@ void score_targets(number *logits, int64_t rows, int64_t vocabulary, const int64
         logprobs[row] = (widened(*target) - most) / temperature - log(total);
         entropies[row] = log(total) - moment / total / LOG2_E;
         float share = 1 / total;
-        for (int64_t b = 0; slopes && b < blocks; b++) {
+        for (int64_t b = 0; gradients && b < blocks; b++) {
             int64_t left = vocabulary - b * DRAWN, n = left < DRAWN ? left : DRAWN;
             masses(from, vocabulary, b, most, factor, powers);
             for (int64_t i = 0; i < n; i++) from[b * DRAWN + i] = rounded(-powers[i] * share);
         }
-        if (slopes) *target = rounded(-expm1f(logprobs[row]));
+        if (gradients) *target = rounded(-expm1f(logprobs[row]));
     }
 }

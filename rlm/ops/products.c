@@ -2,9 +2,9 @@
  * in bf16, for those that multiply pairs (AVX512-BF16) or whole tiles (AMX); compiled by build.py.
  *
  * With 64 rows a block of the weights is multiplied for about as long as it takes to come from
- * memory, and oneDNN does the one after the other. Here, while one block is multiplied, the next is
- * asked for. What surrounds a product is done to its sums before they are rounded: the norm of the
- * rows, bias, SiLU gating, residual.
+ * memory, and oneDNN does the one after the other. Here the next block is prefetched while one is
+ * multiplied. Norm of the rows, bias, SiLU gating and residual are applied to the sums before they
+ * are rounded.
  *
  * Every sum is taken in one order, that of its inputs, so a row's result depends neither on the other
  * rows nor on the number of threads.
@@ -36,7 +36,7 @@
 
 enum {
 #ifdef TILES
-    VECTORS = 2, /* of sums a row */
+    VECTORS = 2, /* of sums per row */
     DEPTH = 32,  /* inputs that are multiplied at a time */
 #else
     VECTORS = 3,
@@ -49,10 +49,10 @@ enum {
     TASKS = 4, /* per thread at least, if there are rows enough: then no thread waits long */
 };
 
-/* The block of weights that will be multiplied next, asked for a few inputs at a time. */
+/* The next block of weights, prefetched a few inputs at a time. */
 typedef struct {
     const number *weights;
-    int64_t every, wait; /* once in so many turns, and the turns until then */
+    int64_t every, wait; /* a prefetch every so many turns, and the turns left */
 } request;
 
 static inline void ask(request *next) {
@@ -68,7 +68,7 @@ static inline void ask(request *next) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux gives tiles to a process that has asked for them: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
+/* Linux lets a process use tiles that has requested them: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
 static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #endif
 
@@ -81,7 +81,7 @@ typedef struct {
     uint8_t rows[16];
 } tile_shapes;
 
-/* GCC does not know what memory the tile instructions read: what was written is to be there. */
+/* GCC does not know which memory tile instructions read, so earlier stores must not be delayed. */
 static inline void written(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 /* Tiles 0 to 3 hold the sums of 2 · 16 rows and 2 · 16 columns, 4 and 5 rows, 6 and 7 weights. */
@@ -233,10 +233,10 @@ static inline void scale_and_shift(float *sums, float factor, const float *bias)
         for (int j = 0; j < COLUMNS; j++) sums[j] += bias[j];
 }
 
-/* What is multiplied: x (rows, inputs); weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER) and,
- * if there is one, bias (blocks, COLUMNS), each twice as many blocks if `gated`: of the gate and of what it
- * gates in turn. If `normed`, x counts as divided by its root mean square. Added, if there is one:
- * residual (rows, outputs). Into out (rows, outputs). */
+/* One product: x (rows, inputs); weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER) and,
+ * optionally, bias (blocks, COLUMNS); if `gated`, twice as many blocks, of the gate and of what it
+ * gates in turn. If `normed`, x is divided by its root mean square. An optional residual (rows,
+ * outputs) is added. The result is out (rows, outputs). */
 typedef struct {
     const number *x, *weights;
     const float *bias;
@@ -256,7 +256,7 @@ static void multiply_block(const product *p, int64_t block, int64_t from, int64_
     const float *bias = p->bias ? p->bias + block * kinds * COLUMNS : NULL;
     int64_t tiles = (to - from + ROWS - 1) / ROWS;
     request ahead = {next, tiles, 1};
-    int64_t shaped = 0; /* rows */
+    int64_t shaped = 0; /* rows that tiles are shaped for */
     for (int64_t row = from; row < to; row += ROWS) {
         float sums[ROWS][COLUMNS], gates[ROWS][COLUMNS];
         int64_t rows = to - row < ROWS ? to - row : ROWS;
@@ -279,10 +279,10 @@ static void multiply_block(const product *p, int64_t block, int64_t from, int64_
     }
 }
 
-void multiply(const product *p, int threads) {
+void linear(const product *p, int threads) {
     int64_t blocks = (p->outputs + COLUMNS - 1) / COLUMNS, tiles = (p->rows + ROWS - 1) / ROWS;
     int64_t block_size = p->inputs * COLUMNS * (p->gated ? 2 : 1);
-    int64_t parts = (TASKS * threads + blocks - 1) / blocks; /* of the rows */
+    int64_t parts = (TASKS * threads + blocks - 1) / blocks; /* parts of the rows */
     parts = parts < tiles ? parts : tiles;
     float factors[p->normed ? p->rows : 1];
 #pragma omp parallel num_threads(threads)

@@ -40,7 +40,7 @@ class CompletionState:
     detokenizer: DecodeStream
     parser: ReasoningParser
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the sampled tokens
+    logprobs: list[float] = field(default_factory=list)  # for sampled tokens
     text: str = ""  # all of it, tags included
     reasoning: str = ""
     answer: str = ""

@@ -16,7 +16,7 @@ from rlm.rewards.base import FunctionReward, RewardFunction, adapt_reward
 from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
 
 GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
-TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's trainer
+TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # TRL adds them
 # Columns that the scorer adds to the data's own.
 COLUMNS = {"question", "completion_ids", "answer_type", "reasoning_format", "is_truncated"}
 COLUMNS |= {"strict_verdict"}

@@ -33,7 +33,7 @@ from rlm.rewards.base import (
 from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
 TIME_LIMIT = 60.0  # seconds that one call may take
-MAX_TIMEOUTS = 3  # of a step; the remaining calls then get no verdict
+MAX_TIMEOUTS = 3  # in a step; the remaining calls then get no verdict
 MAX_FAILED_STEPS = 3  # steps in a row without a successful call end the run; at the start one does
 
 
@@ -45,7 +45,7 @@ class Scores:
 
     rewards: list[list[Reward]]
     metrics: dict[str, float] = field(default_factory=dict)
-    reasons: list[list[str]] = field(default_factory=list)  # of rlm.grading, [p][g]
+    reasons: list[list[str]] = field(default_factory=list)  # rlm.grading's, [p][g]
 
     def __post_init__(self) -> None:
         self.reasons = self.reasons or [[] for _ in self.rewards]

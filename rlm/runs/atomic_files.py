@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from rlm.cli import UsageError, terminal
 
-LOCK = ".lock"  # of a run directory: it names the process that trains there
+LOCK = ".lock"  # in a run directory; it names the process that trains there
 logger = logging.getLogger(__name__)
 
 

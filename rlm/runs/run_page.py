@@ -30,7 +30,7 @@ CURVES = {  # metric → its title; in per cent where that ends in %
     "completion/truncated_rate": "truncated, %",
     "policy/entropy": "entropy, nats",
 }
-RECENT_STEPS = 5  # of which the time that is left is estimated
+RECENT_STEPS = 5  # the remaining time is estimated from them
 MARKED = 4096  # bytes before a mark that identify a log
 MARK = re.compile(r"([0-9a-f]{1,12}\.[0-9a-f]{1,8})?/[0-9.]{0,40}|")
 

@@ -18,8 +18,11 @@ from .scheduler import common_prefix_length as common_prefix_length
 from .structured_outputs import GrammarCompiler as GrammarCompiler
 from .structured_outputs import GrammarMatcher as GrammarMatcher
 from .structured_outputs import StructuredOutputs as StructuredOutputs
+from .tinker import TinkerEngine as TinkerEngine
 from .vllm import VLLMSampler as VLLMSampler
 from .weights import check_architecture as check_architecture
 from .weights import choose_sampling_dtype as choose_sampling_dtype
 from .weights import fused_linear as fused_linear
 from .weights import sampling_dtype as sampling_dtype
+
+RolloutSampler = Sampler | VLLMSampler | TinkerEngine  # for type checkers alone

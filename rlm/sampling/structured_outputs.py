@@ -226,7 +226,7 @@ def reason(error: str) -> str:
     """
     if "too many expressions" in error or "too complex" in error or "items; max is" in error:
         return "it is too complex"
-    if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # of the regex parser
+    if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # from the regex parser
         return found[1]
     line, before = error.split("\n", 1)[0], ""
     while line != before:  # the context, outermost first

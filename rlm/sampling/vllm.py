@@ -224,7 +224,7 @@ class VLLMSampler:
             "top_k": params.top_k,
             "stop": list(params.stop),
             "stop_token_ids": sorted(self.stop_ids),
-            "logprobs": 0,  # of the drawn tokens, no others
+            "logprobs": 0,  # those of the drawn tokens only
             "return_token_ids": True,
             **NEUTRAL,
         }

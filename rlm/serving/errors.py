@@ -57,6 +57,10 @@ _SAID = {
     "too_long": "has more than {max_length} entries",
     "too_short": "is empty",
 }
+_NO_PATH = {  # of the router → what a client of another protocol, or path, needs to know
+    "Not Found": "there is no such path here; ask by POST /phase1/reasoning, or, as OpenAI's "
+    "clients do, by POST /v1/chat/completions (their base_url ends with /v1)"
+}
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -112,7 +116,7 @@ def as_problem(error: Exception) -> HTTPProblem:
         return invalid(error.errors())
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
-        return HTTPProblem(error.status_code, code, str(error.detail))
+        return HTTPProblem(error.status_code, code, _NO_PATH.get(error.detail, str(error.detail)))
     return HTTPProblem(500, "internal", "a fault of the server; the log has the request id")
 
 
@@ -121,10 +125,13 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
 
     A place may be a field name from the client; it is kept only if it looks like a name.
     """
-    first = islice(errors, _MAX_ERRORS)
-    kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in first]
-    param = ".".join(str(part) for part in kept[0]["loc"] if part not in ("body", "?"))
-    detail = f"{param}: {kept[0]['msg']}" if param else kept[0]["msg"]
+    found = list(islice(errors, _MAX_ERRORS))
+    kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in found]
+    # Of a field that may be of several types, the type that it has is at fault.
+    same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
+    shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
+    param = ".".join(str(part) for part in kept[shown]["loc"] if part not in ("body", "?"))
+    detail = f"{param}: {kept[shown]['msg']}" if param else kept[shown]["msg"]
     return HTTPProblem(422, "validation", detail, param=param or None, errors=kept)
 
 

@@ -51,7 +51,7 @@ class SecuritySettings:
     keys: Keys
     allowed_hosts: AllowedHosts
     max_body: int = 65536  # bytes
-    max_header_bytes: int = 16384  # of the request line and all headers
+    max_header_bytes: int = 16384  # request line and all headers together
     max_headers: int = 64
     body_seconds: float = 10.0  # for the whole body
     # Per key, or client address of a public server; another open one has one user, whom nothing
@@ -207,7 +207,7 @@ async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> Non
     except Exception as error:
         if not isinstance(error, HTTPProblem):
             logs.log_error("failure", error)
-        if status == 499:  # of half an answer uvicorn cuts the connection, so that it is seen
+        if status == 499:  # after half an answer uvicorn cuts the connection, which shows
             await as_problem(error).response(request_id)(scope, receive, respond)
     finally:
         route = getattr(scope.get("route"), "path", None)

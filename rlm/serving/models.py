@@ -46,13 +46,13 @@ class ServedAdapter:
 
     name: str
     path: Path | None
-    sha256: str | None  # of its tensors
+    sha256: str | None  # over its tensors
     stage: str  # base | sft | grpo | unknown
     format: Format
     tool: Tool | None = None
-    answer_types: tuple[AnswerType, ...] = ("number",)  # of its training; that of `format` first
+    answer_types: tuple[AnswerType, ...] = ("number",)  # those of training, `format`'s first
     dataset: str | None = None  # what it learned from, without this machine's paths
-    questions: tuple[str, ...] = ()  # of that data, to begin with on the page
+    questions: tuple[str, ...] = ()  # from that data, shown on the page
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ServedModels:
 
     base_model: str  # as --model takes it
     base_hash: str
-    quantize: str  # of rlm.model.quantize.QUANTIZATIONS
+    quantize: str  # one of rlm.model.quantize.QUANTIZATIONS
     adapters: dict[str, ServedAdapter]
     default: str
 
@@ -201,7 +201,7 @@ def load_replicas(
             with _adding(f"; {HOW_TO_TRAIN if is_default else _without(adapter.path)}"):
                 model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    replicas, share = {}, 1 / len(models.adapters)  # of the memory: each has a copy and a cache
+    replicas, share = {}, 1 / len(models.adapters)  # share of memory: each has a copy and a cache
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()

@@ -171,6 +171,7 @@ class ChatRequest(Strict):
     function_call: Annotated[Any, Only("none", "auto", what="a function")] = None
     modalities: Annotated[Any, Only(["text"], what="another modality")] = None
     prediction: Annotated[Any, Only(what="a prediction")] = None
+    reasoning: Annotated[Any, Only({}, what="it (send thinking_budget)")] = None  # OpenRouter's
     reasoning_effort: Annotated[Any, Only(what="it (send thinking_budget)")] = None
     service_tier: Annotated[Any, Only("auto", "default", what="a tier")] = None
     store: Annotated[Any, Only(False, what="storing")] = None
@@ -178,6 +179,16 @@ class ChatRequest(Strict):
     web_search_options: Annotated[Any, Only(what="a search")] = None
     # vLLM's:
     chat_template_kwargs: Annotated[Any, Only({}, what="an option of the template")] = None
+    add_generation_prompt: Annotated[Any, Only(True, what="it")] = None
+    continue_final_message: Annotated[Any, Only(False, what="it")] = None
+    echo: Annotated[Any, Only(False, what="an echo")] = None
+    include_stop_str_in_output: Annotated[Any, Only(False, what="it")] = None
+    priority: Annotated[Any, Only(0, what="a priority")] = None
+    prompt_logprobs: Annotated[Any, Only(what="a log-probability")] = None
+    skip_special_tokens: Annotated[Any, Only(True, what="it")] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True, what="it")] = None
+    stop_token_ids: Annotated[Any, Only([], what="it (send stop)")] = None
+    truncate_prompt_tokens: Annotated[Any, Only(what="it")] = None
     ignore_eos: Annotated[Any, Only(False, what="it")] = None
     length_penalty: Annotated[Any, Only(1, what="a penalty")] = None
     min_tokens: Annotated[Any, Only(0, what="it")] = None
@@ -282,6 +293,7 @@ def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
     if name := names.get(problem.param):
         problem.detail = problem.detail.replace(problem.param, name, 1)
         problem.param = name
+    problem.detail = problem.detail.replace("/phase1/info", "/v1/models")
     return problem
 
 

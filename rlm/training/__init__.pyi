@@ -30,6 +30,8 @@ from .metrics import mean_metrics as mean_metrics
 from .metrics import step_metrics as step_metrics
 from .metrics import summary_card as summary_card
 from .metrics import timer as timer
+from .mixed_precision import Learner as Learner
+from .mixed_precision import MixedPrecisionAdapter as MixedPrecisionAdapter
 from .resolve import follow_adapter as follow_adapter
 from .resolve import resolve as resolve
 from .selection import ProblemScores as ProblemScores
@@ -46,7 +48,6 @@ from .sft_examples import mask_prompt as mask_prompt
 from .sft_examples import show_counts as show_counts
 from .sft_examples import show_example as show_example
 from .sft_examples import to_examples as to_examples
-from .state import MixedPrecisionAdapter as MixedPrecisionAdapter
 from .state import TrainingState as TrainingState
 from .trainer import StepScorer as StepScorer
 from .trainer import TrainingData as TrainingData
@@ -56,6 +57,7 @@ from .trainer import check_arguments as check_arguments
 from .trainer import fit_prompts as fit_prompts
 from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
+from .trainer import make_engine as make_engine
 from .trainer import make_sampler as make_sampler
 from .trainer import resolve_start as resolve_start
 from .trainer import validation_measure as validation_measure

@@ -1,4 +1,4 @@
-"""What a step samples and what it learns from: problems, rollouts, packed micro-batches.
+"""Builds what a step samples and learns from: problems, rollouts, packed micro-batches.
 
 Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, B packed
 sequences, S padded length of those, M completion tokens, T padded completion length.
@@ -228,6 +228,16 @@ class MicroBatch:
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
 
+    def sequences(self) -> list[tuple[list[int], list[int]]]:
+        """Return prompt and completion of each rollout, as token ids."""
+        width, found = self.input_ids.shape[1], []
+        parts = zip(self.sources.split(self.lengths), self.targets.split(self.lengths), strict=True)
+        for sources, targets in parts:
+            row = int(sources[0]) // width
+            prompt = self.input_ids[row][self.segments[row] == 0]
+            found.append((prompt.tolist(), targets.tolist()))
+        return found
+
 
 def make_micro_batches(
     rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str
@@ -241,7 +251,7 @@ def make_micro_batches(
     max_packed = min(max_rows, GPU_PACKED_ROWS) if device == "cuda" else max_rows
     # One packed sequence per problem, cut where it would hold too many rows or tokens.
     sequences: list[list[int]] = []
-    open_sequence: dict[int, list[int]] = {}  # of a problem
+    open_sequence: dict[int, list[int]] = {}  # by problem
     for row, rollout in enumerate(rollouts):
         rows = open_sequence.get(rollout.problem)
         if rows and len(rows) < max_packed and _packed_length(rollouts, [*rows, row]) <= max_tokens:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlm.cli import (
     Flag,
+    UsageError,
     always,
     by_field,
     check_values,
@@ -27,6 +28,12 @@ from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import LONGEST, MAX_NEW_TOKENS, choose_max_new_tokens, resolve
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
+BACKENDS = ("local", "tinker")
+# What is decided where base and sampler are.
+ON_SERVER = (
+    *("quantize", "attn_implementation", "dtype", "sampler_dtype", "sampler", "max_num_seqs"),
+    *("train_batch_size", "train_batch_tokens", "checkpointing"),
+)
 KL_ESTIMATORS = ("k1", "k2", "k3")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 ATTENTIONS = ("auto", "sdpa", "eager")
@@ -246,6 +253,18 @@ class GRPOConfig:
     )
     vllm_command: str = flag("vllm serve", "command that starts that server, with its options")
 
+    backend: str = flag(
+        "local",
+        "where the model samples and learns: on this machine, or on a server that speaks Tinker's "
+        "protocol",
+        choices=BACKENDS,
+    )
+    backend_url: str | None = flag(
+        None,
+        "with --backend tinker: URL of that server",
+        default_text="Thinking Machines' service",
+    )
+
     mini_batch_size: int | None = flag(
         None,
         "problems in an optimizer update",
@@ -364,9 +383,35 @@ class GRPOConfig:
                 self.output.resolve() in kept and not looks
             ),
         }
+        refused |= self._refused_by_backend()
         for reason, is_so in refused.items():
             if is_so:
                 raise ValueError(reason)
+
+    def _refused_by_backend(self) -> dict[str, bool]:
+        """Return what Tinker's protocol cannot carry, as a reason and whether it is asked for."""
+        if self.backend != "tinker":
+            return {"--backend-url needs --backend tinker": self.backend_url is not None}
+        usual = {option.name: option.default for option in fields(self)}
+        theirs = [name for name in ON_SERVER if getattr(self, name) != usual[name]]
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in theirs)
+        return {
+            f"{options}: the server of --backend tinker decides that; leave it out": bool(theirs),
+            f"--sft-adapter {self.sft_adapter} cannot be sent to the server of --backend tinker: "
+            "merge it (inference.py --merge FOLDER), and serve that folder": (
+                self.sft_adapter not in (None, DEFAULT_SFT_ADAPTER)
+            ),
+            "--kl-weight must be 0 with --backend tinker, whose server has no reference model; a "
+            "lower --learning-rate keeps the policy near its start": self.kl_weight > 0,
+            "--temperature must be 1 with --backend tinker: its server scores at no other": (
+                self.temperature != 1
+            ),
+            "--lora-alpha must be 32 with --backend tinker, as its servers have it; change "
+            "--learning-rate instead": self.lora_alpha != 32,
+            "--tool does not work with --backend tinker: its server cannot be told what to write "
+            "while it samples": self.tool != "none",
+            "--plan times this machine; leave out --backend tinker": self.plan,
+        }
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,6 +445,10 @@ class GRPOConfig:
         """
         from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, adapter_mismatch, check_adapter
 
+        if given.get("backend") == "tinker":
+            given = {"sft_adapter": None, **given}
+            if not given.get("model"):
+                raise UsageError("--backend tinker needs --model: the base that its server serves")
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
         may_lack = is_default and (model or given.get("plan"))  # a plan needs no trained weights

@@ -22,7 +22,7 @@ from rlm.rewards import Scorer
 from rlm.training.advantages import has_signal
 from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
-from rlm.training.state import MixedPrecisionAdapter
+from rlm.training.mixed_precision import Learner
 from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
 
 PROBLEMS = 32
@@ -60,9 +60,7 @@ class Example:
 class Doctor:
     """Diagnoses the model that training would start from."""
 
-    def __init__(
-        self, validator: Validator, weights: MixedPrecisionAdapter, render: Render
-    ) -> None:
+    def __init__(self, validator: Validator, weights: Learner, render: Render) -> None:
         self.validator, self.weights, self.render = validator, weights, render
         self.config, self.format, self.scorer = validator.config, validator.format, validator.scorer
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlm.cli import UsageError, required, terminal
 from rlm.data import Problem
 from rlm.model import Device, model_download, pick_device, set_gradient_checkpointing
-from rlm.sampling import Request, Sampler, SamplingParams, VLLMSampler, choose_sampling_dtype
+from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
@@ -27,8 +28,11 @@ from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import remaining
-from rlm.training.state import MixedPrecisionAdapter
+from rlm.training.mixed_precision import Learner
 from rlm.training.trainer import Render, TrainingData
+
+if TYPE_CHECKING:
+    from rlm.sampling import RolloutSampler
 
 PROBE_TOKENS = 16  # tokens of each completion that are timed after its first
 PROBE_SECONDS = 1.5  # seconds after which no further token or pass is timed
@@ -58,8 +62,8 @@ class DryRun:
         self,
         config: GRPOConfig,
         data: TrainingData,
-        weights: MixedPrecisionAdapter,
-        sampler: Sampler | VLLMSampler,
+        weights: Learner,
+        sampler: RolloutSampler,
         render: Render,
         distributed: Distributed,
     ) -> None:

@@ -6,7 +6,7 @@ tokens, T padded completion length, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,8 @@ from rlm.training.config import GRPOConfig
 if TYPE_CHECKING:  # before peft: rlm.model imports bitsandbytes first
     from peft import PeftModel
 
+# Log-probability and entropy of each completion token, at a temperature.
+Score = Callable[[MicroBatch, float], tuple[Tensor, Tensor]]
 # The number of tokens whose logits are computed and held at once.
 LOGITS_CHUNK = 128
 
@@ -72,6 +74,7 @@ def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig)
 
 def set_constant_logprobs(
     policy: PeftModel,
+    score: Score,
     config: GRPOConfig,
     updates: Sequence[Sequence[MicroBatch]],
     matches_trainer: bool,
@@ -84,6 +87,7 @@ def set_constant_logprobs(
     the step. With a single mini-batch the first pass sets them.
 
     Args:
+        score: by the policy as it is, wherever it computes.
         matches_trainer: whether the sampler draws as the trainer scores.
 
     Returns:
@@ -97,7 +101,7 @@ def set_constant_logprobs(
             micro.old_logprobs = micro.sampler_logprobs
         elif len(updates) > 1:
             with torch.no_grad():
-                micro.old_logprobs, _ = token_logprobs(policy, micro, config.temperature)
+                micro.old_logprobs, _ = score(micro, config.temperature)
     return not (matches_trainer or off_policy)
 
 

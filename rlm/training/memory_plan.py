@@ -6,6 +6,7 @@ not estimated from its shape; everything else is computed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +27,11 @@ from rlm.training.logprobs import LOGITS_CHUNK, token_logprobs
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from rlm.sampling import Sampler, VLLMSampler
+    from rlm.sampling import RolloutSampler
     from rlm.training.config import GRPOConfig
+    from rlm.training.mixed_precision import Learner
     from rlm.training.sft_config import SFTConfig
     from rlm.training.sft_examples import Example
-    from rlm.training.state import MixedPrecisionAdapter
 
 PROBE_TOKENS = 64
 # Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
@@ -55,7 +56,7 @@ class MemoryPlan:
     learning: int  # what a micro-batch keeps for its backward pass, and its logits
     kept: int  # memory that libraries and the allocator keep after it is freed
     available: int  # free memory beyond what is loaded
-    train_batch_tokens: int  # of a micro-batch
+    train_batch_tokens: int  # in a micro-batch
     checkpointing: bool = False  # recompute activations in the backward pass
     halved: bool = False  # the micro-batch was halved after an out-of-memory error
 
@@ -86,8 +87,8 @@ class MemoryPlan:
 
 def plan_memory(
     config: GRPOConfig,
-    weights: MixedPrecisionAdapter,
-    sampler: Sampler | VLLMSampler,
+    weights: Learner,
+    sampler: RolloutSampler,
     prompts: Sequence[Sequence[int]],
     evaluated: int,
 ) -> MemoryPlan:
@@ -101,6 +102,14 @@ def plan_memory(
     policy = weights.policy
     sampler.start()  # this run's servers take memory, so they start before it is measured
     longest = max(map(len, prompts))
+    served = getattr(sampler, "max_model_len", None)  # by a server
+    if served and longest + config.max_new_tokens > served:
+        raise UsageError(
+            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
+            f"server's {served}; leave that problem out (--max-prompt-length), or lower the limit"
+        )
+    if policy.device.type == "meta":  # a server has the weights, and cuts what it is sent
+        return MemoryPlan(0, 0, 0, 0, 0, 0, train_batch_tokens=sys.maxsize)
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
         sampler.bytes_for([n] * count, beyond_prefix, config.max_new_tokens)
@@ -110,12 +119,6 @@ def plan_memory(
         )
         if count
     )
-    served = getattr(sampler, "max_model_len", None)  # by vLLM
-    if served and longest + config.max_new_tokens > served:
-        raise UsageError(
-            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"server's {served}; leave that problem out (--max-prompt-length), or lower the limit"
-        )
     device = policy.device.type
     available = available_memory(device)
     optimizer = 4 * sum(t.numel() * t.element_size() for t in weights.master_weights.values())

@@ -20,7 +20,7 @@ from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 from rlm.training.selection import validation_facts
 
-PHASES = ("sample", "score", "learn")  # of a step
+PHASES = ("sample", "score", "learn")  # in this order
 RECENT_STEPS = 5  # steps from which the remaining time is estimated
 
 
@@ -45,7 +45,7 @@ def announce_run(
         "Stage 2: GRPO",
         {
             "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
-            "device": pick_device(config.dtype),
+            "device": pick_device(config.dtype) if config.backend == "local" else "the server's",
             "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
             "validate on",
             "trainable": f"{trainable:,} parameters",
@@ -158,9 +158,9 @@ class LearnMetrics:
 
     mini_batches: int = 1  # updates in a pass
     passes: int = 0  # updates that were begun
-    grad_norms: list[float] = field(default_factory=list)  # of the updates
-    sums: list[LossSums] = field(default_factory=list)  # of the last pass
-    entropy: list[float] = field(default_factory=list)  # of the first pass
+    grad_norms: list[float] = field(default_factory=list)  # one per update
+    sums: list[LossSums] = field(default_factory=list)  # last pass only
+    entropy: list[float] = field(default_factory=list)  # first pass only
     # Of the first update: summed and largest gap to the sampler's log-probabilities, and tokens.
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
 

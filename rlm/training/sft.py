@@ -169,7 +169,7 @@ class CheckpointCallback(TrainerCallback):
             UsageError: too little room on the disk; no checkpoint, or it is of another run.
         """
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
-        self.steps, self.step = config.steps(len(examples)), 0  # of the run; done before
+        self.steps, self.step = config.steps(len(examples)), 0  # total, and done before
         self._seconds_before = 0.0
         self._loaded: dict[str, Tensor] = {}
         self._epoch_began = torch.get_rng_state()

@@ -1,18 +1,18 @@
-"""The state of a GRPO run, saved and restored exactly; fp32 master weights of its adapter."""
+"""The state of a GRPO run, saved and restored exactly."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import Problem
-from rlm.model import ADAPTER_FILES, adapter_tensors
+from rlm.model import ADAPTER_FILES
 from rlm.runs import (
     RunDirectory,
     check_space,
@@ -25,73 +25,8 @@ from rlm.runs import (
 )
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
+from rlm.training.mixed_precision import Learner
 from rlm.training.selection import ProblemScores, Validations
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-
-
-GOOD_UPDATES = 200
-MAX_LOSS_SCALE = 2.0**16
-
-
-class MixedPrecisionAdapter:
-    """The trained LoRA matrices: the model's copy and their fp32 master weights.
-
-    A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
-    are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
-    same tensors, and `accumulate` and `copy_to_model` do nothing.
-
-    In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
-    below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
-    divides by it in fp32. If a gradient overflows, the update is skipped and the scale is halved;
-    after GOOD_UPDATES in a row it is doubled.
-    """
-
-    def __init__(self, policy: PeftModel) -> None:
-        self.policy = policy
-        self.model_weights = adapter_tensors(policy)
-        self.master_weights = self.model_weights
-        self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
-        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # in a row
-        if policy.dtype != torch.float32:
-            self.master_weights = {
-                name: torch.nn.Parameter(tensor.detach().float())
-                for name, tensor in self.model_weights.items()
-            }
-            for tensor in self.model_weights.values():
-                tensor.data = tensor.data.to(policy.dtype)
-
-    def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the master weights' gradients, in fp32."""
-        if self.master_weights is self.model_weights:
-            return
-        for name, tensor in self.model_weights.items():
-            if tensor.grad is not None:
-                master = self.master_weights[name]
-                new = tensor.grad.float()
-                if self.loss_scale != 1:
-                    new /= self.loss_scale
-                master.grad = new if master.grad is None else master.grad + new
-                tensor.grad = None
-
-    def adapt_loss_scale(self, *, skipped: bool) -> bool:
-        """Adapt the loss scale after an update; return whether it may have caused the overflow."""
-        at_fault = skipped and self.loss_scale > 1
-        if at_fault:
-            self.loss_scale /= 2
-        self.good_updates = 0 if skipped else self.good_updates + 1
-        if self._scales and self.good_updates >= GOOD_UPDATES:
-            self.loss_scale, self.good_updates = min(2 * self.loss_scale, MAX_LOSS_SCALE), 0
-        return at_fault
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Copy the master weights to the model."""
-        if self.master_weights is not self.model_weights:
-            for name, master in self.master_weights.items():
-                self.model_weights[name].copy_(master)
-
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
@@ -104,7 +39,7 @@ MAY_CHANGE = {
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
     *("checkpointing", "attn_implementation", "tracker", "wandb_project"),
-    "vllm_command",
+    *("vllm_command", "backend_url"),
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
 SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_weight"),)
@@ -112,7 +47,7 @@ SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_
 
 @dataclass(frozen=True)
 class StepControl:
-    """What is due at the end of a step (transformers' TrainerControl); all processes agree."""
+    """The actions due at the end of a step (transformers' TrainerControl); all processes agree."""
 
     should_evaluate: bool
     should_save: bool
@@ -127,7 +62,7 @@ class TrainingState:
     It holds no random state: what a step draws is a function of the seed and the step.
     """
 
-    weights: MixedPrecisionAdapter
+    weights: Learner
     optimizer: torch.optim.Optimizer
     base_hash: str
     kl_weight: float = 0.0  # changes if there is a KL target
@@ -260,7 +195,7 @@ class TrainingState:
                 + ("at half the rate too" if loaded else "and there is no checkpoint to go back to")
                 + "; start again with a lower --learning-rate"
             )
-        self._load(loaded[0])
+        self._load(*loaded)
         self.consecutive_skips, self.lr_scale = 0, 0.5
         terminal.line(
             f"{MAX_CONSECUTIVE_SKIPS} updates in a row had no finite gradient: continuing from the "
@@ -300,6 +235,7 @@ class TrainingState:
     def keep_validation(self, step: int, scores: ProblemScores) -> None:
         """Record a validation, and keep the adapter if it is the best so far."""
         if self.validations.add(step, scores):
+            self.weights.fetch()
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
@@ -313,10 +249,12 @@ class TrainingState:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
         if not run.writes:
             return
+        self.weights.fetch()
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
         state["validations"] = self.validations.to_dict()
+        state["server_state"] = self.weights.save_state()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
         run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
 
@@ -342,7 +280,7 @@ class TrainingState:
         kl_weight = self.origin["config"]["kl_weight"]
         if kl_weight != state["origin"]["config"]["kl_weight"]:
             self.kl_weight = kl_weight  # changed, and accepted
-        self._load(tensors)
+        self._load(tensors, state)
         self._restore_validations(tensors, state)
         return state["step"]
 
@@ -367,6 +305,7 @@ class TrainingState:
         is_main = self.distributed.is_main
         return self.distributed.broadcast(run.checkpoints.load(**options) if is_main else None)
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore_tensors(tensors, self.adapter, self.optimizer)
+        self.weights.load_state(state.get("server_state"))
         self.weights.copy_to_model()

@@ -27,6 +27,7 @@ from rlm.data import (
     example_questions,
     load_problems,
     longest_prompts,
+    stop_token_ids,
 )
 from rlm.evaluation import Evaluation, evaluate
 from rlm.model import (
@@ -35,12 +36,14 @@ from rlm.model import (
     Device,
     adapter_hash,
     adapter_mismatch,
+    adapter_without_base,
     check_adapter,
     check_base,
     check_output,
     context_window,
     load_adapter,
     load_base,
+    model_directory,
     new_adapter,
     peak_memory_gb,
     pick_device,
@@ -58,6 +61,7 @@ from rlm.training.config import DEFAULT_SFT_ADAPTER, KEPT_AS, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run, step_line, time_left, timer
+from rlm.training.mixed_precision import Learner, MixedPrecisionAdapter
 from rlm.training.resolve import follow_adapter
 from rlm.training.selection import (
     ProblemScores,
@@ -66,14 +70,14 @@ from rlm.training.selection import (
     describe_mean,
     sample_count,
 )
-from rlm.training.state import MixedPrecisionAdapter, StepControl, TrainingState
+from rlm.training.state import StepControl, TrainingState
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
     from rlm.grading import AnswerType
-    from rlm.sampling import VLLMSampler
+    from rlm.sampling import RolloutSampler
 
 T = TypeVar("T")
 Render = Callable[[Problem], list[int]]  # a problem's prompt as token ids
@@ -126,7 +130,7 @@ def resolve_start(
         UsageError: a given adapter does not exist or belongs to another base, or has other tags or
             another rank than the config; there are more processes than problems in a step; --tool
             names no tool.
-        ValueError: a tool with vLLM, which supports none.
+        ValueError: a tool with a server, which supports none.
     """
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
@@ -138,7 +142,11 @@ def resolve_start(
 
         split_command(config.vllm_command)  # before loading the model, which may take minutes
     adapter = config.sft_adapter
-    if adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
+    if config.backend == "tinker":
+        if processes > 1:
+            raise UsageError("--backend tinker computes on its server: start one process here")
+        adapter = None  # the default one, if any: the config refuses others
+    elif adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}")
             adapter = None
@@ -160,7 +168,9 @@ def resolve_start(
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
-    """Load the base with the trainable adapter, in eval mode."""
+    """Load the base with the trainable adapter, in eval mode; without weights for a server."""
+    if config.backend == "tinker":
+        return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
     gc.collect()  # SFT's trainer, a reference cycle of a gigabyte if it ran in this process
     release_memory()
     base = load_base(
@@ -175,13 +185,42 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
     return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
 
 
+def make_engine(
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GRPOConfig,
+    distributed: Distributed,
+    tool: Tool | None = None,
+) -> tuple[Learner, RolloutSampler]:
+    """Make what learns and what samples.
+
+    Raises:
+        UsageError: no server answers, or this model has no fast path and --sampler asks for it.
+    """
+    if config.backend != "tinker":
+        weights = MixedPrecisionAdapter(policy)
+        return weights, make_sampler(policy, tokenizer, config, distributed, tool)
+    from rlm.sampling import TinkerEngine
+
+    engine = TinkerEngine(
+        policy,
+        model_directory(required(config.model, "--model")),
+        stop_token_ids(tokenizer, policy.generation_config),
+        rank=config.lora_r,
+        seed=config.seed,
+        max_grad_norm=config.max_grad_norm,
+        url=config.backend_url,
+    )
+    return engine, engine
+
+
 def make_sampler(
     policy: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     config: GRPOConfig,
     distributed: Distributed,
     tool: Tool | None = None,
-) -> Sampler | VLLMSampler:
+) -> RolloutSampler:
     """Make the sampler of the config.
 
     Raises:
@@ -258,7 +297,7 @@ class TrainingData:
     problems: list[Problem]
     eval_problems: list[Problem]
     longest_prompts: list[list[int]]  # as token ids
-    answer_types: tuple[AnswerType, ...]  # of the training problems, the most frequent first
+    answer_types: tuple[AnswerType, ...]  # in the training problems, most frequent first
     measure: str  # what chooses the adapter: "accuracy" or "reward"
     warnings: list[str] = field(default_factory=list)
 
@@ -309,9 +348,7 @@ class TrainingData:
         measure = validation_measure(scorer, kinds)
         return cls(problems, eval_problems, longest, kinds, measure, warnings)
 
-    def announce(
-        self, config: GRPOConfig, weights: MixedPrecisionAdapter, sampler: Sampler | VLLMSampler
-    ) -> None:
+    def announce(self, config: GRPOConfig, weights: Learner, sampler: RolloutSampler) -> None:
         """Print what the run will do, with warnings."""
         trainable = sum(tensor.numel() for tensor in weights.master_weights.values())
         counts = len(self.problems), len(self.eval_problems)
@@ -335,7 +372,7 @@ class Validator:
     """Samples completions as training does, grades and scores them."""
 
     config: GRPOConfig
-    sampler: Sampler | VLLMSampler
+    sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
     format: Format
     scorer: StepScorer
@@ -392,7 +429,7 @@ class TrainingRun:
         config: GRPOConfig,
         data: TrainingData,
         state: TrainingState,
-        sampler: Sampler | VLLMSampler,
+        sampler: RolloutSampler,
         tokenizer: PreTrainedTokenizerBase,
         directory: RunDirectory,
         score_problems: ScoreProblems,
@@ -422,7 +459,7 @@ class TrainingRun:
         config: GRPOConfig,
         data: TrainingData,
         state: TrainingState,
-        sampler: Sampler | VLLMSampler,
+        sampler: RolloutSampler,
         tokenizer: PreTrainedTokenizerBase,
         score_problems: ScoreProblems,
     ) -> Iterator[TrainingRun]:
@@ -477,7 +514,7 @@ class TrainingRun:
             mine,
             max_rows=self.config.train_batch_size or len(mine),
             max_tokens=self.memory_plan.train_batch_tokens,
-            device=self.policy.device.type,
+            device=next(iter(self.state.adapter.values())).device.type,
         )
 
     def repeat_if_out_of_memory(self, learn: Callable[[], T]) -> T:
@@ -579,7 +616,7 @@ class TrainingRun:
     def export(self) -> dict[str, Any]:
         """Export the adapter that `choose_export` names, keep the best and the last in --run-dir,
         and return the contents of run.json."""
-        rows = self.distributed.broadcast(self.directory.metrics())  # of all steps
+        rows = self.distributed.broadcast(self.directory.metrics())  # a row per step
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
@@ -587,7 +624,7 @@ class TrainingRun:
         summary: dict[str, Any] = {
             "stage": "grpo",
             "base_model": config.model,
-            "base_hash": state.base_hash,
+            "base_hash": state.base_hash or None,
             "quantize": config.quantize,
             "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
             "start_adapter_hash": self.start_hash,

@@ -224,6 +224,7 @@ def test_mistakes_on_the_command_line(argv, message):
         ("limit: 9\nsteps: [1\ndtype: x", ":3: while parsing a flow sequence: expected ',' or ']'"),
         ("limit: !!python/object:os.system 1", ":1: "),
         ("limit: *x", ":1: "),
+        ("base: &b {limit: 2}\n<<: *b", ":1: unknown key 'base'"),
         ("limit: 1\n---\nlimit: 2", ":2: expected a single document"),
         ("output: 2024-13-01", ": month must be in 1..12"),
         ("limit: \x00", ": "),

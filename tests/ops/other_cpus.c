@@ -31,18 +31,22 @@ typedef struct {
 } attention;
 
 int block_columns(void);
-void multiply(const product *, int) __attribute__((weak)); /* not for every CPU */
-int attend(const step *, int64_t, float, const number *, int64_t, const number *, int64_t,
-           const number *, int64_t, number *, int);
-void rotate(number *, const number *, const number *, int64_t, int64_t, int64_t, int);
-void norm(const number *, const number *, number *, int64_t, int64_t, float, int);
-void norm_back(const number *, const number *, const number *, number *, int64_t, int64_t, float, int);
-void gating(const number *, const number *, number *, int64_t, int);
-void gating_back(const number *, const number *, const number *, number *, number *, int64_t, int);
+void linear(const product *, int) __attribute__((weak)); /* not for every CPU */
+int decode_attention(const step *, int64_t, float, const number *, int64_t, const number *, int64_t,
+                     const number *, int64_t, number *, int);
+void rotary_embedding(number *, const number *, const number *, int64_t, int64_t, int64_t, int);
+void rms_norm(const number *, const number *, number *, int64_t, int64_t, float, int);
+void rms_norm_backward(const number *, const number *, const number *, number *, int64_t, int64_t,
+                       float, int);
+void silu_and_mul(const number *, const number *, number *, int64_t, int);
+void silu_and_mul_backward(const number *, const number *, const number *, number *, number *,
+                           int64_t, int);
 int attention_forward(const attention *, number *, int);
 int attention_backward(const attention *, const number *, number *, number *, number *, int);
-int draw(const number *, int64_t, int64_t, float, int64_t, const double *, int64_t *, float *, int);
-void score_targets(number *, int64_t, int64_t, const int64_t *, float, int64_t, float *, float *, int);
+int sample(const number *, int64_t, int64_t, float, int64_t, const double *, int64_t *, float *,
+           int);
+void token_logprobs(number *, int64_t, int64_t, const int64_t *, float, int64_t, float *, float *,
+                    int);
 
 /* Number i of a stream, in (-1, 1), on every CPU the same. */
 static float made_up(int64_t stream, int64_t i) {
@@ -76,20 +80,20 @@ static void products(int gated, int normed) {
         }
     product p = {fill(1, ROWS * IN), weights, bias, fill(2, ROWS * OUT), out, ROWS, IN, OUT, gated,
                  normed, 1e-5f};
-    multiply(&p, 2);
-    show("multiply", out, ROWS * OUT);
+    linear(&p, 2);
+    show("linear", out, ROWS * OUT);
 }
 
-static void decode_attention(void) {
+static void decoding_attention(void) {
     int64_t slot[] = {0, 1}, length[] = {TOKENS, 5}, size = 2 * HEADS * WIDTH * TOKENS;
     step s = {2, HEADS, {{0}}};
     for (int i = 0; i < 3; i++)
         s.parts[i] = (segment){fill(20 + i, size), fill(30 + i, size), 2, TOKENS, slot, length};
     number out[2 * HEADS * QUERIES * WIDTH];
-    attend(&s, 0, 0.3f, fill(40, 2 * HEADS * QUERIES * WIDTH), HEADS * QUERIES * WIDTH,
-           fill(41, 2 * HEADS * WIDTH), HEADS * WIDTH, fill(42, 2 * HEADS * WIDTH), HEADS * WIDTH,
-           out, 2);
-    show("attend", out, 2 * HEADS * QUERIES * WIDTH);
+    decode_attention(&s, 0, 0.3f, fill(40, 2 * HEADS * QUERIES * WIDTH), HEADS * QUERIES * WIDTH,
+                     fill(41, 2 * HEADS * WIDTH), HEADS * WIDTH, fill(42, 2 * HEADS * WIDTH),
+                     HEADS * WIDTH, out, 2);
+    show("decode_attention", out, 2 * HEADS * QUERIES * WIDTH);
 }
 
 /* Causal, in blocks of 16 tokens of which the last is cut short. */
@@ -103,34 +107,36 @@ static void learning_attention(void) {
         }
     attention a = {fill(50, QUERIES * KEYS), fill(51, KEYS), fill(52, KEYS), hidden, seen,
                    2, TOKENS, HEADS, 1, 0.3f};
-    static number out[QUERIES * KEYS], by_keys[KEYS], by_values[KEYS];
+    static number out[QUERIES * KEYS], grad_keys[KEYS], grad_values[KEYS];
     attention_forward(&a, out, 2), show("attention_forward", out, QUERIES * KEYS);
-    attention_backward(&a, fill(53, QUERIES * KEYS), out, by_keys, by_values, 2);
-    show("by_queries", out, QUERIES * KEYS);
-    show("by_keys", by_keys, KEYS), show("by_values", by_values, KEYS);
+    attention_backward(&a, fill(53, QUERIES * KEYS), out, grad_keys, grad_values, 2);
+    show("grad_queries", out, QUERIES * KEYS);
+    show("grad_keys", grad_keys, KEYS), show("grad_values", grad_values, KEYS);
 }
 
 int main(void) {
     for (int i = 0; i < 4; i++) products(i & 1, i >> 1);
-    decode_attention();
+    decoding_attention();
     learning_attention();
     int64_t n = ROWS * IN, targets[ROWS], tokens[ROWS];
     number *x = fill(1, n), *y = fill(2, n), *z = fill(3, n), out[ROWS * IN], other[ROWS * IN];
-    norm(x, y, out, ROWS, IN, 1e-5f, 2), show("norm", out, n);
-    norm_back(x, y, z, out, ROWS, IN, 1e-5f, 2), show("norm_back", out, n);
-    gating(x, y, out, n, 2), show("gating", out, n);
-    gating_back(x, y, z, out, other, n, 2), show("by_gate", out, n), show("by_up", other, n);
+    rms_norm(x, y, out, ROWS, IN, 1e-5f, 2), show("rms_norm", out, n);
+    rms_norm_backward(x, y, z, out, ROWS, IN, 1e-5f, 2), show("rms_norm_backward", out, n);
+    silu_and_mul(x, y, out, n, 2), show("silu_and_mul", out, n);
+    silu_and_mul_backward(x, y, z, out, other, n, 2);
+    show("grad_gate", out, n), show("grad_up", other, n);
     number *heads = fill(4, ROWS * HEADS * WIDTH);
-    rotate(heads, fill(5, ROWS * WIDTH), fill(6, ROWS * WIDTH), ROWS, HEADS, HEADS * WIDTH, 2);
-    show("rotate", heads, ROWS * HEADS * WIDTH);
+    rotary_embedding(heads, fill(5, ROWS * WIDTH), fill(6, ROWS * WIDTH), ROWS, HEADS,
+                     HEADS * WIDTH, 2);
+    show("rotary_embedding", heads, ROWS * HEADS * WIDTH);
     number *logits = fill(7, ROWS * VOCABULARY);
     double uniform[ROWS];
     float logprobs[ROWS], entropies[ROWS];
     for (int i = 0; i < ROWS; i++) targets[i] = 50 * i, uniform[i] = (i + 0.5) / ROWS;
-    draw(logits, ROWS, VOCABULARY, 0.7f, 0, uniform, tokens, logprobs, 2);
+    sample(logits, ROWS, VOCABULARY, 0.7f, 0, uniform, tokens, logprobs, 2);
     for (int i = 0; i < ROWS; i++) printf("draw %d\nlogprob %.9g\n", (int)tokens[i], logprobs[i]);
-    score_targets(logits, ROWS, VOCABULARY, targets, 0.7f, 1, logprobs, entropies, 2);
+    token_logprobs(logits, ROWS, VOCABULARY, targets, 0.7f, 1, logprobs, entropies, 2);
     for (int i = 0; i < ROWS; i++) printf("score %.9g\nentropy %.9g\n", logprobs[i], entropies[i]);
-    show("slopes", logits, ROWS * VOCABULARY);
+    show("gradients", logits, ROWS * VOCABULARY);
     return 0;
 }

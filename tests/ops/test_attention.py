@@ -44,9 +44,9 @@ def test_attention_and_its_gradients_equal_torchs(
     )
     near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
     torch.testing.assert_close((out * seen).float(), wanted * seen, **near)
-    slope = torch.randn(out.shape) * seen
-    found = torch.autograd.grad(out, ours, slope.to(dtype))
-    for ours_by, exact_by in zip(found, torch.autograd.grad(wanted, exact, slope), strict=True):
+    grad = torch.randn(out.shape) * seen
+    found = torch.autograd.grad(out, ours, grad.to(dtype))
+    for ours_by, exact_by in zip(found, torch.autograd.grad(wanted, exact, grad), strict=True):
         torch.testing.assert_close(ours_by.float(), exact_by, **near)
 
 

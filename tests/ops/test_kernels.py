@@ -126,30 +126,30 @@ def test_scores_and_their_derivatives_are_those_of_the_softmax(
     again = kernels(dtype).token_logprobs(logits, targets, temperature, gradients=True)
     assert torch.equal(logprobs, again[0])
     assert torch.equal(entropy, again[1])
-    slopes = torch.nn.functional.one_hot(targets, vocabulary) - every.exp()
+    grads = torch.nn.functional.one_hot(targets, vocabulary) - every.exp()
     eps = torch.finfo(dtype).eps
-    assert ((logits.double() - slopes).abs() <= 0.6 * eps * slopes.abs() + 1e-6).all()
+    assert ((logits.double() - grads).abs() <= 0.6 * eps * grads.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("rows", [1, 65])
 def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, threads):
     torch.manual_seed(0)
     made = kernels(dtype)
-    x, weight, slope = (torch.randn(*shape, 577) for shape in ((rows,), (), (rows,)))
-    x, weight, slope = (3 * x).to(dtype), weight.to(dtype), slope.to(dtype)
+    x, weight, grad = (torch.randn(*shape, 577) for shape in ((rows,), (), (rows,)))
+    x, weight, grad = (3 * x).to(dtype), weight.to(dtype), grad.to(dtype)
     exact = x.double().requires_grad_()
     wanted = weight.double() * exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     close(made.rms_norm(x, weight, 1e-5), wanted.detach())
-    (by_x,) = torch.autograd.grad(wanted, exact, slope.double())
-    close(made.rms_norm_backward(x, weight, 1e-5, slope), by_x)
+    (grad_x,) = torch.autograd.grad(wanted, exact, grad.double())
+    close(made.rms_norm_backward(x, weight, 1e-5, grad), grad_x)
 
     gate, up = (10 * torch.randn(rows, 577)).to(dtype), x
     exact = [part.double().requires_grad_() for part in (gate, up)]
     wanted = torch.nn.functional.silu(exact[0]) * exact[1]
     close(made.silu_and_mul(gate, up), wanted.detach())
     for found, by in zip(
-        made.silu_and_mul_backward(gate, up, slope),
-        torch.autograd.grad(wanted, exact, slope.double()),
+        made.silu_and_mul_backward(gate, up, grad),
+        torch.autograd.grad(wanted, exact, grad.double()),
         strict=True,
     ):
         close(found, by)
@@ -162,7 +162,7 @@ def test_attention_of_many_tokens_and_its_gradients(queries, width, tokens, mask
     torch.manual_seed(0)
     heads, scale = 2, 0.3
     q, k, v = (torch.randn(2, tokens, n, width) for n in (heads * queries, heads, heads))
-    slope = torch.randn(q.shape)
+    grad = torch.randn(q.shape)
     hidden = torch.rand(masks, 48 if tokens > 16 else 16, 48 if tokens > 16 else 16) < 0.5
     hidden[:, tokens:] = hidden[:, :, tokens:] = True  # (masks, keys, queries)
     hidden[:, 16:32, :16] = hidden[:, :, 5:7] = True
@@ -176,21 +176,21 @@ def test_attention_of_many_tokens_and_its_gradients(queries, width, tokens, mask
         scale=scale,
         enable_gqa=True,
     ).transpose(1, 2)
-    slope = (slope * reads).to(dtype)
+    grad = (grad * reads).to(dtype)
     blocks = ~hidden.mT.unflatten(1, (-1, 16)).unflatten(3, (-1, 16)).all(4).all(2)
     shown, made = (hidden, blocks), kernels(dtype, queries, width)
     found = made.attention(*given, *shown, scale)
     assert found.isfinite().all()
     close(found * reads, (wanted * reads).detach())
-    gradients = made.attention_backward(*given, *shown, scale, slope)
+    gradients = made.attention_backward(*given, *shown, scale, grad)
     for by, wanted_by in zip(
-        gradients, torch.autograd.grad(wanted, exact, slope.double()), strict=True
+        gradients, torch.autograd.grad(wanted, exact, grad.double()), strict=True
     ):
         close(by, wanted_by)
     torch.set_num_threads(3)
     try:
         assert torch.equal(found, made.attention(*given, *shown, scale))
-        again = made.attention_backward(*given, *shown, scale, slope)
+        again = made.attention_backward(*given, *shown, scale, grad)
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, gradients, again))
@@ -200,12 +200,12 @@ def test_what_is_not_a_number_stays_in_its_row():
     made, x, weight = kernels(torch.float32), torch.ones(3, 300), torch.ones(300)
     x[1, 2] = torch.nan
     logprobs, entropy = made.token_logprobs(x.clone(), torch.zeros(3).long(), 1.0, gradients=False)
-    slopes = x.clone()
-    made.token_logprobs(slopes, torch.zeros(3).long(), 1.0, gradients=True)
+    grads = x.clone()
+    made.token_logprobs(grads, torch.zeros(3).long(), 1.0, gradients=True)
     for found in (
         logprobs[:, None],
         entropy[:, None],
-        slopes,
+        grads,
         made.rms_norm(x, weight, 1e-5),
         made.rms_norm_backward(x, weight, 1e-5, x),
         made.silu_and_mul(x, x),
@@ -277,7 +277,7 @@ def test_it_is_eight_frames_from_train_to_a_product(tokenizer, monkeypatch):
     made, depths = kernels(torch.float32, 2, 8), []
     if not made.has_linear:
         pytest.skip(made.batch_note)
-    multiply = made._library.multiply
+    multiply = made._library.linear
 
     def spy(*arguments):
         stack, folder = traceback.extract_stack(), Path(rlm.__file__).parent
@@ -286,6 +286,6 @@ def test_it_is_eight_frames_from_train_to_a_product(tokenizer, monkeypatch):
             depths.append(len(own))
         return multiply(*arguments)
 
-    monkeypatch.setattr(made._library, "multiply", spy)
+    monkeypatch.setattr(made._library, "linear", spy)
     Sampler(tiny_model(), tokenizer).sample([[1, 2]], 2, SamplingParams(5), [0])
     assert max(depths) + 2 == 8

@@ -734,7 +734,7 @@ def test_no_server_or_no_settings_are_one_line(place, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "generator", "generator 4", "critic 1", "nobody", "all --weights 1,2",
+        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --weights 1,2",
         "critic --weights 1,1,1", "all --weights 1,0,1", "all --rollouts 0",
         "--samples 0", "--role critic",  # of evaluate
     ],
@@ -744,6 +744,11 @@ def test_flags_that_make_no_sense(arguments):
     with pytest.raises(UsageError) as refused:
         parse(config, arguments.split())
     assert "\n" not in str(refused.value)
+
+
+def test_a_generator_is_named_in_one_word_or_two():
+    one, two = (parse(train.TrainConfig, typed.split()) for typed in ("generator_2", "generator 2"))
+    assert one == two
 
 
 # --- settings -------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
 
 OF_VLLM = {"best_of": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": -1}
 OF_VLLM |= {"length_penalty": 1.0, "ignore_eos": False, "min_tokens": 0, "chat_template_kwargs": {}}
-OF_VLLM |= {"web_search_options": None}
+OF_VLLM |= {"web_search_options": None, "skip_special_tokens": True, "stop_token_ids": []}
+OF_VLLM |= {"add_generation_prompt": True, "continue_final_message": False, "reasoning": {}}
 NEUTRAL = {
     "logit_bias": {}, "top_logprobs": None, "functions": [], "function_call": "none",
     "parallel_tool_calls": True, "store": False, "metadata": {"run": "7"}, "service_tier": "auto",
@@ -295,6 +296,15 @@ def test_one_model_is_described(client):
     assert client.models.retrieve("tuned").id == "tuned"
     with pytest.raises(openai.NotFoundError, match="/v1/models lists them"):
         client.models.retrieve("typo")
+    with pytest.raises(openai.NotFoundError, match="/v1/models lists them"):
+        client.chat.completions.create(model="typo", messages=[{"role": "user", "content": "?"}])
+
+
+def test_what_is_wrong_with_a_request_is_said(client):
+    with pytest.raises(openai.NotFoundError, match=r"no such path here; .*/v1/chat/completions"):
+        client.completions.create(model="tuned", prompt="two and three")
+    with pytest.raises(openai.UnprocessableEntityError, match=r"stop.*has more than 4 entries"):
+        ask(client, stop=["a", "b", "c", "d", "e"])
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

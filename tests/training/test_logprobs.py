@@ -17,7 +17,7 @@ from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import make_micro_batches, row_weights
 from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
 from rlm.training.loss import policy_loss
-from rlm.training.state import MixedPrecisionAdapter
+from rlm.training.mixed_precision import MixedPrecisionAdapter
 from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
 
 

@@ -160,8 +160,8 @@ def own_file(path, rows, solved):
 @pytest.mark.parametrize(
     ("more", "steps", "said"),
     [
-        ((), "20 of 16 examples, 20 passes (--epochs)", None),
-        (("--epochs", 2), "2 of 16 examples, 2 passes", "warning: 2 steps, which teaches little: "
+        ((), "20 of 12 examples, 20 passes (--epochs)", None),
+        (("--epochs", 2), "2 of 12 examples, 2 passes", "warning: 2 steps, which teaches little: "
          "type --epochs 20"),
     ],
 )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Serves one base with SkyRL's Tinker server on this machine, for `train_grpo.py --backend tinker`.
+
+It needs an environment of its own (docs/how-to/engine.md), and no GPU:
+
+    .venv-engine/bin/python examples/tinker_server.py --model FOLDER --folder runs/engine
+
+SkyRL 0.3.0 starts its second process, which computes, by `uv run` alone; here this file is that
+process too. It ends with the first one, however that ends: two on one database would race.
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+import typing
+from pathlib import Path
+
+import typing_extensions
+
+# SkyRL makes pydantic models of typing's, which pydantic refuses before Python 3.12.
+typing.TypedDict = typing_extensions.TypedDict
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Answer requests, and queue them for the process that computes."""
+    import uvicorn
+    from skyrl.tinker import api
+    from skyrl.tinker.config import EngineConfig, config_to_argv
+
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    config = EngineConfig(
+        base_model=options.model,
+        backend="jax",
+        backend_config={
+            "max_lora_rank": options.max_lora_rank,
+            "max_lora_adapters": 8,
+            "train_micro_batch_size": options.micro_batch,
+            "sample_max_num_sequences": options.max_num_seqs,
+            "tensor_parallel_size": options.tensor_parallel_size,
+        },
+        checkpoints_base=folder / "checkpoints",
+        database_url=f"sqlite:///{folder / 'tinker.db'}",
+        external_inference_lora_base=folder / "lora",
+    )
+    command = [sys.executable, __file__, "compute", *config_to_argv(config)]
+    api._build_uv_run_cmd_engine = lambda *_: command
+    api.app.state.engine_config = config
+    uvicorn.run(api.app, host=options.host, port=options.port)
+
+
+def compute() -> None:
+    """Sample and train, as long as the process that started this one runs."""
+    from skyrl.tinker import engine
+
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    engine.main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["compute"]:
+        del sys.argv[1]
+        compute()
+    else:
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser.add_argument("--model", required=True, help="hub id or folder")
+        parser.add_argument(
+            "--folder", type=Path, default=Path("runs/engine"), help="for states and adapters"
+        )
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", type=int, default=8000)
+        parser.add_argument("--max-lora-rank", type=int, default=16)
+        parser.add_argument("--micro-batch", type=int, default=8, help="sequences")
+        parser.add_argument("--max-num-seqs", type=int, default=64)
+        parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices")
+        serve(parser.parse_args())
