@@ -42,7 +42,7 @@ def test_there_are_ten_examples_and_each_is_in_both_files():
     )
     bodies = [json.loads(body) for body in found if "NaN" not in body]
     assert [request for request in REQUESTS if request not in bodies] == []
-    assert len(bodies) == len(REQUESTS) + 3  # streamed, and two that are refused
+    assert len(bodies) == len(REQUESTS) + 5  # two in Spanish, one streamed, two that are refused
 
 
 def test_recorded_answers_are_all_of_one_run_or_none():

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_model
+from conftest import FAMILIES, byte_tokenizer, tiny_model
 from safetensors.torch import load_file, save_file
 
 from rlm.cli import UsageError
@@ -35,6 +35,7 @@ from rlm.model import (
     load_adapter,
     load_base,
     load_tokenizer,
+    model_directory,
     new_adapter,
     save_adapter,
 )
@@ -69,6 +70,10 @@ ALGORITHMS = {
 
 def likes_letters(completions, **_):
     return [float(bool(LETTERS & set(text))) for text in completions]
+
+
+def has_an_odd_length(completions, **_):
+    return [float(len(text) % 2) for text in completions]
 
 
 def a_config(tmp_path: Path, url: str | None, **options) -> GRPOConfig:
@@ -409,11 +414,14 @@ def served(tmp_path_factory):
                 server.kill()
             running.clear()
             folder = tmp_path_factory.mktemp(family)
-            tiny_model(family).save_pretrained(folder / "model")
-            byte_tokenizer().save_pretrained(folder / "model")
+            model = Path(model_directory(family))
+            if family in FAMILIES:
+                model = folder / "model"
+                tiny_model(family).save_pretrained(model)
+                byte_tokenizer().save_pretrained(model)
             # JAX compiles for each number of sequences, and each takes seconds.
             small = ("--max-lora-rank", "4", "--micro-batch", "1", "--max-num-seqs", "8")
-            running[family] = folder / "model", Server(folder / "model", folder / "engine", *small)
+            running[family] = model, Server(model, folder / "engine", *small)
         return running[family]
 
     yield serve
@@ -456,35 +464,39 @@ def apart(one, other) -> float:
     return max(abs(x - y) for a, b in pairs for x, y in zip(a[2], b[2], strict=True))
 
 
+def compare_with_a_local_run(model: str, config: GRPOConfig, reward) -> dict[str, float]:
+    """Train on the server, then here from the same adapter and completions; return the largest
+    differences, and how far training moved the adapter."""
+    start, here = config.run_dir.with_name("start"), config.run_dir.with_name("here")
+    remote = GRPOTrainer(model, config, reward_fn=reward)
+    remote.weights.fetch()
+    save_adapter(remote.policy, remote.tokenizer, start, {})
+    theirs = Recorder(remote)
+    remote.train(PROBLEMS)
+    paths = {"sft_adapter": start, "run_dir": here, "output": here / "adapter"}
+    local = replace(config, backend="local", backend_url=None, **paths)
+    trainer = GRPOTrainer(model, local, reward_fn=reward, device=CPU)
+    ours = Recorder(trainer, theirs.sampled)
+    trainer.train(PROBLEMS)
+    for one, other in zip(theirs.advantages, ours.advantages, strict=True):
+        assert torch.equal(one, other)
+    gaps = {"log-probability": apart(theirs.scored, ours.scored)}
+    for metric in ("loss/policy", "optim/grad_norm"):
+        pairs = zip(theirs.metrics, ours.metrics, strict=True)
+        gaps[metric] = max(abs(a.get(metric, 0.0) - b.get(metric, 0.0)) for a, b in pairs)
+    gaps["adapter"] = tensors_apart(config.output, local.output)
+    gaps["moved"] = tensors_apart(config.output, start)
+    print(model, config.algorithm, {what: f"{gap:.1e}" for what, gap in gaps.items()})  # noqa: T201
+    return gaps
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_three_steps_are_those_of_a_local_run(name, served, tmp_path):
-    """Log-probabilities, losses, advantages, adapter: from the same start and completions."""
     model, server = served("llama")
     config = a_config(tmp_path, server.url, **ALGORITHMS[name])
-    remote = GRPOTrainer(str(model), config, reward_fn=likes_letters)
-    remote.weights.fetch()
-    save_adapter(remote.policy, remote.tokenizer, tmp_path / "start", {})
-    there = Recorder(remote)
-    remote.train(PROBLEMS)
-
-    options = {"backend": "local", "backend_url": None, "sft_adapter": tmp_path / "start"}
-    paths = {"run_dir": tmp_path / "run2", "output": tmp_path / "adapter2"}
-    local = GRPOTrainer(str(model), replace(config, **options, **paths), likes_letters, device=CPU)
-    here = Recorder(local, there.sampled)
-    local.train(PROBLEMS)
-
-    gaps = {"log-probability": apart(there.scored, here.scored)}
-    for metric in ("loss/policy", "optim/grad_norm"):
-        gaps[metric] = max(
-            abs(a[metric] - b[metric]) for a, b in zip(there.metrics, here.metrics, strict=True)
-        )
-    gaps["adapter"] = tensors_apart(config.output, tmp_path / "adapter2")
-    moved = tensors_apart(config.output, tmp_path / "start")
-    print(name, {what: f"{gap:.1e}" for what, gap in gaps.items()}, f"adapter moved {moved:.2g}")  # noqa: T201
-    for one, other in zip(there.advantages, here.advantages, strict=True):
-        assert torch.equal(one, other)
-    assert moved > 1e-2
+    gaps = compare_with_a_local_run(str(model), config, likes_letters)
+    assert gaps.pop("moved") > 1e-2
     assert max(gaps.values()) < 1e-4
 
 
@@ -557,3 +569,14 @@ def test_the_exported_adapter_gives_the_servers_log_probabilities(family, served
     print(family, f"log-probabilities apart by {max(gaps):.1e}")  # noqa: T201
     assert len(gaps) >= 8
     assert max(gaps) < 1e-4
+
+
+@pytest.mark.engine
+def test_smollm2_itself(served, smollm2, tmp_path):
+    """By its name, though the server has a folder; at a rate that is usual."""
+    _, server = served(smollm2)
+    options = {"learning_rate": 1e-4, "max_new_tokens": 12, "batch_size": 2}
+    config = a_config(tmp_path, server.url, **ALGORITHMS["grpo"] | options)
+    gaps = compare_with_a_local_run(smollm2, config, has_an_odd_length)
+    assert gaps.pop("moved") > 1e-4
+    assert max(gaps.values()) < 1e-3
