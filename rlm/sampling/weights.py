@@ -297,7 +297,7 @@ def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
 
 def _layers(decoder: PreTrainedModel) -> list[LlamaDecoderLayer]:
     """The layers of a decoder that has a fast path: those of FUSED_MODEL_TYPES are built alike."""
-    return list(cast("LlamaModel", decoder).layers)
+    return cast("list[LlamaDecoderLayer]", list(cast("LlamaModel", decoder).layers))
 
 
 class _FusedLayer:
@@ -331,7 +331,7 @@ class _FusedLayer:
         heads, rows = self.heads, x.shape[0]
         qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
         qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
         qk = self.ops.rotary_embedding(qk, *rotary)
