@@ -112,11 +112,14 @@ class Validations:
         return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
 
     def add(self, step: int, scores: ProblemScores) -> bool:
-        """Record a validation; return whether it is the best so far (of equals the later)."""
+        """Record a validation; return whether it is the best so far (of equals the later).
+
+        One whose accuracy fell is not, whatever its reward: `add_accuracy` comes first.
+        """
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         if step == 0:
             self.start = self.last
-        is_best = self.best is None or self.last.mean >= self.best.mean
+        is_best = self.best is None or (self.last.mean >= self.best.mean and not self.fall())
         if is_best:
             self.best = self.last
         return is_best
