@@ -88,7 +88,7 @@ def activation_bytes_by_two_layers(policy) -> int:
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
     """Make the trainer of a file and its memory plan, on the card that is pretended."""
-    monkeypatch.setattr(train_grpo, "base_model_hash", lambda name: "sha256:0")
+    monkeypatch.setattr(train_grpo, "base_model_hash", lambda *_, **__: "sha256:0")
     monkeypatch.setattr("rlm.training.memory_plan.activation_bytes", activation_bytes_by_two_layers)
 
     def plan(name, dtype=torch.bfloat16):

@@ -537,7 +537,7 @@ def test_a_process_of_another_run_is_refused(runs):
 
     def have_other_files():
         PROBLEMS.pop()
-        train_grpo.base_model_hash = lambda name: "another"
+        train_grpo.base_model_hash = lambda *_, **__: "another"
 
     before = (lambda: None, have_other_files)
     leader, other = runs.together("run", before=before, of_second=["--resume", "--seed=4"])

@@ -140,7 +140,7 @@ def gold_only(response, gold):
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr(train_grpo, "base_model_hash", lambda name: pytest.fail("it loads"))
+    monkeypatch.setattr(train_grpo, "base_model_hash", lambda *_, **__: pytest.fail("it loads"))
     with pytest.raises((TypeError, ValueError)) as refused:
         rlm.GRPOTrainer(**{"model_name": "smollm2-135m"} | arguments)
     assert message in str(refused.value)
