@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError, terminal
@@ -213,6 +212,8 @@ def load_replicas(
 
 def _adapter_switch(model: PreTrainedModel) -> Callable[[str | None], None]:
     """Return a `set_adapter` that does nothing if the adapter (None: none) is already active."""
+    from peft import PeftModel  # not above: rlm.model imports bitsandbytes before it
+
     active: str | None = ""
 
     def set_adapter(name: str | None) -> None:
