@@ -219,20 +219,22 @@ def _read_yaml(path: str) -> list[Row]:
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
     """Check and convert the rows of a layer; `typed`: they are from the command line.
 
-    Files of other programs are read too: their -1 (not set) is skipped under their own names, and
-    all the keys that are not known here are named at once.
+    Files of other programs are read too: their -1 and their empty values (not set) are skipped
+    under their own names, and all mistakes are named at once.
     """
     values, by_key = {}, {key: option for option in options for key in option.keys}
-    unknown = []
+    where, mistakes = "", []
     for where, key, value in rows:
         option = by_key.get(with_underscores(str(key)))
         if option is None:
             if value == -1 and with_underscores(str(key)) in read_table("synonyms"):
                 continue
             said = hint(str(key), {name: option.name for name, option in by_key.items()})
-            unknown.append(f"{where}: unknown key {key!r}{said}")
+            mistakes.append(f"{where}: unknown key {key!r}{said}")
             continue
-        if value == -1 and with_underscores(str(key)) != option.name and not option.allows(-1):
+        takes_none = NoneType in members_of(option.kind)
+        is_unset = not takes_none if value is None else value == -1 and not option.allows(-1)
+        if is_unset and with_underscores(str(key)) != option.name:
             continue
         if option.bare is not None and isinstance(value, bool):  # as if typed without a value
             value = option.bare if value else option.default
@@ -248,9 +250,11 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
         except (ValueError, OverflowError):
             got = ",".join(value) if typed and isinstance(value, list) else value
             expects = option.expects if typed else option.expects.replace(",...", " list")
-            raise UsageError(f"{label}: expected {expects}, got {got!r:.80}") from None
-    if unknown:
-        raise UsageError(" | ".join(unknown))
+            mistakes.append(f"{label}: expected {expects}, got {got!r:.80}")
+    if mistakes:
+        file = where.rpartition(":")[0]  # named once
+        others = (mistake.removeprefix(file) for mistake in mistakes[1:])
+        raise UsageError(" | ".join([mistakes[0], *others]))
     return values
 
 

@@ -24,6 +24,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
+_HASHES = re.compile(r"\n\s*####[^\n]*\Z")
 _SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
@@ -401,9 +402,10 @@ def _read_completion(text: str, rest: Row) -> dict[str, str]:
 
 
 def without_tags(solution: str) -> str:
-    """The text inside `<think>` tags, where a solution has some, else all of it."""
+    """The text inside `<think>` tags, where a solution has some, else all but a line `#### 5` that
+    ends it."""
     reasoning, _ = split_completion(solution)
-    return (solution if reasoning is None else reasoning).strip()
+    return (_HASHES.sub("", solution) if reasoning is None else reasoning).strip()
 
 
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}

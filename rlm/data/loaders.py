@@ -125,6 +125,11 @@ def load_problems(
     if name == "rollouts" and not rest:
         raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
     path = Path(rest) if colon and not is_config(name, rest) else None
+    if path and name in CONFIGS and not path.exists():
+        raise UsageError(
+            f"cannot read the data file {path}: No such file or directory; the configs of {name} "
+            f"are {', '.join(CONFIGS[name])}"
+        )
     options["config"] = rest if colon and path is None else None
     problems = _load_published(name, path, split, max_samples, **options)
     if split == "train":

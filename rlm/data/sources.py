@@ -53,6 +53,8 @@ def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
         UsageError: the file cannot be read, or its ending is none of READERS.
     """
     suffix = path.name.lower().removesuffix(".gz")
+    if not path.exists():
+        raise UsageError(f"cannot read the data file {path}: No such file or directory")
     reader = next((read for ending, read in READERS.items() if suffix.endswith(ending)), None)
     if reader is None:
         raise UsageError(

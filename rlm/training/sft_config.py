@@ -131,7 +131,7 @@ class SFTConfig:
         if self.batch_size % self.micro_batch:
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
-                f"{self.micro_batch}"
+                f"{self.micro_batch}: add --micro-batch {math.gcd(self.batch_size, self.micro_batch)}"
             )
         if self.adapter and self.lora_dropout:
             raise ValueError("--lora-dropout is for a new adapter; --adapter keeps its own")

@@ -475,8 +475,12 @@ def test_a_number_that_is_not_set_is_skipped_in_files_of_other_programs(tmp_path
     from rlm.training import SFTConfig
 
     file = tmp_path / "theirs.yaml"
-    file.write_text("max_steps: -1\nnum_train_epochs: 3.0\nreport_to: [none]\n")
+    theirs = "max_steps: -1\nnum_train_epochs: 3.0\nreport_to: [none]\nresume_from_checkpoint:\n"
+    file.write_text(theirs)
     assert parse(SFTConfig, ["--config", str(file)]).epochs == 3
+    file.write_text("resume:\nzzz: 1\n")
+    with pytest.raises(UsageError, match=r":1: resume: expected bool, got None \| .*:2: .*'zzz'"):
+        parse(SFTConfig, ["--config", str(file)])
     file.write_text("max_steps: 5\nzzz: -1\n")
     with pytest.raises(UsageError, match=r":1: unknown key 'max_steps'.* \| .*:2: .*'zzz'"):
         parse(SFTConfig, ["--config", str(file)])

@@ -452,6 +452,12 @@ def test_a_worked_solution_without_tags(completion, answer, solution):
     assert (problem.answer, problem.solution) == (answer, solution)
 
 
+def test_a_solution_ends_before_its_answer():
+    """GSM-Plus has the answer in both columns."""
+    rows = [{"question": "2 + 3?", "answer": "5", "solution": "#### Step\n2+3=5\n#### 5"}]
+    assert as_problems(rows)[0].solution == "#### Step\n2+3=5"
+
+
 def test_a_prompt_without_an_assistant_needs_an_answer():
     assert read_chat({"messages": [USER], "answer": "5"}) == {"question": "2 + 3?", "answer": "5"}
     with pytest.raises(UsageError, match="no field answer or response"):
