@@ -36,6 +36,7 @@ from rlm.cli.flags import (
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
+LONG_DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 Row = tuple[str, Any, Any]  # where it is written, key, value
 
 
@@ -181,6 +182,10 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
                 flags[with_dashes(f"no-{key}")] = f"--no-{option.spelling[2:]}"
 
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
+    for name, *_ in tokens:
+        option = f"--{name.lstrip('-' + LONG_DASHES).replace('_', '-')}"
+        if name.startswith(tuple(LONG_DASHES)) and option in flags:  # copied from a page
+            raise UsageError(f"{name} begins with a long dash: type {option}")
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
     for name in ("--config", "--preset"):
@@ -189,6 +194,8 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
         name, said = token.partition("=")[0], ": type the name of its option before it"
+        if names:
+            said = f": put a{names} of several words in quotes"
         before = known[["".join(parts) for parts in known].index(token) - 1][0]
         if any(before == option.spelling and bool in members_of(option.kind) for option in options):
             said = f": {before} takes no value"

@@ -129,9 +129,10 @@ class SFTConfig:
         check_values(self)
         check_project(self.wandb_project, self.tracker)
         if self.batch_size % self.micro_batch:
+            divisor = math.gcd(self.batch_size, self.micro_batch)
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
-                f"{self.micro_batch}: add --micro-batch {math.gcd(self.batch_size, self.micro_batch)}"
+                f"{self.micro_batch}: add --micro-batch {divisor}"
             )
         if self.adapter and self.lora_dropout:
             raise ValueError("--lora-dropout is for a new adapter; --adapter keeps its own")
