@@ -511,7 +511,8 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
     options += ["--max-new-tokens", "100", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
     with server_process(tmp_path, *options) as (process, url, said):
         said_first, _, rest = said.partition(f"loading {weights / 'final_rlm_lora'} …\n")
-        assert said_first.startswith("API key for this run") and "ready: " in rest
+        assert said_first.startswith("API key for this run")
+        assert "ready: " in rest
         key = re.search(r"shown once: (\S+)", said)[1]
         lines = iter(process.stdout.readline, "")  # one may be about the batch
         assert any("NGROK_AUTHTOKEN" in line for line in lines)  # no tunnel, and it continues
