@@ -31,8 +31,9 @@ def on_files(files: Any, config: Any) -> Any:
             COPIED[there] = path
             if language := CODE.get(Path(path).suffix):
                 code = (ROOT / path).read_text(encoding="utf-8")
-                text = f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n`````{language}\n{code}`````\n"
-                files.append(File.generated(config, there, content=text))
+                text = f"# {path}\n\n`````{language}\n{code}`````\n"
+                unlisted = "---\nsearch: {exclude: true}\n---\n"  # search finds words of pages
+                files.append(File.generated(config, there, content=unlisted + text))
             else:
                 files.append(File.generated(config, there, abs_src_path=str(ROOT / path)))
                 waiting += [path] if path.endswith(".md") else []
