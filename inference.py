@@ -38,8 +38,9 @@ from rlm.reasoner import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
+    from rlm.reasoner import ReasoningModel
     from rlm.sampling import StructuredOutputs
 
 GGUF_TYPES = ("f16", "q8_0")
@@ -141,7 +142,7 @@ class InferenceConfig:
 
 def generate_reasoning(
     prompt: str,
-    model: PreTrainedModel,
+    model: ReasoningModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_new_tokens: int = 512,

@@ -269,7 +269,7 @@ async def _watch(
             except TunnelError as error:
                 terminal.line(f"{error}\nno public URL; the local server continues")
         while service.engine.state != "dead":
-            if service.public_url and not tunnel.is_up:
+            if tunnel and service.public_url and not tunnel.is_up:
                 await tunnel.close()
                 service.public_url = None
                 terminal.line("public: the tunnel is closed")

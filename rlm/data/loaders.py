@@ -96,12 +96,11 @@ def load_problems(
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
     options = {"keep_code": keep_code, "calculator_marks": calculator_marks}
-    own = {"columns": columns, "rows": rows}
     parts = dataset_parts(dataset)
     if len(parts) > 1:
-        choice = {"max_samples": max_samples, "seed": seed, **options}
+        load = partial(load_problems, split=split, max_samples=max_samples, seed=seed, **options)
         mixed = [
-            load_problems(part, split, **choice, **({} if is_named(part) else own))
+            load(part) if is_named(part) else load(part, columns=columns, rows=rows)
             for part in parts
         ]
         return _mix(mixed, split, seed)
@@ -129,8 +128,8 @@ def load_problems(
             f"cannot read the data file {path}: No such file or directory; the configs of {name} "
             f"are {', '.join(CONFIGS[name])}"
         )
-    options["config"] = rest if colon and path is None else None
-    problems = _load_published(name, path, split, max_samples, **options)
+    config = rest if colon and path is None else None
+    problems = _load_published(name, path, split, max_samples, config=config, **options)
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems[:max_samples]
