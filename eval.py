@@ -21,8 +21,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlm.cli import Interrupted, UsageError, run_main, terminal, to_dict
+from rlm.cli import Interrupted, UsageError, required, run_main, terminal, to_dict
 from rlm.data import Problem, drop_long_prompts, load_problems, render_problem
 from rlm.evaluation import (
     EvaluateConfig,
@@ -37,6 +38,10 @@ from rlm.evaluation import (
 from rlm.rewards import Scorer, load_reward
 from rlm.tools import Calculator, Tool, load_tool
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
 
 
@@ -47,9 +52,13 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     evaluated = {problem.question for problem in problems}
     try:
         count = config.few_shot + len(problems)  # spare ones, because some may have to be left out
-        choice = {"seed": config.seed, "calculator_marks": config.tool == Calculator.name}
-        choice["columns"] = config.columns
-        train = load_problems(config.dataset, "train", max_samples=count, **choice)
+        train = load_problems(
+            required(config.dataset, "--dataset"),
+            max_samples=count,
+            seed=config.seed,
+            columns=config.columns,
+            calculator_marks=config.tool == Calculator.name,
+        )
         usable = [p for p in train if p.solution and p.question not in evaluated]
         if len(usable) < config.few_shot:
             raise UsageError(f"--dataset {config.dataset} has too few worked examples")
@@ -61,7 +70,10 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
 
 
 def fit_window(
-    config: EvaluateConfig, tokenizer, window: int | None, problems: Sequence[Problem]
+    config: EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    window: int | None,
+    problems: Sequence[Problem],
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
     """Return the problems whose prompts fit into the model's window, and the few-shot examples if
     they fit too; print what is left out."""
@@ -78,10 +90,10 @@ def fit_window(
 
 def evaluate_row(
     name: str,
-    model,
-    tokenizer,
-    problems: list[Problem],
-    examples,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    examples: Sequence[tuple[str, str]],
     config: EvaluateConfig,
     kinds: Sequence[str] = ("greedy", "sampled"),
     record: RowRecord | None = None,
@@ -168,7 +180,8 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
             open and there is no reward.
     """
     if config.reward:
-        scorer = Scorer(load_reward(config.reward), config.reasoning_format)
+        tags = required(config.reasoning_format, "--reasoning-format")
+        scorer = Scorer(load_reward(config.reward), tags)
         scorer.check_columns(problems)
         return scorer
     if all(problem.answer_type == "open" for problem in problems):
@@ -182,8 +195,10 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         return audit_run(config.run_dir, config.output, config.max_samples)
+    model_name, dataset = required(config.model, "--model"), required(config.dataset, "--dataset")
+    split = required(config.split, "--split")
     choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
-    problems = load_problems(config.dataset, config.split, **choice)
+    problems = load_problems(dataset, split, **choice)
     tool, scorer = load_tool(config.tool), make_scorer(config, problems)
     from rlm.model import (  # with torch, which no mistake above waits for
         EMBEDDED_MODEL,
@@ -196,23 +211,24 @@ def main(config: EvaluateConfig) -> int:
         pick_device,
         prepare_process,
         same_weights,
+        take_adapters_off,
     )
 
     prepare_process()
-    device, weights = pick_device(), base_model_hash(config.model)
+    device, weights = pick_device(), base_model_hash(model_name)
     for path in config.adapters.values():
-        check_base(path, config.model, weights)
+        check_base(path, model_name, weights)
     pairs = combinations(config.adapters.items(), 2)
     same = [[a, b] for (a, one), (b, other) in pairs if same_weights(one, other)]
     for pair in same:
         terminal.line(f"{' and '.join(pair)} hold the same weights: their rows will be the same")
-    tokenizer, journal = load_tokenizer(config.model), open_journal(config.output, config.resume)
-    base = load_base(config.model, device, quantize=config.quantize)
+    tokenizer, journal = load_tokenizer(model_name), open_journal(config.output, config.resume)
+    base = load_base(model_name, device, quantize=config.quantize)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
-    data = f"{config.dataset}, {config.split}, n = {len(problems)}"
-    terminal.line(f"{data}; {config.model} on {device}")
-    rows = [("base", (), None)]
+    data = f"{dataset}, {split}, n = {len(problems)}"
+    terminal.line(f"{data}; {model_name} on {device}")
+    rows: list[tuple[str, Sequence[tuple[str, str]], Path | None]] = [("base", (), None)]
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
     rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
@@ -223,14 +239,14 @@ def main(config: EvaluateConfig) -> int:
             row = (name, model, tokenizer, problems, shown, config)
             record = RowRecord(journal, name, origin)
             results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
-            base = model.unload() if adapter else base  # nothing was merged
+            base = take_adapters_off(model)  # nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:
             raise
         drawn = "; ".join(journal.rows)
         raise Interrupted(signal.SIGINT, f"{journal.path} has: {drawn}") from None
 
-    note = EMBEDDED_NOTE if config.model == EMBEDDED_MODEL else ""
+    note = EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
     made_with |= {"left_out": asked - len(problems)}  # too long for the model
     made_with |= {"same_weights": same}

@@ -14,7 +14,7 @@ from rlm.cli import CONSOLE, UsageError, print_stderr, run_main
 __all__ = ["COMMANDS", "main"]
 
 # Command → script, and options that come before the user's.
-COMMANDS = {command: (script,) for script, command in CONSOLE.items()}
+COMMANDS: dict[str, tuple[str, ...]] = {command: (script,) for script, command in CONSOLE.items()}
 COMMANDS["doctor"] = ("train_grpo", "--doctor")
 FOLDER = Path(__file__).parents[1]  # the checkout, or site-packages: the scripts lie there
 HELP = """usage: rlm COMMAND [options]
@@ -68,6 +68,8 @@ def main() -> NoReturn:
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]
     spec = spec_from_file_location("__main__", FOLDER / f"{script}.py")
+    assert spec is not None  # known from the ending, as its loader
+    assert spec.loader is not None
     module = sys.modules["__main__"] = module_from_spec(spec)
     module.__spec__ = None  # as of a script: child processes find it by its file
     spec.loader.exec_module(module)  # runpy would overwrite sys.argv[0], the name in messages

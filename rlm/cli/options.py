@@ -201,6 +201,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             said = f": {before} takes no value"
         if token.startswith("-"):
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
+            said = said or "; --help lists the options"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 

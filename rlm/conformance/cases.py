@@ -97,4 +97,5 @@ def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:
             return None
         total = total + loss
     total.backward()
+    assert logprobs.grad is not None  # each row is in a part
     return {"loss": total.item(), "gradient": logprobs.grad.tolist()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -66,8 +65,7 @@ def _distance(answer: Any, expected: Any, exact: bool) -> float:
 
 def place(source: ModuleType, line: str) -> str:
     """Locate a line in the installed source: package/file.py:number."""
-    file = inspect.getsourcefile(source)
-    for number, text in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(inspect.getsource(source).splitlines(), start=1):
         if line in text:
             return f"{source.__name__.replace('.', '/')}.py:{number}"
     return f"{source.__name__.replace('.', '/')}.py (the line has changed)"

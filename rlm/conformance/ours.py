@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ def _batch(rollouts: list[Rollout]) -> MicroBatch:
     return batch
 
 
-FORMULAS: dict[str, Any] = {
+FORMULAS: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "advantages": _advantages,
     "maxrl_advantages": _maxrl_advantages,
     "topr_advantages": _topr_advantages,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl.trainer.grpo_trainer as SOURCE
 from torch import Tensor
-from trl import GRPOConfig
-from trl.rewards import get_soft_overlong_punishment
+from trl.rewards.other_rewards import get_soft_overlong_punishment
+from trl.trainer.grpo_config import GRPOConfig
 
 LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}
 DEFAULTS = {option.name: option.default for option in fields(GRPOConfig)}
@@ -53,7 +53,9 @@ class Accelerator:
         return x
 
 
-def _trainer(processes: int = 1, args: dict[str, Any] | None = None, **own: Any) -> SimpleNamespace:
+def _trainer(
+    processes: int = 1, args: dict[str, Any] | None = None, **own: Any
+) -> SOURCE.GRPOTrainer:
     """Return a `self` for the methods: TRL's defaults, overridden by `own`."""
     options = DEFAULTS | (args or {})
     switched_off = ("_entropy_bonus_enabled", "use_adaptive_entropy", "aux_loss_enabled", "tools")
@@ -68,13 +70,13 @@ def _trainer(processes: int = 1, args: dict[str, Any] | None = None, **own: Any)
         **dict.fromkeys(("environment_factories", "environments", "pad_to_multiple_of")),
         **dict.fromkeys(switched_off, False),
     }
-    return SimpleNamespace(**options | rest | own)
+    return cast("SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own))  # all they read
 
 
 def _score(
     completions: list[list[int]],
     rewards: Tensor | None = None,
-    logprobs: tuple[Tensor, Tensor] = (None, None),
+    logprobs: tuple[Tensor | None, Tensor | None] = (None, None),
     **options: Any,
 ) -> dict[str, Tensor]:
     """Return TRL's result for sampled completions.

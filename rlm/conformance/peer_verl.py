@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import verl.trainer.ppo.core_algos as SOURCE
+
+# verl is in no extra: it brings its own torch.
+import verl.trainer.ppo.core_algos as SOURCE  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-from verl.utils.torch_functional import get_response_mask
-from verl.workers.config import ActorConfig
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights  # pyright: ignore[reportMissingImports]
+from verl.utils.torch_functional import get_response_mask  # pyright: ignore[reportMissingImports]
+from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImports]
 
 AGGREGATIONS = {
     "sequence": "seq-mean-token-mean",

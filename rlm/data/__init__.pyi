@@ -25,6 +25,7 @@ from .problem import example_questions as example_questions
 from .prompts import FORMATS as FORMATS
 from .prompts import IGNORE_INDEX as IGNORE_INDEX
 from .prompts import Format as Format
+from .prompts import backend_tokenizer as backend_tokenizer
 from .prompts import drop_long_prompts as drop_long_prompts
 from .prompts import encode_text as encode_text
 from .prompts import end_of_turn_id as end_of_turn_id

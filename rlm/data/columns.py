@@ -130,7 +130,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
     'question from prompt, answer from target'
     """
-    names = {column: column for column in row} | columns  # a field of ours → its column
+    names = {**{column: column for column in row}, **columns}  # a field of ours → its column
     solution = names.get("solution")
     chat = next((name for name in CHAT_FIELDS if row.get(name) is not None), None)
     question = chat or _first(names, QUESTION_FIELDS)
@@ -301,9 +301,9 @@ def read_choices(row: Row) -> Row:
     labels, texts = _choices(row)
     answer = next((row[name] for name in ANSWER_FIELDS if row.get(name) is not None), None)
     question = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
-    is_boolean = isinstance(answer, str) and answer.strip().lower() in BOOLEANS
-    if is_boolean and not texts and row.get("answer_type") in (None, "choice"):
-        texts, answer = [*BOOLEANS], answer.strip().lower()
+    lowered = answer.strip().lower() if isinstance(answer, str) else None
+    if lowered in BOOLEANS and not texts and row.get("answer_type") in (None, "choice"):
+        texts, answer = [*BOOLEANS], lowered
     if not texts or answer is None or not isinstance(question, str):
         return row
     if len(texts) > len(LETTERS):
@@ -351,7 +351,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     found = _parsed(found)
     if isinstance(found, str):
         found = _split_choices(found)
-    labels: Sequence[Any] = LETTERS[: len(found)] if isinstance(found, Sequence) else ()
+    labels: object = None
     if isinstance(found, Mapping):
         texts, labels = found.get("text"), found.get("label")
         if texts is None:  # {"A": "water", "B": "rock"}
@@ -365,6 +365,8 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     if [match and match[1].upper() for match in matches] == [*LETTERS[: len(texts)]]:
         texts = [text[match.end() :] for text, match in zip(texts, matches, strict=True) if match]
     labels = LETTERS[: len(texts)] if labels is None else labels
+    if not isinstance(labels, Sequence):
+        raise ValueError("the labels of the choices are no list")
     return [str(label) for label in labels], texts
 
 
@@ -405,7 +407,7 @@ def _read_completion(text: str, rest: Row) -> dict[str, str]:
     found = {} if parse_number(solution) is not None else {"solution": solution}
     if not any(rest.get(name) is not None for name in ("answer", "response")):
         verdict = grade(text, None, strict=False)
-        if not verdict.is_answer:
+        if not verdict.is_answer or verdict.answer is None:
             raise LeftOut("with a completion that ends with no number")
         is_plain = parse_number(verdict.answer) is not None  # "3 * 4 = 12" is not
         found["answer"] = verdict.answer if is_plain else str(verdict.value)
@@ -435,10 +437,13 @@ def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
     found = []
     for message in messages:
         role = message["role"] if "role" in message else message["from"]
+        if not isinstance(role, str):
+            raise ValueError(f"the role of a message is no text: {str(role)[:40]!r}")
         text = message["content"] if "content" in message else message.get("value")
         if isinstance(text, list):  # parts, of which all may be text
-            parts = [part.get("text") if isinstance(part, Mapping) else None for part in text]
-            text = "\n".join(parts) if parts and all(isinstance(p, str) for p in parts) else None
+            parts = [part.get("text") for part in text if isinstance(part, Mapping)]
+            texts = [part for part in parts if isinstance(part, str)]
+            text = "\n".join(texts) if texts and len(texts) == len(text) else None
         if not isinstance(text, str):
             raise LeftOut("with a message that is not text")
         found.append((ROLES.get(role, role), text))

@@ -27,7 +27,6 @@ import difflib
 import random
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -97,12 +96,11 @@ def load_problems(
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
     options = {"keep_code": keep_code, "calculator_marks": calculator_marks}
-    own = {"columns": columns, "rows": rows}
     parts = dataset_parts(dataset)
     if len(parts) > 1:
-        choice = {"max_samples": max_samples, "seed": seed, **options}
+        load = partial(load_problems, split=split, max_samples=max_samples, seed=seed, **options)
         mixed = [
-            load_problems(part, split, **choice, **({} if is_named(part) else own))
+            load(part) if is_named(part) else load(part, columns=columns, rows=rows)
             for part in parts
         ]
         return _mix(mixed, split, seed)
@@ -130,8 +128,8 @@ def load_problems(
             f"cannot read the data file {path}: No such file or directory; the configs of {name} "
             f"are {', '.join(CONFIGS[name])}"
         )
-    options["config"] = rest if colon and path is None else None
-    problems = _load_published(name, path, split, max_samples, **options)
+    config = rest if colon and path is None else None
+    problems = _load_published(name, path, split, max_samples, config=config, **options)
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems[:max_samples]
@@ -154,14 +152,15 @@ def check_dataset(dataset: str) -> None:
             raise _unknown(part)
 
 
-def peek_problems(dataset: str, columns: str | None) -> list[Problem]:
-    """Return the good rows of the user's own files, to see their columns: nothing is said of the
-    bad ones, and of a large file or another data set there are none."""
-    found: list[Problem] = []
-    for part in filter(is_local_file, dataset_parts(dataset)):
-        with suppress(UsageError):
-            found += peek_file(part, parse_columns(columns))
-    return found
+def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
+    """Return the problems of the user's own files, before torch is imported; none of a large file
+    or another data set.
+
+    Raises:
+        UsageError: rows are bad.
+    """
+    files = filter(is_local_file, dataset_parts(dataset))
+    return [p for file in files for p in peek_file(file, parse_columns(columns), rows)]
 
 
 def dataset_name(dataset: str) -> str:

@@ -83,11 +83,12 @@ class NotAnAnswer(ValueError):
 
 def answer_types(problems: Iterable[Problem]) -> tuple[AnswerType, ...]:
     """The kinds of answer in a data set, the most frequent first."""
-    return tuple(kind for kind, _ in Counter(p.answer_type for p in problems).most_common())
+    counts = Counter[AnswerType](p.answer_type for p in problems)
+    return tuple(kind for kind, _ in counts.most_common())
 
 
 def parse_rows(
-    rows: Iterable[tuple[int, bytes | Row]],
+    rows: Iterable[tuple[int, bytes | Row | Problem]],
     source: str,
     prefix: str,
     parse: Callable[[Row, str], Sequence[Problem]],
@@ -98,6 +99,7 @@ def parse_rows(
     """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
 
     Args:
+        rows: bytes are one of JSON; a Problem stays as it is.
         parse: (row, id if it has none) → its problems; raises ValueError for a bad row, LeftOut for
             one that is not wanted.
         limit: stop at so many problems.
@@ -110,13 +112,14 @@ def parse_rows(
     """
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
-    row: bytes | Row = {}
+    row: bytes | Row | Problem = {}
     layout, with_system = "", 0
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
-            renamed = rename_columns(row, columns) if columns else row
-            for problem in parse(renamed, f"{prefix}-{number}"):
+            renamed = {} if isinstance(row, Problem) else rename_columns(row, columns or {})
+            made = [row] if isinstance(row, Problem) else parse(renamed, f"{prefix}-{number}")
+            for problem in made:
                 if problem.id in problems:
                     raise ValueError(f"the id is there twice: {problem.id!r}")
                 problems[problem.id] = problem
@@ -166,7 +169,9 @@ def plain_question(question: str) -> str:
     return " ".join(question.casefold().split())
 
 
-def _refusal(source: str, number: int, error: Exception, how_many: str, row: bytes | Row) -> str:
+def _refusal(
+    source: str, number: int, error: Exception, how_many: str, row: bytes | Row | Problem
+) -> str:
     """Say in one line why a file of bad rows is refused, and what its columns are."""
     text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
@@ -218,8 +223,9 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
     rows = list(dataset)
     if not rows:
         raise UsageError(f"{name} is empty: {NEEDED}")
-    if all(isinstance(row, Problem) for row in rows):
-        return rows
+    problems = [row for row in rows if isinstance(row, Problem)]
+    if len(problems) == len(rows):
+        return problems
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Problem | Mapping):
             raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
@@ -229,11 +235,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
     has_answer_inside = bool(ANSWER_INSIDE & columns.keys())
     if not has_answer_inside and not all(columns.keys() & {*fields} for fields in needed):
         raise UsageError(f"{name} has the columns {', '.join(map(str, columns))}: {NEEDED}")
-
-    def parse(row: Problem | Row, default_id: str) -> Sequence[Problem]:
-        return [row] if isinstance(row, Problem) else parse_row(row, default_id)
-
-    return parse_rows(enumerate(rows, 1), name, name, parse, columns={})
+    return parse_rows(enumerate(rows, 1), name, name, parse_row, columns={})
 
 
 def _decode(line: bytes) -> Row:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain, cycle, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rlm.cli import UsageError, find_choice, print_once, terminal
 from rlm.grading import AnswerType, Verdict, grade, without_boxes
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerBase
+    from tokenizers import Tokenizer
+    from transformers import AddedToken, PreTrainedTokenizerBase
 
     from rlm.data.problem import Problem
 
@@ -144,7 +144,7 @@ def _render_template(
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             messages,
             chat_template=STRFTIME_NOW + tokenizer.get_chat_template(),
             tokenize=False,
@@ -152,6 +152,7 @@ def _render_template(
             date_string=TODAY.strftime("%d %b %Y"),
             rlm_dates=DATES,
         )
+        return cast("str", rendered)  # what it is follows from tokenize
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         # It can refuse, such as a system role.
         raise UsageError(
@@ -185,6 +186,23 @@ def encode_text(
     """Ids of a text. Special tokens in it stay plain text, unless we or the template wrote it."""
     with _ENCODING:
         return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special)
+
+
+def backend_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """The tokenizer of the tokenizers library in one of transformers.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise UsageError(
+            f"the tokenizer of {tokenizer.name_or_path!r} is none of the tokenizers library (no "
+            "tokenizer.json): unsupported"
+        )
+    return backend
 
 
 def render_prompt(
@@ -331,7 +349,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for token in encode_text(tokenizer, rendered.rpartition(_PLACE)[2], special=True):
         if token in tokenizer.all_special_ids:
             return token
-    if tokenizer.eos_token_id is None:
+    if not isinstance(tokenizer.eos_token_id, int):
         raise UsageError(f"the tokenizer of {tokenizer.name_or_path!r} has no end token")
     return tokenizer.eos_token_id
 
@@ -346,7 +364,7 @@ def render_completion(
     """
     text = format.completion(reasoning, answer)
     ids = encode_text(tokenizer, text)
-    if tokenizer.decode(ids).strip() != text:
+    if str(tokenizer.decode(ids)).strip() != text:
         raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path!r} does not give {text[:40]!r}… back"
         )
@@ -397,5 +415,5 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object
     return frozenset(
         token
         for token in (tokenizer.eos_token_id, end_of_turn_id(tokenizer), *listed)
-        if token is not None
+        if isinstance(token, int)
     )

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlm.cli import UsageError
 from rlm.data.columns import CHAT_FIELDS
@@ -78,7 +78,7 @@ def pyarrow_error() -> type[Exception]:
     return pyarrow.ArrowException if pyarrow else ValueError
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> io.BufferedIOBase:
     return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
 
 
@@ -229,26 +229,27 @@ def _saved_splits(path: str) -> dict[str, Any]:
     import datasets
 
     found = datasets.load_from_disk(path)
-    return found if isinstance(found, dict) else {"train": found}
+    splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+    return {str(name): split for name, split in splits.items()}
 
 
 @contextmanager
 def _reaching_hub(name: str, path: str) -> Iterator[None]:
     """Look in the cache at once where the hub does not answer; a failure is one line."""
-    import datasets
     import httpx2
+    from datasets import config, exceptions
     from huggingface_hub import HfApi
 
-    was_offline = datasets.config.HF_HUB_OFFLINE
+    was_offline = config.HF_HUB_OFFLINE
     try:
         if not Path(path).is_dir():
             try:
                 HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
             except (OSError, httpx2.HTTPError):  # a refusal comes up again below
                 # load_dataset would retry for 23 s before it looks in its cache.
-                datasets.config.HF_HUB_OFFLINE = True
+                config.HF_HUB_OFFLINE = True
         yield
-    except (OSError, ValueError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, httpx2.HTTPError, exceptions.DatasetsError) as error:
         offline = isinstance(error, ConnectionError)
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
         local = f"--dataset {name}:PATH" if name in HUB else "--dataset DIRECTORY"
@@ -257,4 +258,4 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
             f"({local} for downloaded files)"
         ) from error
     finally:
-        datasets.config.HF_HUB_OFFLINE = was_offline
+        config.HF_HUB_OFFLINE = was_offline

@@ -172,7 +172,8 @@ MAX_NUMBER_DRAWS = 10_000
 # A problem falls in its split with probability 0.1 at least, so this only runs out on repeats.
 MAX_PROBLEM_DRAWS = 2_000
 
-NUMBER_WORDS = dict(enumerate(("two", "three", "four", "five", "six", "seven", "eight", "nine"), 2))
+_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
+NUMBER_WORDS: dict[int | Fraction, str] = dict(enumerate(_WORDS, 2))
 
 _SENTENCE_BREAK = re.compile(r"(?<=[.?]) ")
 _SPELLABLE = re.compile(r"(?<=[a-z] )\{\w+\}(?= [a-z{])")  # "buys {count} pens", not "${count}"

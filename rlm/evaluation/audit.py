@@ -60,34 +60,37 @@ class MathVerify:
         return importlib.util.find_spec("math_verify") is not None
 
     def __call__(self, gold: str, text: str) -> bool | None:
-        ready = self._process is not None
-        if not ready:
+        ready, process = True, self._process
+        if process is None:
             command, pipe = [sys.executable, "-c", WORKER], subprocess.PIPE
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
             )
-            ready = bool(self._line(START_LIMIT))
+            ready = bool(_line(process, START_LIMIT))
+        assert process.stdin  # a pipe
         with suppress(BrokenPipeError):  # the worker died
-            self._process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
-            self._process.stdin.flush()
-        line = self._line(self.time_limit) if ready else ""
+            process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
+            process.stdin.flush()
+        line = _line(process, self.time_limit) if ready else ""
         if not line:
             self.timeouts += 1
             self.close()
             return None
         return json.loads(line)
 
-    def _line(self, seconds: float) -> str:
-        """Return the worker's next line; "" after a time-out or if the worker died."""
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._process.stdout, selectors.EVENT_READ)
-            return self._process.stdout.readline() if ready.select(seconds) else ""
-
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _line(process: subprocess.Popen[str], seconds: float) -> str:
+    """Return the process's next line; "" after a time-out or if it died."""
+    assert process.stdout  # a pipe
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        return process.stdout.readline() if ready.select(seconds) else ""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import UsageError, check_values, command_of, flag, terminal
+from rlm.cli import UsageError, check_values, command_of, flag, required, terminal
 from rlm.data import FORMATS, Format, dataset_parts, needs_hub, own_files
 from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo
 
@@ -150,7 +150,8 @@ class EvaluateConfig:
     @property
     def format(self) -> Format:
         """Tags and system prompt."""
-        return FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
+        tags = required(self.reasoning_format, "--reasoning-format")
+        return FORMATS[tags].with_prompt(self.system_prompt)
 
     @property
     def adapters(self) -> dict[str, Path]:

@@ -164,7 +164,7 @@ def evaluate(
     groups = sampler.sample(prompts, k, params, seeds, on_finish)
 
     def graded(problem: Problem, drawn: Completion) -> Graded:
-        text = tokenizer.decode(drawn.token_ids, skip_special_tokens=True)
+        text = str(tokenizer.decode(drawn.token_ids, skip_special_tokens=True))
         return grade_completion(text, len(drawn.token_ids), drawn.truncated, problem, format)
 
     pairs = zip(problems, groups, strict=True)
@@ -176,5 +176,5 @@ def grade_completion(
 ) -> Graded:
     """Grade a completion of a problem strictly and leniently."""
     format = format.with_answer_type(problem.answer_type)
-    verdicts = [format.grade(text, problem.answer, strict=strict) for strict in (True, False)]
-    return Graded(text, *verdicts, tokens, truncated)
+    strict, lenient = (format.grade(text, problem.answer, strict=flag) for flag in (True, False))
+    return Graded(text, strict, lenient, tokens, truncated)

@@ -61,7 +61,7 @@ def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
 
 def _training(run: Mapping[str, Any], data: list[str]) -> list[str]:
     config = run.get("config", {})
-    stage = {"sft": "supervised fine-tuning", "grpo": "GRPO"}.get(run.get("stage"), "unknown")
+    stage = {"sft": "supervised fine-tuning", "grpo": "GRPO"}.get(run.get("stage", ""), "unknown")
     lines = [f"- Stage: {stage}, on {' + '.join(data) or 'unknown data'}."]
     if run.get("stage") == "grpo" and "group_size" in config:
         lines.append(

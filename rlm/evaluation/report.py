@@ -38,9 +38,9 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
     if terminal.console.is_terminal:
         terminal.console.print(table)
     else:  # no line limit in a file
-        wide = Console(width=200, file=io.StringIO(), highlight=False)
-        wide.print(table)
-        terminal.line("\n".join(map(str.rstrip, wide.file.getvalue().splitlines())))
+        text = io.StringIO()
+        Console(width=200, file=text, highlight=False).print(table)
+        terminal.line("\n".join(map(str.rstrip, text.getvalue().splitlines())))
 
 
 def percent(interval: Mapping[str, float]) -> str:
@@ -140,8 +140,9 @@ def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
     compared = {}
     if a.rewards is not None and b.rewards is not None:
         pairs = zip(a.reward_per_problem(), b.reward_per_problem(), strict=True)
-        if judged := [pair for pair in pairs if None not in pair]:
-            found = asdict(paired_bootstrap(*zip(*judged, strict=True)))
+        judged = [(x, y) for x, y in pairs if x is not None and y is not None]
+        if judged:
+            found = asdict(paired_bootstrap([x for x, _ in judged], [y for _, y in judged]))
             compared["reward"] = {name: value / 100 for name, value in found.items()}
     for name, strict in GRADINGS.items() if a.comparable else ():
         before, after = a.per_problem(strict), b.per_problem(strict)

@@ -31,7 +31,7 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
 
 
 def bootstrap_interval(
-    values: Sequence[float], resamples: int = 10_000, seed: int = 0
+    values: Sequence[float] | np.ndarray, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
 

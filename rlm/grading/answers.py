@@ -111,7 +111,7 @@ class Verdict:
     correct: bool
     reason: str  # one of REASONS
     answer: str | None  # the candidate text as found (trimmed), None where there is none
-    value: Hashable | None = None  # its number, letter or words
+    value: Fraction | str | None = None  # its number, letter or words
 
     @property
     def is_answer(self) -> bool:
@@ -119,7 +119,7 @@ class Verdict:
         return self.reason in ("correct", "wrong", "ungraded")
 
 
-def normalize_answer(answer: str) -> Hashable | None:
+def normalize_answer(answer: str) -> Fraction | str | None:
     """Return a key that equal answers of an unknown kind share: number, else text. For votes.
 
     >>> normalize_answer("0.5") == normalize_answer("1/2")
@@ -326,7 +326,7 @@ def _as_calculated(result: re.Match[str]) -> str:
 class Vote:
     """The result of a vote: the distinct answers, most votes first, the earlier one on a tie."""
 
-    answers: tuple[Hashable | None, ...]  # as they were given; None abstained
+    answers: tuple[str | None, ...]  # as they were given; None abstained
     ranked: tuple[tuple[int, ...], ...]  # for each distinct answer, who gave it
 
     @property
@@ -344,7 +344,7 @@ class Vote:
         return self.ranked[0] if self.ranked else ()
 
     @property
-    def winner(self) -> Hashable | None:
+    def winner(self) -> str | None:
         """The winning answer in its first spelling; None if all abstained."""
         return self.answers[self.members[0]] if self.members else None
 
@@ -385,7 +385,7 @@ def majority_vote(
     return _count([None if answer is None else (key(answer),) for answer in answers], answers)
 
 
-def _count(keys: Sequence[Hashable | None], answers: Sequence[Hashable | None]) -> Vote:
+def _count(keys: Sequence[Hashable | None], answers: Sequence[str | None]) -> Vote:
     """Count equal keys; None abstains."""
     voters: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
@@ -401,5 +401,5 @@ def majority_score(verdicts: Sequence[Verdict]) -> float:
     This expected value does not depend on the sampling order. Its mean is maj@k.
     """
     values = [verdict.value if verdict.is_answer else None for verdict in verdicts]
-    tied = _count(values, values).tied
+    tied = _count(values, [verdict.answer for verdict in verdicts]).tied
     return sum(verdicts[who[0]].correct for who in tied) / len(tied) if tied else 0.0

@@ -13,13 +13,16 @@ from .adapters import adapter_without_base as adapter_without_base
 from .adapters import check_base as check_base
 from .adapters import fill_adapter as fill_adapter
 from .adapters import load_adapter as load_adapter
+from .adapters import lora_layers as lora_layers
 from .adapters import merged_weight as merged_weight
 from .adapters import new_adapter as new_adapter
 from .adapters import same_weights as same_weights
 from .adapters import set_gradient_checkpointing as set_gradient_checkpointing
+from .adapters import take_adapters_off as take_adapters_off
 from .adapters import using_adapter as using_adapter
 from .adapters import using_reference as using_reference
 from .base import base_model_hash as base_model_hash
+from .base import base_of as base_of
 from .base import context_window as context_window
 from .base import decoder_and_head as decoder_and_head
 from .base import load_base as load_base

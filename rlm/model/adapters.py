@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import (
     LoraConfig,
+    PeftConfig,
     PeftModel,
     PeftModelForCausalLM,
     get_peft_model,
@@ -37,11 +38,17 @@ from transformers.pytorch_utils import Conv1D
 
 from rlm.cli import UsageError, command_of, print_stderr
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-from rlm.model.base import base_model_hash, is_lfs_pointer, load_empty_base, model_directory
+from rlm.model.base import (
+    base_model_hash,
+    base_of,
+    is_lfs_pointer,
+    load_empty_base,
+    model_directory,
+)
 from rlm.model.quantize import dequantized_weight
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
-    from peft import PeftModel
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraModel
 
 LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # a tensor's name ends so
 # Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything). With these it
@@ -75,18 +82,26 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
     }
     options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
     try:
-        policy = get_peft_model(model, LoraConfig(target_modules=names, **options))
-        made = policy.peft_config["default"]
+        policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
+        made = cast("LoraConfig", policy.peft_config["default"])
         if made.target_parameters:  # PEFT took names that experts once had too for the experts
-            model, names = policy.unload(), made.target_modules
-            policy = get_peft_model(model, LoraConfig(target_modules=names, **options))
+            names = {*(made.target_modules or ())}
+            bare = take_adapters_off(policy)
+            policy = get_peft_model(bare, LoraConfig(target_modules=[*names], **options))
     except ValueError as error:
         why = str(error).partition(". ")[0]
         raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
-    if any(p.ndim > 2 for p in policy.get_base_model().parameters()):
+    if any(p.ndim > 2 for p in base_of(policy).parameters()):
         on = ", ".join(sorted(names))
         print_stderr(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
     return policy
+
+
+def take_adapters_off(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the base, as it was before adapters were put on it."""
+    if isinstance(model, PeftModel):
+        cast("LoraModel", model.base_model).unload()
+    return base_of(model)
 
 
 def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
@@ -202,7 +217,7 @@ def load_adapter(
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
-    if isinstance(policy.get_base_model().get_output_embeddings(), LoraLayer):
+    if isinstance(base_of(policy).get_output_embeddings(), LoraLayer):
         raise UsageError(f"adapter {path} changes the language-model head: unsupported")
     if not trainable and model.device.type == "cuda":  # PEFT made it fp32: slower, not as trained
         for key, tensor in policy.named_parameters():
@@ -302,7 +317,7 @@ def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 def _check_places(
     path: Path,
-    config: LoraConfig,
+    config: PeftConfig,
     tensors: Mapping[str, torch.Tensor],
     places: Mapping[str, torch.Tensor],
 ) -> None:
@@ -373,7 +388,8 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
     total = weight.float()
     for adapter in linear.active_adapters:
         if adapter in linear.lora_A:
-            down, up = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+            sides = linear.lora_A[adapter], linear.lora_B[adapter]
+            down, up = (cast("nn.Linear", side).weight for side in sides)
             total = total + linear.scaling[adapter] * (up.float() @ down.float())
     return total.to(weight.dtype)
 
@@ -385,7 +401,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool
     layers are put into training mode, not the modules inside them.
     """
     if wanted:
-        policy.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        base_of(policy).activation_checkpointing_enable({"use_reentrant": False})
     for module in policy.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = wanted

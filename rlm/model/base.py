@@ -55,15 +55,12 @@ def model_directory(name: str) -> str:
     return str(_embedded_model()) if name == EMBEDDED_MODEL else name
 
 
-def _hub_arguments(name: str) -> dict[str, object]:
+def _hub_arguments(name: str) -> tuple[str, dict[str, bool]]:
     """Say where from_pretrained looks: without network in the cache alone, without retries."""
     directory = model_directory(name)
     local = not Path(directory).is_dir() and not hub_reachable()
-    return {
-        "pretrained_model_name_or_path": directory,
-        "local_files_only": local,
-        "trust_remote_code": False,  # explicit, or transformers asks on the terminal
-    }
+    # The second one explicitly, or transformers asks on the terminal.
+    return directory, {"local_files_only": local, "trust_remote_code": False}
 
 
 def _embedded_model() -> Path:
@@ -141,8 +138,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         UsageError: nothing loadable is there.
     """
     _check_downloaded(name)
+    directory, where = _hub_arguments(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_hub_arguments(name))
+        tokenizer = AutoTokenizer.from_pretrained(directory, **where)
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if tokenizer.pad_token_id is None:
@@ -173,9 +171,11 @@ def load_base(
     _check_downloaded(name)
     if not Path(model_directory(name)).is_dir():
         _download_weights(name)
+    directory, where = _hub_arguments(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            **_hub_arguments(name),
+            directory,
+            **where,
             dtype=device.dtype,
             use_safetensors=True,
             quantization_config=packed,
@@ -210,8 +210,9 @@ def load_empty_base(name: str) -> PreTrainedModel:
     Raises:
         UsageError: no config of a model is there.
     """
+    directory, where = _hub_arguments(name)
     try:
-        config = AutoConfig.from_pretrained(**_hub_arguments(name))
+        config = AutoConfig.from_pretrained(directory, **where)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -228,14 +229,19 @@ def _overflows(model: PreTrainedModel, name: str) -> bool:
     return not model(input_ids=ids, use_cache=False).logits.isfinite().all()
 
 
+def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the model that adapters lie on, or the model itself without any."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    return cast("PreTrainedModel", inner)  # a Module, as PEFT says
+
+
 def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, nn.Linear]:
     """Split a model into decoder and language-model head, so that few logits need to be computed.
 
     Raises:
         UsageError: the architecture changes the logits after the head, which we would miss.
     """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    base = cast("PreTrainedModel", inner)
+    base = base_of(model)
     config = base.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):

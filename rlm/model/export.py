@@ -85,7 +85,7 @@ def save_adapter(
         try:
             # The base is as it was published: its embeddings need no look at the hub.
             policy.save_pretrained(
-                scratch, selected_adapters=["default"], save_embedding_layers=False
+                str(scratch), selected_adapters=["default"], save_embedding_layers=False
             )
             tokenizer.save_pretrained(scratch)
             replace_json(scratch / "run.json", run)

@@ -14,7 +14,7 @@ import gguf
 import torch
 
 from rlm.cli import UsageError
-from rlm.data import end_of_turn_id
+from rlm.data import backend_tokenizer, end_of_turn_id
 from rlm.ops import head_dim, num_key_value_heads
 from rlm.runs import check_space, writing_beside
 
@@ -121,17 +121,17 @@ def _add_tokenizer(
         types.append(kind)
     merges = _backend(tokenizer)["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer))
+    writer.add_tokenizer_pre(str(_pre_tokenizer(tokenizer)))  # `check_convertible` knows it
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types(types)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_eos_token_id(end_of_turn_id(tokenizer))
-    if tokenizer.bos_token_id is not None:
+    if isinstance(tokenizer.bos_token_id, int):
         writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.pad_token_id is not None:
+    if isinstance(tokenizer.pad_token_id, int):
         writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_add_bos_token(False)  # if the model needs one, the template writes it
-    writer.add_chat_template(tokenizer.chat_template)
+    writer.add_chat_template(tokenizer.get_chat_template())
 
 
 def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> None:
@@ -151,7 +151,10 @@ def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> 
         if data.ndim > 1:  # q8_0 packs 32 numbers at a time
             dtype = GGUF_TYPES[kind if data.shape[-1] % 32 == 0 else "f16"]
         packed = gguf.quantize(data, dtype)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), packed, raw_dtype=dtype)
+        known = names.get_name(name, (".weight", ".bias"))
+        if known is None:
+            raise UsageError(f"--gguf does not know the tensor {name} of this model")
+        writer.add_tensor(known, packed, raw_dtype=dtype)
 
 
 def _interleave_rotary_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -161,7 +164,7 @@ def _interleave_rotary_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.loads(backend_tokenizer(tokenizer).to_str())
 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:

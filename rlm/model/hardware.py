@@ -67,8 +67,8 @@ def pick_device(dtype: str = "auto") -> Device:
             return Device("cuda", torch.bfloat16, f"{name} computes bf16 fast")
         return Device("cuda", torch.float16, f"{name}, sm_{major}{minor}, has no fast bf16")
     unused = f"; {why}" if (why := why_no_gpu()) else ""
-    dtype, reason = learning_dtype()
-    return Device("cpu", dtype, f"{reason}{unused}")
+    fastest, reason = learning_dtype()
+    return Device("cpu", fastest, f"{reason}{unused}")
 
 
 def why_no_gpu() -> str:
@@ -171,18 +171,21 @@ def default_values(
         start: the adapter that training starts from; the model and data of its run win.
         gpu_defaults: other values that change when a GPU's model is chosen.
     """
-    values = {k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")}
+    values: dict[str, Any] = {
+        k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")
+    }
     if "quantize" in values:
         values["quantize"] = pick_quantization(values["quantize"])
     if values.keys() >= {"model", "dataset"}:
         return values
     setup = default_setup()
-    knows_its_run = start is not None and bool(start.run)  # an adapter of another tool may not
-    if knows_its_run:
+    if start and not start.run:  # an adapter of another tool
+        start = None
+    if start:
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
         setup = Setup(model, dataset, start.quantize, "taken from the start adapter")
     chosen = {"model": setup.model, "dataset": setup.dataset}
-    if "model" not in values or knows_its_run:
+    if "model" not in values or start:
         chosen["quantize"] = setup.quantize
     gpu_models = [name for name, *_ in GPU_MODELS.values()]
     if setup.model in gpu_models and values.get("model", setup.model) == setup.model:

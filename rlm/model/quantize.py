@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rlm.cli import UsageError
 
 if TYPE_CHECKING:
     import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Linear4bit
+    from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 QUANTIZATIONS = ("none", "4bit", "8bit")
@@ -68,7 +71,7 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
             wrongly (by 40 % of their norm, silently) on CPUs with AVX-512. Or 8-bit products are
             wrong on this CPU.
     """
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 
     is_8bit = any(isinstance(module, Linear8bitLt) for module in model.modules())
     if is_8bit and model.device.type == "cpu" and not multiplies_int8_exactly():
@@ -80,14 +83,23 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-            width, block = module.in_features, module.weight.quant_state.blocksize
+            width, block = module.in_features, _quant_state(module).blocksize
+            assert block  # set when it was packed
             if width % block and module.weight.device.type == "cpu":
                 raise UsageError(
                     f"bitsandbytes unpacks 4-bit rows of {width} weights wrongly on a CPU (they "
                     f"are no multiple of {block}): use --quantize 8bit or none"
                 )
         if isinstance(module, Linear4bit | Linear8bitLt):
-            module.compute_dtype = model.dtype
+            module.compute_dtype = model.dtype  # pyright: ignore[reportArgumentType]  # torch's stub
+
+
+def _quant_state(linear: Linear4bit) -> QuantState:
+    from bitsandbytes.nn.modules import Params4bit
+
+    assert isinstance(linear.weight, Params4bit)
+    assert linear.weight.quant_state  # it is loaded
+    return linear.weight.quant_state
 
 
 def multiplies_int8_exactly() -> bool:
@@ -98,19 +110,21 @@ def multiplies_int8_exactly() -> bool:
     import torch
 
     largest = torch.full((32, 64), 127, dtype=torch.int8)
-    product = torch._int_mm(largest, largest.t().contiguous())
+    product = torch.ops.aten._int_mm(largest, largest.t().contiguous())
     return bool((product == 64 * 127 * 127).all())
 
 
-def dequantized_weight(linear: torch.nn.Module) -> torch.Tensor:
+def dequantized_weight(linear: nn.Module) -> torch.Tensor:
     """Return a linear layer's weight (out, in), unpacked as in its product, or as it is."""
     from bitsandbytes import functional
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt
 
-    weight = linear.weight
+    weight = cast("nn.Linear", linear).weight
     if isinstance(linear, Linear4bit):
-        return functional.dequantize_4bit(weight.data, weight.quant_state).to(linear.compute_dtype)
+        state = _quant_state(linear)
+        return functional.dequantize_4bit(weight.data, state).to(linear.compute_dtype)
     if isinstance(linear, Linear8bitLt):
+        assert isinstance(weight, Int8Params)
         scales = weight.SCB if linear.state.SCB is None else linear.state.SCB  # a forward moves it
         return functional.int8_vectorwise_dequant(weight.data, scales).to(linear.compute_dtype)
     return weight.detach()

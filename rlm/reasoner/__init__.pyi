@@ -13,6 +13,7 @@ from .answers import verify as verify
 from .answers import without_marks as without_marks
 from .local import HOW_TO_TRAIN as HOW_TO_TRAIN
 from .local import TEMPERATURE_OF_SEVERAL as TEMPERATURE_OF_SEVERAL
+from .local import ReasoningModel as ReasoningModel
 from .local import Reply as Reply
 from .local import ask as ask
 from .local import load_rlm_model as load_rlm_model

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rlm.data import Format
 from rlm.grading import READERS, AnswerType, Vote, majority_vote
-from rlm.reasoner.stream import ReasoningStream, ToolCall
+from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 
 # Sentence ends, for reasoning in one long line; a point inside a number is none.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
@@ -23,7 +23,7 @@ _MARK = re.compile(r"<<(?P<inside>[^<>]*=(?P<result>[^<>=]*))>>(?P<again>(?=(?P=
 class Thinking:
     """How the reasoning of one completion ended, and how long it was."""
 
-    status: Literal["closed", "forced", "unclosed", "absent"]
+    status: Status
     tokens: int
     budget: int | None
 
@@ -101,8 +101,9 @@ class Answer:
     def shown(self) -> Sample:
         """The most likely sample that voted for the winner, or of all if none voted."""
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
-        drawn = [sample for sample in candidates if sample.mean_logprob is not None]
-        return max(drawn, key=lambda s: s.mean_logprob) if drawn else candidates[0]
+        drawn = [sample.mean_logprob for sample in candidates]
+        likely = [-math.inf if logprob is None else logprob for logprob in drawn]
+        return candidates[likely.index(max(likely))]
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -143,7 +144,9 @@ def read_answer(stream: ReasoningStream) -> Answer:
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
     """Parse a finished completion; there is no gold answer, only a format."""
     state, format = stream.completions[index], stream.format
-    text = stream.tokenizer.decode(state.ids, skip_special_tokens=True)
+    if state.finish_reason is None:
+        raise ValueError("the completion is not finished")
+    text = str(stream.tokenizer.decode(state.ids, skip_special_tokens=True))
     if state.parser.phase == "done":  # the stop text and what was drawn with it are not returned
         text = state.parser.until_stop(text)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from rlm.cli import command_of
-from rlm.data import render_prompt
+from rlm.data import Format, render_prompt
 from rlm.grading import AnswerType
 from rlm.model import ADAPTER, AdapterInfo, check_adapter
 from rlm.reasoner.answers import Answer, Usage, read_answer
@@ -17,9 +17,9 @@ from rlm.reasoner.stream import ReasoningStream
 from rlm.tools import Tool, as_tool, load_tool
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling import SamplingParams, StructuredOutputs
+    from rlm.sampling import Sampler, SamplingParams, StructuredOutputs
 
 HOW_TO_TRAIN = (
     f"run: {command_of('train_sft')} && {command_of('train_grpo')}, "
@@ -29,13 +29,20 @@ TEMPERATURE_OF_SEVERAL = 0.7  # default temperature for several answers
 MAX_NUM_SEQS = 16  # answers sampled at the same time
 
 
+class ReasoningModel(Protocol):
+    """A model of transformers or PEFT with what `load_rlm_model` adds to it."""
+
+    rlm_format: Format
+    rlm_sampler: Sampler
+
+
 def load_rlm_model(
     adapter: str | Path = ADAPTER,
     model: str | None = None,
     base: bool = False,
     quantize: str = "auto",
     tool: str | Tool = "auto",
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[ReasoningModel, PreTrainedTokenizerBase]:
     """Load an adapter's base with the adapter, and the tokenizer.
 
     Args:
@@ -50,6 +57,8 @@ def load_rlm_model(
     adapter = Path(adapter)
     if not base:
         check_adapter(adapter, HOW_TO_TRAIN)
+    info = AdapterInfo.load(adapter)
+    used = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     from rlm.model import (  # with torch, which a wrong path does not wait for
         EMBEDDED_MODEL,
         base_model_hash,
@@ -65,18 +74,16 @@ def load_rlm_model(
     prepare_process()
     if base and not adapter.exists():
         model = model or EMBEDDED_MODEL
-    info = AdapterInfo.load(adapter)
-    tool = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     model, quantize = info.resolve_base(model, quantize)
     loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:
         check_base(adapter, model, base_model_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
-    tokenizer = load_tokenizer(model)
-    loaded.rlm_format = info.format
-    options = {"max_num_seqs": MAX_NUM_SEQS, "dtype": sampling_dtype(loaded), "tool": tool}
-    loaded.rlm_sampler = Sampler(loaded, tokenizer, **options)
-    return loaded, tokenizer
+    tokenizer, dtype = load_tokenizer(model), sampling_dtype(loaded)
+    made = cast("ReasoningModel", loaded)
+    made.rlm_format = info.format
+    made.rlm_sampler = Sampler(loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS, dtype=dtype, tool=used)
+    return made, tokenizer
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Reply:
 
 def ask(
     question: str,
-    model: PreTrainedModel,
+    model: ReasoningModel,
     tokenizer: PreTrainedTokenizerBase,
     params: SamplingParams,
     *,

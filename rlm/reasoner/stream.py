@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tokenizers.decoders import DecodeStream
 
-from rlm.data import Format, encode_text
+from rlm.data import Format, backend_tokenizer, encode_text
 from rlm.reasoner.parser import ReasoningParser
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling import ForceTokens, GrammarMatcher, Token
+    from rlm.sampling import FinishReason, ForceTokens, GrammarMatcher, Token
 
 # Tokens kept for the answer (a quarter of the limit, if that is less).
 ANSWER_RESERVE = 32
 STRUCTURED_RESERVE = 0.5  # share of the limit reserved for a structured answer
 # In this last part of a budget the end of a line or sentence already closes the reasoning.
 SOFT_SHARE = 0.25
+
+
+Status = Literal["closed", "forced", "unclosed", "absent"]
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,14 @@ class CompletionState:
     reasoning_tokens: int = 0  # between the tags
     forced: bool = False
     out_of_room: bool = False  # forced because only the answer still fits
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     tool_tokens_to_come: int = 0
     by_tool: bool = False  # the last token was a tool's
 
     @property
-    def status(self) -> str:
-        """closed | forced | unclosed | absent"""
+    def status(self) -> Status:
+        """How the reasoning ended."""
         if not self.parser.opened:
             return "absent"
         if not self.parser.closed:
@@ -91,7 +94,7 @@ class ReasoningStream:
             grammar: constrains the answer, which then has no tool and no stop texts.
         """
         self.tokenizer, self.format = tokenizer, format
-        self._decoder, self._stop_ids = tokenizer.backend_tokenizer, stop_ids
+        self._decoder, self._stop_ids = backend_tokenizer(tokenizer), stop_ids
         after = f"</{format.reasoning_tag}>\n<{format.answer_tag}>"
         self._close_line = encode_text(tokenizer, after)
         self._close_text = encode_text(tokenizer, "\n" + after)
@@ -112,7 +115,7 @@ class ReasoningStream:
             for _ in range(n)
         ]
 
-    def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
+    def __call__(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
         """Return tokens that replace the one just sampled, or None (see `ForceTokens`)."""
         state = self.completions[row]
         if state.parser.phase == "done":
@@ -189,7 +192,8 @@ class ReasoningStream:
             state.reasoning_tokens = max(0, used)
         if token.finish_reason:
             state.finish_reason = "stop" if phase == "done" else token.finish_reason
-            parts = tuple(map("".join, zip(parts, state.parser.finish(), strict=True)))
+            rest = state.parser.finish()
+            parts = parts[0] + rest[0], parts[1] + rest[1]
         state.reasoning += parts[0]
         state.answer += parts[1]
         return parts

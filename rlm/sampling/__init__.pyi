@@ -7,6 +7,7 @@ from .managed_vllm import server_options as server_options
 from .managed_vllm import split_command as split_command
 from .params import AllowedTokens as AllowedTokens
 from .params import Completion as Completion
+from .params import FinishReason as FinishReason
 from .params import ForceTokens as ForceTokens
 from .params import Request as Request
 from .params import SamplingParams as SamplingParams

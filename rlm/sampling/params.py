@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlm.data import encode_text
 from rlm.tools import Tool
@@ -72,6 +72,9 @@ class Request:
             raise ValueError(f"n must be at least 1, not {self.n}")
 
 
+FinishReason = Literal["stop", "length"]  # stop: an end token or stop text
+
+
 @dataclass(frozen=True)
 class Token:
     """One token of completion `row` of a request. The logprob of a token not drawn is NaN."""
@@ -80,7 +83,7 @@ class Token:
     row: int
     id: int
     logprob: float
-    finish_reason: str | None  # "stop" (an end token or stop text), "length", or None: running
+    finish_reason: FinishReason | None  # None: running
     forced: bool = False  # inserted by the request's `force_tokens`, not drawn
 
 
@@ -96,7 +99,7 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     tool_mask: list[bool] = field(default_factory=list)
 
     @property

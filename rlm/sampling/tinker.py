@@ -30,7 +30,7 @@ from rlm.model import ADAPTER_FILES, adapter_tensors, fill_adapter
 from rlm.sampling.params import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    import tinker
+    import tinker  # pyright: ignore[reportMissingImports]  # an extra
     from peft import PeftModel
 
 T = TypeVar("T")
@@ -87,7 +87,8 @@ class TinkerOptimizer(torch.optim.AdamW):
         super().__init__(parameters, lr=learning_rate, weight_decay=weight_decay)
         self._engine = engine
 
-    def step(self, closure: None = None) -> float | None:  # pyright: ignore
+    # torch gives its own two signatures.
+    def step(self, closure: None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Send the gradients, and update; return their norm where the server tells."""
         return self._engine.update(self.param_groups[0])
 
@@ -121,7 +122,7 @@ class TinkerEngine:
             url: None: Thinking Machines' service.
         """
         try:
-            import tinker
+            import tinker  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError as error:
             needs = "--backend tinker needs its SDK: pip install 'tinker>=0.24.1,<0.25'"
             raise UsageError(needs) from error

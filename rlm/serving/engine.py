@@ -70,6 +70,12 @@ class RunningRequest:
         return len(self.stream.completions)
 
     @property
+    def first_token_seconds(self) -> float:
+        """From acceptance to the first token, which is there."""
+        assert self.first_token is not None
+        return self.first_token - self.started
+
+    @property
     def unfinished(self) -> int:
         """The number of unfinished completions."""
         return sum(c.finish_reason is None for c in self.stream.completions)

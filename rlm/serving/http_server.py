@@ -52,7 +52,7 @@ def local_url(listening: socket.socket) -> str:
     """Return the local URL of the socket, with the bound address: another program may have the same
     port on another address."""
     host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host.partition("%")[0])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host).partition("%")[0]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

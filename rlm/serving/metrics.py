@@ -40,7 +40,7 @@ class Metrics:
         self.finished.labels(request.api, request.outcome).inc()
         if request.outcome == "finished":
             self.total.observe(time.monotonic() - request.started)
-            self.first_token.observe(request.first_token - request.started)
+            self.first_token.observe(request.first_token_seconds)
             for completion in request.stream.completions:
                 self.thinking.labels(completion.status).inc()
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +27,7 @@ from rlm.model import (
     check_base,
     load_adapter,
     load_base,
+    lora_layers,
     pick_device,
     public_dataset,
 )
@@ -33,6 +35,9 @@ from rlm.reasoner import HOW_TO_TRAIN
 from rlm.runs import file_hash
 from rlm.sampling import Sampler, common_prefix_length, sampling_dtype
 from rlm.tools import Tool, load_tool
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 BASE = "base"  # the name of no adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -161,8 +166,6 @@ def _adding(hint: str) -> Iterator[None]:
 def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
     if folder is None:
         return []
-    if not folder.is_dir():
-        raise UsageError(f"--adapters {folder}: no such directory")
     # `save_adapter` keeps what it replaced as NAME.prev, and writes into .NAME.new.
     return sorted(
         path
@@ -210,19 +213,19 @@ def load_replicas(
     return replicas
 
 
-def _adapter_switch(model: PreTrainedModel) -> Callable[[str | None], None]:
+def _adapter_switch(model: PreTrainedModel | PeftModel) -> Callable[[str | None], None]:
     """Return a `set_adapter` that does nothing if the adapter (None: none) is already active."""
     from peft import PeftModel  # not above: rlm.model imports bitsandbytes before it
 
+    layers = lora_layers(model)
     active: str | None = ""
 
     def set_adapter(name: str | None) -> None:
         nonlocal active
         if name != active and isinstance(model, PeftModel):
-            if name is None:
-                model.base_model.disable_adapter_layers()
-            else:
-                model.base_model.enable_adapter_layers()
+            for layer in layers:
+                layer.enable_adapters(name is not None)
+            if name is not None:
                 model.set_adapter(name, inference_mode=True)
         active = name
 

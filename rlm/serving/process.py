@@ -46,7 +46,7 @@ def server_process(
     with (log or Path(os.devnull)).open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command, "--port", str(port)],
-            env=inherited | environment,
+            env={**inherited, **environment},
             stdout=output,
             stderr=output,
         )

@@ -291,7 +291,7 @@ def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
     """Rename the fields of an error to this protocol's names."""
     length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
-    if name := names.get(problem.param):
+    if problem.param and (name := names.get(problem.param)):
         problem.detail = problem.detail.replace(problem.param, name, 1)
         problem.param = name
     problem.detail = problem.detail.replace("/phase1/info", "/v1/models")

@@ -79,7 +79,8 @@ def _report(
     answer, adapter = read_answer(running.stream), running.adapter
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
-    expected = request.expected_answer
+    asked = request.expected_answer
+    expected = None if asked is None else str(asked)  # a text since its check
     format, warnings = running.stream.format, length_warnings(running.stream)
     verifier = None
     if expected and (why := _incomparable(expected, format.answer_type)):
@@ -105,7 +106,7 @@ def _report(
         samples=answer.samples if request.return_samples else None,
         usage=usage,
         timings=Timings(
-            first_token_ms=round(1000 * (running.first_token - running.started), 1),
+            first_token_ms=round(1000 * running.first_token_seconds, 1),
             total_ms=round(1000 * seconds, 1),
             tokens_per_second=round(usage.completion_tokens / seconds, 1),
         ),

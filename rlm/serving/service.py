@@ -219,7 +219,7 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
     try:
         if isinstance(by_format, JSONSchemaFormat):
             return StructuredOutputs(json=by_format.json_schema.json_schema)
-        if by_format:
+        if by_name is None:
             return StructuredOutputs(json_object=True)
         return StructuredOutputs(
             by_name.json_schema, by_name.json_object, by_name.regex, by_name.choice

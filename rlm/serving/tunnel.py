@@ -144,7 +144,7 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
         if not opening.done():
             why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
             raise TunnelError(f"ngrok: {why}")
-        return opening.result().public_url
+        return str(opening.result().public_url)  # pyngrok raises without one
     except (PyngrokError, OSError, ValueError, HTTPException) as error:
         raise TunnelError(f"ngrok: {_one_line(error)}") from None
     finally:

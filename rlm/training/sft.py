@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import torch
 import transformers
-import trl
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from trl.trainer import sft_config, sft_trainer
 
 from rlm.cli import terminal, to_dict
 from rlm.data import IGNORE_INDEX
@@ -61,7 +61,7 @@ MAY_CHANGE = {
 }
 
 
-class SFTTrainer(trl.SFTTrainer):  # pyright: ignore[reportPrivateImportUsage]
+class SFTTrainer(sft_trainer.SFTTrainer):
     """TRL's trainer with our own loss and resume."""
 
     def compute_loss(
@@ -111,7 +111,7 @@ def make_trainer(
     """Make the trainer of a run."""
     micro_batch, checkpointing = plan_sft(policy, config, examples)
     steps, gpu = config.steps(len(examples)), device.type == "cuda"
-    arguments = trl.SFTConfig(  # pyright: ignore[reportPrivateImportUsage]
+    arguments = sft_config.SFTConfig(
         output_dir=str(config.run_dir),
         num_train_epochs=config.epochs_for(len(examples)),
         per_device_train_batch_size=micro_batch,

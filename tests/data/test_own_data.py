@@ -247,6 +247,10 @@ def test_a_published_layout(tmp_path, layout):
         ({"choices": "water or rock", "answer": 1}, "the choices are one text; write a list"),
         ({"choices": [["water"], ["rock"]], "answer": 1}, "no list of two or more texts"),
         ({"choices": ["x"] * 27, "answer": 1}, "more than 26 choices"),
+        (
+            {"choices": {"text": ["x", "y"], "label": 1}, "answer": 1},
+            "labels of the choices are",
+        ),
     ],
 )
 def test_choices_that_cannot_be_shown_are_refused(row, why):
@@ -487,6 +491,12 @@ def test_a_prompt_without_an_assistant_needs_an_answer():
     assert read_chat({"messages": [USER], "answer": "5"}) == {"question": "2 + 3?", "answer": "5"}
     with pytest.raises(UsageError, match="no field answer or response"):
         as_problems([{"messages": [USER]}])
+
+
+def test_a_role_that_is_no_text_is_refused():
+    asked = {"role": ["user"], "content": "2 + 3?"}
+    with pytest.raises(UsageError, match=r"the role of a message is no text: \"\['user'\]\""):
+        as_problems([{"messages": [asked, REPLY]}])
 
 
 def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
 from tokenizers import Regex, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 import inference
 from rlm.cli.main import run_main
@@ -153,6 +153,19 @@ def test_how_llama_cpp_calls_the_way_that_texts_are_split(tokenizer, name, tmp_p
 def test_what_would_be_converted_wrongly_is_refused(model, tokenizer, said):
     with pytest.raises(UsageError, match=f"does not know {said}.*convert_hf_to_gguf"):
         check_convertible(model, tokenizer)
+
+
+def test_a_tokenizer_of_another_library_is_refused():
+    with pytest.raises(UsageError, match="none of the tokenizers library"):
+        check_convertible(tiny_model(), PreTrainedTokenizerBase())
+
+
+def test_a_tensor_that_llama_cpp_does_not_know_is_refused(tokenizer, tmp_path):
+    model = tiny_model()
+    model.model.register_buffer("extra", torch.zeros(4))
+    with pytest.raises(UsageError, match=r"does not know the tensor model\.extra of this model"):
+        write_gguf(model, tokenizer, tmp_path / "m.gguf", "f16")
+    assert not (tmp_path / "m.gguf").exists()
 
 
 def test_q8_0_packs_rows_of_32(tokenizer, tmp_path):
