@@ -205,8 +205,8 @@ def damage(folder: Path, how: str) -> None:
     [
         ("pickle", "could execute"),
         ("bin only", "adapter_model.safetensors"),
-        ("lying header", "does not fit"),
-        ("truncated", "does not fit"),
+        ("lying header", "broken or cut off"),
+        ("truncated", "broken or cut off"),
         ("nan", "not finite"),
         ("rank", "does not fit"),
         ("other base", "other weights"),
