@@ -161,6 +161,7 @@ def main(config: InferenceConfig) -> int:
         write_merged(config)
         return 0
     library = load_experiences(config.experiences) if config.experiences else ()
+    schema = read_schema(config.response_format)
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
     from rlm.sampling import SamplingParams  # with torch, as late as can be
@@ -170,7 +171,7 @@ def main(config: InferenceConfig) -> int:
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
     options = {"seed": config.seed, "n": config.n, "budget": config.budget}
     options["answer_type"] = config.answer_type
-    options["structured"] = structured_outputs(config)
+    options["structured"] = structured_outputs(config, schema)
     for question in _questions(config):
         if not question.strip():
             raise UsageError("the question is empty")
@@ -188,20 +189,24 @@ def main(config: InferenceConfig) -> int:
     return 0
 
 
-def structured_outputs(config: InferenceConfig) -> StructuredOutputs | None:
+def read_schema(wanted: str | None) -> str | None:
+    """Return what --response-format says: None, json_object, or the text of a JSON schema."""
+    if wanted is None or wanted == "json_object" or wanted.lstrip().startswith("{"):
+        return wanted
+    try:
+        return Path(wanted).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--response-format {wanted} cannot be read: {error}") from error
+
+
+def structured_outputs(config: InferenceConfig, schema: str | None) -> StructuredOutputs | None:
     """Return the constraint on the answer, or None."""
     from rlm.sampling import StructuredOutputs
 
-    wanted = config.response_format
-    if wanted == "json_object":
+    if schema == "json_object":
         return StructuredOutputs(json_object=True)
-    if wanted is not None:
-        if not wanted.lstrip().startswith("{"):
-            try:
-                wanted = Path(wanted).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"--response-format {wanted} cannot be read: {error}") from error
-        return StructuredOutputs(json=wanted)
+    if schema is not None:
+        return StructuredOutputs(json=schema)
     if config.choice is not None:
         return StructuredOutputs(choice=[c.strip() for c in config.choice.split(",")])
     return StructuredOutputs(regex=config.regex) if config.regex is not None else None

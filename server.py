@@ -19,6 +19,7 @@ import gc
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from rlm.model import ADAPTER, QUANTIZATIONS, check_adapter
 from rlm.reasoner import HOW_TO_TRAIN
 
 if TYPE_CHECKING:
+    from rlm.data import Experience
     from rlm.serving import AllowedHosts, Keys, Service
 
 DRAIN_SECONDS = 25.0  # seconds in which running requests may finish
@@ -107,13 +109,31 @@ class ServerConfig:
 
 def main(config: ServerConfig) -> int:
     if not config.base:
-        check_adapter(config.adapter, HOW_TO_TRAIN)  # before the slow imports
+        check_adapter(config.adapter, HOW_TO_TRAIN)
+    if config.adapters and not config.adapters.is_dir():
+        raise UsageError(f"--adapters {config.adapters}: no such directory")
+    keys = read_keys(config)
+    library = load_experiences(config.experiences) if config.experiences else ()
     what, shown = "the base model" if config.base else config.adapter, _address(config.host)
     where = f" for http://{shown}:{config.port}" if config.port else ""
     terminal.line(f"loading {what}{where} …")  # before the libraries, which take seconds to import
     from rlm.model import prepare_process
-    from rlm.serving import Keys, is_loopback, listen, load_keys, new_key
+    from rlm.serving import listen
     from rlm.serving import logging as logs
+
+    listening = listen(config.host, config.port)
+    prepare_process()
+    logs.configure(sys.stderr, as_json=config.log_json)
+    return asyncio.run(_serve(config, _service(config, library), keys, listening))
+
+
+def read_keys(config: ServerConfig) -> Keys:
+    """Return the API keys, and say who may use the server without one.
+
+    Raises:
+        UsageError: others could use it without a key, unasked.
+    """
+    from rlm.serving import Keys, is_loopback, load_keys, new_key
 
     keys = load_keys(os.environ, config.key_file)
     if config.public and (keys.required or not is_loopback(config.host)):
@@ -135,11 +155,7 @@ def main(config: ServerConfig) -> int:
             "open: whoever knows this server's public name may use it, without a key, "
             f"{limits if config.public else without}"
         )
-
-    listening = listen(config.host, config.port)
-    prepare_process()
-    logs.configure(sys.stderr, as_json=config.log_json)
-    return asyncio.run(_serve(config, _service(config), keys, listening))
+    return keys
 
 
 def _address(host: str) -> str:
@@ -147,7 +163,7 @@ def _address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _service(config: ServerConfig) -> Service:
+def _service(config: ServerConfig, library: Sequence[Experience] = ()) -> Service:
     """Make the engine, which loads the model in its own thread, and the service around it."""
     from functools import partial
 
@@ -166,7 +182,6 @@ def _service(config: ServerConfig) -> Service:
         request_tokens=_request_tokens(config),
     )
     engine = Engine(partial(load_replicas, models, tokenizer, config.max_num_seqs), limits)
-    library = load_experiences(config.experiences) if config.experiences else ()
     return Service(engine, tokenizer, models, limits, library, config.nearest)
 
 

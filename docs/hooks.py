@@ -1,32 +1,78 @@
-"""For `make docs`: links that leave docs/ become links to the repository's files.
+"""For `make docs`: what pages of docs/ link to outside it is put on the site, too.
 
-In the repository `../../README.md` is a page; on the site it is not. Where it leads there is
-REPOSITORY, which the environment sets; without it such links become plain text.
+In the repository `../../README.md` is a page; on the site its copy is `repository/README.md`. Code
+becomes a page with colours, other files are copied. A link to a folder becomes plain text.
 """
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"(!?)\[([^\]\[]*)\]\(([^)\s]+)\)")
-REPOSITORY = os.environ.get("REPOSITORY", "").rstrip("/")
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(!?\[[^\]\[]*\])\(([^)\s#]*)(#[^)\s]*)?\)")
+CODE = {".py": "python", ".c": "c", ".yaml": "yaml", ".txt": "text", ".http": "http"}
+COPIED: dict[str, str] = {}  # path on the site → path in the repository
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the copies, also of what they link to themselves."""
+    waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    while waiting:
+        for path in linked(waiting.pop()):
+            there = site_path(path)
+            if path.startswith("docs/") or there in COPIED or not (ROOT / path).is_file():
+                continue
+            COPIED[there] = path
+            if language := CODE.get(Path(path).suffix):
+                code = (ROOT / path).read_text(encoding="utf-8")
+                text = f"# {path}\n\n`````{language}\n{code}`````\n"
+                unlisted = "---\nsearch: {exclude: true}\n---\n"  # search finds words of pages
+                files.append(File.generated(config, there, content=unlisted + text))
+            else:
+                files.append(File.generated(config, there, abs_src_path=str(ROOT / path)))
+                waiting += [path] if path.endswith(".md") else []
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links of a page; those into folders of docs/ lose their target too."""
-    folder = posixpath.dirname(page.file.src_uri)
+    """Rewrite the links of a page."""
+    here = page.file.src_uri
+    path = COPIED.get(here, f"docs/{here}")
+    if not path.endswith(".md"):  # code has no links
+        return markdown
 
     def rewritten(match: re.Match[str]) -> str:
-        picture, text, target = match.groups()
-        if picture or re.match(r"[a-z]+:|#", target):
+        text, target, anchor = match.groups()
+        if not target or re.match(r"[a-z]+:", target):
             return match[0]
-        path = target.partition("#")[0]
-        inside = posixpath.normpath(posixpath.join("docs", folder, path))
-        if inside.startswith("docs/") and posixpath.splitext(inside)[1] in (".md", ".png", ".svg"):
-            return match[0]
-        return f"[{text}]({REPOSITORY}/{inside})" if REPOSITORY else text
+        there = inside(path, target)
+        if not (ROOT / there).is_file():
+            return text.strip("[]")
+        relative = posixpath.relpath(site_path(there), posixpath.dirname(here))
+        return f"{text}({relative}{anchor or ''})"
 
     return LINK.sub(rewritten, markdown)
+
+
+def linked(page: str) -> Iterator[str]:
+    """Yield what a page links to, as paths in the repository."""
+    for _, target, _ in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if target and not re.match(r"[a-z]+:", target):
+            yield inside(page, target)
+
+
+def inside(page: str, target: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+
+
+def site_path(path: str) -> str:
+    """Return where a file of the repository is on the site."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"repository/{path}" + (".md" if Path(path).suffix in CODE else "")

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 import pkgutil
 import re
 import shutil
@@ -551,6 +552,35 @@ def test_help_and_mistakes_are_answered_before_torch_is_loaded(script):
         assert done.returncode == code, done.stderr
         assert ("usage: " in done.stdout, "--help?" in done.stderr) == (code == 0, code == 2)
         assert done.stdout.count("\n  --") > 8 or code == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "said"),
+    [
+        ("train_sft", ["--dataset", "DATA"], "line 2: not JSON"),
+        ("train_sft", ["--adapter", "nowhere"], "adapter nowhere does not exist"),
+        ("train_grpo", ["--dataset", "DATA", "--model", "m"], "line 2: not JSON"),
+        ("train_grpo", ["--sft-adapter", "nowhere"], "adapter nowhere does not exist"),
+        ("train_grpo", ["--sft-adapter", "none", "--tool", "spoon"], "--tool spoon"),
+        ("eval", ["--dataset", "DATA", "--base-only", "--model", "m"], "line 2: not JSON"),
+        ("inference", ["--response-format", "nowhere", "?"], "--response-format nowhere"),
+        ("inference", ["--tool", "spoon", "?"], "--tool spoon"),
+        ("server", ["--host", "0.0.0.0"], "RLM_API_KEY"),
+        ("server", ["--adapters", "nowhere"], "no such directory"),
+    ],
+)
+def test_what_is_wrong_with_files_is_said_before_torch_is_loaded(tmp_path, script, typed, said):
+    (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n{"question": \n')
+    typed = [str(tmp_path / "bad.jsonl") if word == "DATA" else word for word in typed]
+    run_it = (
+        "import runpy, sys\nsys.modules['torch'] = None\n"
+        f"sys.argv = ['{script}.py', *{typed!r}]\n"
+        f"runpy.run_path('{script}.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", run_it]
+    environment = {key: value for key, value in os.environ.items() if key != "RLM_API_KEY"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
 def importers(library):

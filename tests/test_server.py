@@ -289,11 +289,11 @@ def test_who_may_ask_without_a_key_is_said(capsys, monkeypatch):
 
     monkeypatch.delenv("RLM_API_KEY", raising=False)
     monkeypatch.setattr(server, "_serve", serve)
-    monkeypatch.setattr(server, "_service", lambda config: None)
+    monkeypatch.setattr(server, "_service", lambda config, library: None)
 
     def said(**options: object) -> str:
         server.main(server.ServerConfig(port=0, **options))
-        return capsys.readouterr().out.partition("…\n")[2]  # below the line "loading …"
+        return capsys.readouterr().out.partition("loading")[0]  # above the line "loading …"
 
     limits = "with 20 requests a minute for each address and 1024 tokens for each request"
     for tunnel in ({"ngrok": True}, {"allow_host": ("my.ngrok.app",)}):
@@ -510,7 +510,9 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
     options = ["--adapter", weights / "final_rlm_lora", "--adapters", weights, "--ngrok"]
     options += ["--max-new-tokens", "100", "--max-num-seqs", "1", "--requests-per-minute", "1000"]
     with server_process(tmp_path, *options) as (process, url, said):
-        assert said.startswith(f"loading {weights / 'final_rlm_lora'} …\n")  # before all else
+        said_first, _, rest = said.partition(f"loading {weights / 'final_rlm_lora'} …\n")
+        assert said_first.startswith("API key for this run")
+        assert "ready: " in rest
         key = re.search(r"shown once: (\S+)", said)[1]
         lines = iter(process.stdout.readline, "")  # one may be about the batch
         assert any("NGROK_AUTHTOKEN" in line for line in lines)  # no tunnel, and it continues

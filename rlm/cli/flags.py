@@ -67,8 +67,10 @@ class Flag:
         return find_choice(value, self.choices or ())
 
     def normalised(self, value: Any) -> Any:
-        """Return the value as stored in a config: a choice or a Path."""
+        """Return the value as stored in a config: a choice or a Path, with `~` of a YAML file."""
         members = members_of(self.kind)
+        if isinstance(value, str) and value.startswith("~/") and not self.positional:
+            value = os.path.expanduser(value)
         if isinstance(value, str) and Path in members and str not in members:
             value = Path(os.path.expanduser(value))
         return self.spelled(value)

@@ -36,6 +36,7 @@ from rlm.cli.flags import (
 
 T = TypeVar("T")
 Values = dict[str, Any]  # by field name
+LONG_DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 Row = tuple[str, Any, Any]  # where it is written, key, value
 
 
@@ -181,6 +182,10 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
                 flags[with_dashes(f"no-{key}")] = f"--no-{option.spelling[2:]}"
 
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
+    for name, *_ in tokens:
+        option = f"--{name.lstrip('-' + LONG_DASHES).replace('_', '-')}"
+        if name.startswith(tuple(LONG_DASHES)) and option in flags:  # copied from a page
+            raise UsageError(f"{name} begins with a long dash: type {option}")
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
     for name in ("--config", "--preset"):
@@ -189,11 +194,14 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
         name, said = token.partition("=")[0], ": type the name of its option before it"
+        if names:
+            said = f": put a{names} of several words in quotes"
         before = known[["".join(parts) for parts in known].index(token) - 1][0]
         if any(before == option.spelling and bool in members_of(option.kind) for option in options):
             said = f": {before} takes no value"
         if token.startswith("-"):
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
+            said = said or "; --help lists the options"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 
@@ -219,20 +227,22 @@ def _read_yaml(path: str) -> list[Row]:
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
     """Check and convert the rows of a layer; `typed`: they are from the command line.
 
-    Files of other programs are read too: their -1 (not set) is skipped under their own names, and
-    all the keys that are not known here are named at once.
+    Files of other programs are read too: their -1 and their empty values (not set) are skipped
+    under their own names, and all mistakes are named at once.
     """
     values, by_key = {}, {key: option for option in options for key in option.keys}
-    unknown = []
+    where, mistakes = "", []
     for where, key, value in rows:
         option = by_key.get(with_underscores(str(key)))
         if option is None:
             if value == -1 and with_underscores(str(key)) in read_table("synonyms"):
                 continue
             said = hint(str(key), {name: option.name for name, option in by_key.items()})
-            unknown.append(f"{where}: unknown key {key!r}{said}")
+            mistakes.append(f"{where}: unknown key {key!r}{said}")
             continue
-        if value == -1 and with_underscores(str(key)) != option.name and not option.allows(-1):
+        takes_none = NoneType in members_of(option.kind)
+        is_unset = not takes_none if value is None else value == -1 and not option.allows(-1)
+        if is_unset and with_underscores(str(key)) != option.name:
             continue
         if option.bare is not None and isinstance(value, bool):  # as if typed without a value
             value = option.bare if value else option.default
@@ -248,9 +258,11 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
         except (ValueError, OverflowError):
             got = ",".join(value) if typed and isinstance(value, list) else value
             expects = option.expects if typed else option.expects.replace(",...", " list")
-            raise UsageError(f"{label}: expected {expects}, got {got!r:.80}") from None
-    if unknown:
-        raise UsageError(" | ".join(unknown))
+            mistakes.append(f"{label}: expected {expects}, got {got!r:.80}")
+    if mistakes:
+        file = where.rpartition(":")[0]  # named once
+        others = (mistake.removeprefix(file) for mistake in mistakes[1:])
+        raise UsageError(" | ".join([mistakes[0], *others]))
     return values
 
 

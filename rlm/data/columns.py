@@ -18,12 +18,15 @@ HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 CHOICE_FIELDS = ("choices", "options")
+# Before a letter or number, as in WinoGrande, PIQA, SWAG, COPA and MedMCQA.
+CHOICE_PREFIXES = ("option", "option_", "choice", "choice_", "ending", "sol", "op")
 CHAT_FIELDS = ("messages", "conversations")  # the latter in ShareGPT's form
 BOOLEANS = ("true", "false")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
+_HASHES = re.compile(r"\n\s*####[^\n]*\Z")
 _SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
@@ -248,7 +251,8 @@ def _has_answer(row: Row) -> bool:
 def read_answer(row: Row) -> Row:
     """Return a row whose answer is true or false, a list, or an object of a list, with its text.
 
-    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. Other rows come back as they are.
+    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. A list of 0 and one 1 marks the right one
+    of the choices. Other rows come back as they are.
 
     Raises:
         LeftOut: the list holds different answers.
@@ -267,6 +271,9 @@ def read_answer(row: Row) -> Row:
             )
         value = value[key]
     if isinstance(value, list):
+        is_marked = len(value) > 1 and sorted(map(str, value)) == ["0"] * (len(value) - 1) + ["1"]
+        if is_marked and _choices(row)[1]:  # TruthfulQA marks the right one of the choices
+            value = [[*map(str, value)].index("1")]
         values = list(dict.fromkeys(map(str, value)))
         if len(values) > 1:
             raise LeftOut(
@@ -339,8 +346,8 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     """(labels, texts) of the choices in a row; empty lists where it has none."""
     found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
     if found is None:
-        letters = _lettered(row)
-        return letters, [str(row[letter]) for letter in letters]
+        names = _lettered(row)
+        return [name[-1] for name in names], [str(row[name]) for name in names]
     found = _parsed(found)
     if isinstance(found, str):
         found = _split_choices(found)
@@ -364,9 +371,14 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
 
 
 def _lettered(row: Row) -> list[str]:
-    """The columns A, B, C, … of a row that has at least two of them."""
-    letters = list(itertools.takewhile(lambda letter: row.get(letter) is not None, LETTERS))
-    return letters if len(letters) > 1 else []
+    """The columns A, B, C, … of a row that has at least two of them, or option1, option2, …"""
+    numbered = itertools.product(CHOICE_PREFIXES, (LETTERS, LETTERS.lower(), "123456789", "012345"))
+    for prefix, marks in (("", LETTERS), *numbered):
+        names = [prefix + mark for mark in marks]
+        found = [*itertools.takewhile(lambda name: row.get(name) is not None, names)]
+        if len(found) > 1:
+            return found
+    return []
 
 
 def _place_of(answer: object, labels: Sequence[str], texts: Sequence[str]) -> int | None:
@@ -403,9 +415,10 @@ def _read_completion(text: str, rest: Row) -> dict[str, str]:
 
 
 def without_tags(solution: str) -> str:
-    """The text inside `<think>` tags, where a solution has some, else all of it."""
+    """The text inside `<think>` tags, where a solution has some, else all but a line `#### 5` that
+    ends it."""
     reasoning, _ = split_completion(solution)
-    return (solution if reasoning is None else reasoning).strip()
+    return (_HASHES.sub("", solution) if reasoning is None else reasoning).strip()
 
 
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}

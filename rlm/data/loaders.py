@@ -27,7 +27,6 @@ import difflib
 import random
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +123,11 @@ def load_problems(
     if name == "rollouts" and not rest:
         raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
     path = Path(rest) if colon and not is_config(name, rest) else None
+    if path and name in CONFIGS and not path.exists():
+        raise UsageError(
+            f"cannot read the data file {path}: No such file or directory; the configs of {name} "
+            f"are {', '.join(CONFIGS[name])}"
+        )
     config = rest if colon and path is None else None
     problems = _load_published(name, path, split, max_samples, config=config, **options)
     if split == "train":
@@ -148,14 +152,15 @@ def check_dataset(dataset: str) -> None:
             raise _unknown(part)
 
 
-def peek_problems(dataset: str, columns: str | None) -> list[Problem]:
-    """Return the good rows of the user's own files, to see their columns: nothing is said of the
-    bad ones, and of a large file or another data set there are none."""
-    found: list[Problem] = []
-    for part in filter(is_local_file, dataset_parts(dataset)):
-        with suppress(UsageError):
-            found += peek_file(part, parse_columns(columns))
-    return found
+def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
+    """Return the problems of the user's own files, before torch is imported; none of a large file
+    or another data set.
+
+    Raises:
+        UsageError: rows are bad.
+    """
+    files = filter(is_local_file, dataset_parts(dataset))
+    return [p for file in files for p in peek_file(file, parse_columns(columns), rows)]
 
 
 def dataset_name(dataset: str) -> str:

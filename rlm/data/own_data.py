@@ -41,12 +41,13 @@ def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | Non
     return hold_out(problems, role, dataset)
 
 
-def peek_file(dataset: str, columns: dict[str, str]) -> list[Problem]:
-    """Return the good rows of a user's file, if it is small enough to be read twice; else none."""
-    path = Path(dataset)
+def peek_file(dataset: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
+    """Return the problems of a user's file, if it is small enough to be read twice; else none."""
+    path, (_, bounds) = Path(dataset), split_slice(rows or "train")
     if path.stat().st_size > SMALL_FILE:
         return []
-    return parse_rows(read_file(path), dataset, path.stem, parse_row, quiet=True, columns=columns)
+    found = cut_rows(list(read_file(path)), bounds)
+    return parse_rows(found, dataset, path.stem, parse_row, quiet=True, columns=columns)
 
 
 def load_hub(

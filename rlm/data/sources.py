@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError
+from rlm.data.columns import CHAT_FIELDS
 from rlm.data.problem import Row
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
         UsageError: the file cannot be read, or its ending is none of READERS.
     """
     suffix = path.name.lower().removesuffix(".gz")
+    if not path.exists():
+        raise UsageError(f"cannot read the data file {path}: No such file or directory")
     reader = next((read for ending, read in READERS.items() if suffix.endswith(ending)), None)
     if reader is None:
         raise UsageError(
@@ -120,6 +123,8 @@ def _read_whole(data: bytes) -> list[Row] | None:
             return parts
         return [{name: column[n] for name, column in found.items()} for n in parts[0]]
     lists = [value for value in found.values() if _is_rows(value)] if _is_object(found) else [found]
+    if len(lists) == len(parts) > 1 and not {*CHAT_FIELDS} & found.keys():
+        raise ValueError(f"it holds several data sets ({', '.join(found)}): save each as a file")
     if len(lists) != 1 or not _is_rows(lists[0]):
         return None
     return lists[0]

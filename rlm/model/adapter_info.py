@@ -47,6 +47,11 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
                 "it has adapter_model.bin, which could run code when read; convert it where you "
                 "trust it: PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(NEW)"
             )
+        elif others := sorted(file.name for file in path.glob("*.safetensors")):
+            how_to_make = (
+                f"it has {', '.join(others)}: what is read is one {ADAPTER_FILES[1]} of PEFT, as "
+                "save_pretrained writes it"
+            )
         raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
     if path.is_file():
         raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")

@@ -38,7 +38,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rlm.cli import UsageError, command_of, print_stderr
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-from rlm.model.base import base_model_hash, base_of, load_empty_base, model_directory
+from rlm.model.base import (
+    base_model_hash,
+    base_of,
+    is_lfs_pointer,
+    load_empty_base,
+    model_directory,
+)
 from rlm.model.quantize import dequantized_weight
 
 if TYPE_CHECKING:
@@ -263,7 +269,9 @@ def _plain_config(path: Path) -> LoraConfig:
         known[name] = value
         allowed = PLAIN_LORA.get(name, [plain[name]])
         if not says_no and allowed is not None and value not in allowed:
-            way_out = ""
+            way_out = "; merge it with PEFT (merge_and_unload), and name the result with --model"
+            if name == "task_type":
+                way_out = ""
             if name == "init_lora_weights":
                 way_out = (
                     "; convert it to plain LoRA with PEFT: "
@@ -283,7 +291,17 @@ def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
         UsageError: one is no LoRA matrix of a linear layer (PEFT would write it into the base), or
             holds a value that is not finite.
     """
-    tensors = load_file(path / ADAPTER_FILES[1], device=device)
+    file = path / ADAPTER_FILES[1]
+    if is_lfs_pointer(file):
+        raise UsageError(
+            f"adapter {path}: {file.name} is a pointer of Git LFS, not the weights: run git lfs "
+            "pull where it came from"
+        )
+    try:
+        tensors = load_file(file, device=device)
+    except SafetensorError as error:
+        message = f"adapter {path}: {file.name} is broken or cut off, so copy it again ({error})"
+        raise UsageError(message) from error
     others = [n for n, t in tensors.items() if t.ndim != 2 or not LORA_MATRIX.search(n)]
     if others:
         raise UsageError(
@@ -292,7 +310,7 @@ def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
             "unsupported"
         )
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():
             raise UsageError(f"adapter {path}: {name} holds values that are not finite")
     return {LORA_MATRIX.sub(r".\1.weight", name): tensor for name, tensor in tensors.items()}
 

@@ -23,6 +23,7 @@ from typing import cast
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -40,6 +41,8 @@ from rlm.ops import ATTN_IMPLEMENTATION
 from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
+LFS_POINTER = b"version https://git-lfs"
+READ_FILES = ("*.safetensors", "tokenizer*")  # of a model's directory, and large
 WEIGHTS = "model*.safetensors"  # files of a hub model that are read
 
 
@@ -109,12 +112,32 @@ def _embedded_model() -> Path:
     return target
 
 
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether a file is the text that Git LFS leaves in place of what it did not download."""
+    with file.open("rb") as stream:
+        return stream.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _check_downloaded(name: str) -> None:
+    """
+    Raises:
+        UsageError: a file of a model's directory was never downloaded.
+    """
+    files = [file for pattern in READ_FILES for file in sorted(Path(name).glob(pattern))]
+    if pointers := [file.name for file in files if is_lfs_pointer(file)]:
+        raise UsageError(
+            f"--model {name}: {pointers[0]} is a pointer of Git LFS, not the content: run git lfs "
+            "pull where it came from"
+        )
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer, with a pad token if it lacks one (masks never depend on which).
 
     Raises:
         UsageError: nothing loadable is there.
     """
+    _check_downloaded(name)
     directory, where = _hub_arguments(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, **where)
@@ -145,6 +168,7 @@ def load_base(
         place = {"": torch.cuda.current_device()}
     elif packed:
         place = {"": device.type}
+    _check_downloaded(name)
     if not Path(model_directory(name)).is_dir():
         _download_weights(name)
     directory, where = _hub_arguments(name)
@@ -162,7 +186,7 @@ def load_base(
         raise UsageError(
             f"--attn-implementation {attn}: {str(error).strip().splitlines()[0]}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         freeze_packed_weights(model)
@@ -235,6 +259,8 @@ def context_window(model: PreTrainedModel | PeftModel) -> int | None:
 def _cannot_load(name: str, error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(name).exists():
+        if not [*Path(name).glob("tokenizer*")]:
+            first_line = "it has no tokenizer: copy tokenizer.json and tokenizer_config.json there"
         return f"--model {name}: the directory holds no loadable model ({first_line})"
     if hub_reachable():
         return f"--model {name}: {first_line}"  # misspelled, not released to you, of no known kind

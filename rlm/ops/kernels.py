@@ -1,8 +1,8 @@
 """Calls the compiled C functions with tensors; one table holds their signatures.
 
 decode.c has the operations between the products of a decoding step, learn.c and attention.c those
-of a learning pass; logits.c samples and scores tokens; products.c multiplies in fp32, and in bf16
-where the CPU multiplies pairs, or with AMX tiles if RLM_TILES=1 is set.
+of a learning pass; logits.c samples and scores tokens; products.c multiplies, in bf16 with AMX
+tiles if RLM_TILES=1 is set.
 Without a compiler `TorchOps` does the same in many small passes, and oneDNN the products: equal up
 to rounding, and slower.
 """
@@ -140,8 +140,7 @@ class Kernels:
         # Whether products are compiled for this CPU and number type.
         self.has_linear = self._columns > 0
         self.has_tiles = bool(library.uses_tiles())  # whether AMX multiplies
-        # How many inputs products take at a time.
-        self._multiplied_together = 4 // dtype.itemsize
+        self._inputs_together = library.inputs_together()  # whose weights lie together
         self.logit_bytes = dtype.itemsize  # read as they are
         self._library = library
         for name, arguments in _SIGNATURES.items():
@@ -153,10 +152,8 @@ class Kernels:
         """Why a row's numbers may depend on other rows; None where no bit of them does."""
         if self.has_linear:
             return None
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported():
             return "this CPU has no fused multiply-add, so products are not compiled"
-        if not torch.cpu._is_amx_tile_supported():
-            return "this CPU does not multiply bf16 numbers in pairs, so oneDNN multiplies them"
         if os.environ.get("RLM_TILES") == "1":
             return "neither compiler nor system give AMX tiles, so oneDNN multiplies bf16 numbers"
         return (
@@ -178,7 +175,7 @@ class Kernels:
             biases: (outputs,) for each.
             epsilon: if given, rows are divided by their root mean square first.
         """
-        if not self.has_linear or weights[0].shape[1] % self._multiplied_together:
+        if not self.has_linear or weights[0].shape[1] % self._inputs_together:
             return packed_linear(weights, biases, epsilon, self.rms_norm)
         kept = self._in_blocks(weights)
         shifts = None if biases is None else self._in_columns(biases).float()
@@ -204,10 +201,12 @@ class Kernels:
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
         """Reshape matrices (outputs, inputs) to (blocks, matrices, inputs / n, columns, n), with n
         inputs multiplied together."""
-        # They are moved as one number of 32 bits.
-        pairs = [matrix.contiguous().view(torch.int32) for matrix in matrices]
-        blocks = self._in_columns(pairs).transpose(-1, -2).contiguous()
-        return blocks.view(matrices[0].dtype)
+        # They are moved as one number.
+        size = 8 * self._inputs_together * self.dtype.itemsize
+        together = {16: torch.int16, 32: torch.int32}[size]
+        groups = [matrix.contiguous().view(together) for matrix in matrices]
+        blocks = self._in_columns(groups).transpose(-1, -2).contiguous()
+        return blocks.view(self.dtype)
 
     def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
         """Reshape (outputs, …) to (blocks, parts, columns, …); zeros fill up the last block."""

@@ -1,5 +1,6 @@
-/* The matrix products of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM) and,
- * in bf16, for those that multiply pairs (AVX512-BF16) or whole tiles (AMX); compiled by build.py.
+/* The matrix products of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM);
+ * compiled by build.py. In bf16, AVX512-BF16 multiplies pairs and AMX whole tiles; elsewhere numbers
+ * are widened to fp32 as they are read.
  *
  * With 64 rows a block of the weights is multiplied for about as long as it takes to come from
  * memory, and oneDNN does the one after the other. Here the next block is prefetched while one is
@@ -17,8 +18,8 @@
 #undef TILES
 #endif
 
-#if defined(TILES) || (defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)) || \
-    (!defined(BF16) && (defined(__FMA__) || defined(__ARM_FEATURE_FMA)))
+#if defined(TILES) || ((defined(__FMA__) || defined(__ARM_FEATURE_FMA)) && \
+                       !(defined(BF16) && defined(__AMX_BF16__)))
 
 #if defined(TILES)
 #define LANES 16
@@ -34,17 +35,26 @@
 #define ROWS 8
 #endif
 
+#if defined(BF16) && defined(__AVX512BF16__)
+#define PAIRS
+#endif
+
 enum {
 #ifdef TILES
     VECTORS = 2, /* of sums per row */
     DEPTH = 32,  /* inputs that are multiplied at a time */
+    TOGETHER = 2, /* inputs whose weights lie together */
 #else
     VECTORS = 3,
-    DEPTH = 4 / sizeof(number),
+#ifdef PAIRS
+    DEPTH = 2,
+#else
+    DEPTH = 1,
+#endif
+    TOGETHER = DEPTH,
 #endif
     COLUMNS = LANES * VECTORS,
     WORDS = COLUMNS * DEPTH,       /* numbers of a block that they meet */
-    TOGETHER = 4 / sizeof(number), /* inputs whose weights lie together */
     LINE = 64 / sizeof(number),    /* numbers that memory hands over at a time */
     TASKS = 4, /* per thread at least, if there are rows enough: then no thread waits long */
 };
@@ -74,6 +84,7 @@ static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0
 
 int uses_tiles(void) { return may_use_tiles(); }
 int block_columns(void) { return uses_tiles() ? COLUMNS : 0; }
+int inputs_together(void) { return TOGETHER; }
 
 typedef struct {
     uint8_t palette, start, reserved[14];
@@ -158,40 +169,62 @@ static void multiply_tile(int64_t rows, const number *x, const number *weights, 
 #else
 int uses_tiles(void) { return 0; }
 int block_columns(void) { return COLUMNS; }
+int inputs_together(void) { return TOGETHER; }
 
 /* There are no tiles to shape, or to give back. */
 static inline void shape_tiles(int64_t rows) { (void)rows; }
 static inline void release_tiles(void) {}
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-#ifdef BF16
-#include <immintrin.h>
+#ifdef PAIRS
 typedef __m512bh operand;
+typedef number input; /* of rows, as they are multiplied */
 
-static inline operand same(const number *x) {
+static inline operand same(const input *x) {
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
     return (operand)_mm512_set1_epi32(pair);
+}
+static inline operand weights_at(const void *weights) {
+    return (operand)_mm512_loadu_si512(weights);
 }
 static inline floats multiply_add(floats sum, operand x, operand weights) {
     return _mm512_dpbf16_ps(sum, x, weights);
 }
 #else
 typedef floats operand;
+typedef float input;
 
-static inline operand same(const number *x) { return *x - (floats){0}; }
+static inline operand same(const input *x) { return *x - (floats){0}; }
+static inline operand weights_at(const void *weights) {
+#if defined(BF16) && defined(__AVX512F__)
+    return (operand)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(weights)), 16);
+#elif defined(BF16) && defined(__AVX2__) /* GCC widens in five instructions */
+    return (operand)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(weights)), 16);
+#elif defined(BF16)
+    typedef number numbers __attribute__((vector_size(2 * LANES)));
+    typedef numbers stored_numbers __attribute__((aligned(2), may_alias));
+    typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+    return (operand)(__builtin_convertvector(*(const stored_numbers *)weights, words) << 16);
+#else
+    typedef floats stored_weights __attribute__((aligned(4), may_alias));
+    return *(const stored_weights *)weights;
+#endif
+}
 static inline floats multiply_add(floats sum, operand x, operand weights) {
     return sum + x * weights;
 }
 #endif
 typedef floats stored_floats __attribute__((aligned(4), may_alias));
-typedef operand stored_operand __attribute__((aligned(4), may_alias));
 
 /* sums[i][j] = x[i] · weights[:, j] for the first `rows`, a constant; weights (inputs / TOGETHER,
  * COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
-tile(const int rows, const number *x, const number *weights, int64_t inputs, request *next,
+tile(const int rows, const input *x, const number *weights, int64_t inputs, request *next,
      float sums[ROWS][COLUMNS]) {
     floats sum[ROWS][VECTORS]; /* in registers */
     for (int i = 0; i < rows; i++)
@@ -199,7 +232,7 @@ tile(const int rows, const number *x, const number *weights, int64_t inputs, req
     for (int64_t k = 0; k < inputs; k += TOGETHER) {
         operand weight[VECTORS];
         for (int j = 0; j < VECTORS; j++)
-            weight[j] = *(const stored_operand *)(weights + k * COLUMNS + j * LANES * TOGETHER);
+            weight[j] = weights_at(weights + k * COLUMNS + j * LANES * TOGETHER);
         ask(next);
         for (int i = 0; i < rows; i++) {
             operand one = same(x + i * inputs + k);
@@ -212,17 +245,24 @@ tile(const int rows, const number *x, const number *weights, int64_t inputs, req
 
 static void multiply_tile(int64_t rows, const number *x, const number *weights, int64_t inputs,
                           request *next, float sums[ROWS][COLUMNS]) {
+    const input *read = (const input *)x;
+    float wide[sizeof(input) > sizeof(number) ? ROWS * inputs : 1];
+    if (sizeof(input) > sizeof(number)) {
+#pragma omp simd
+        for (int64_t i = 0; i < rows * inputs; i++) wide[i] = widened(x[i]);
+        read = (const input *)wide;
+    }
     switch (rows) { /* each with its registers */
-    case 1: return tile(1, x, weights, inputs, next, sums);
-    case 2: return tile(2, x, weights, inputs, next, sums);
-    case 3: return tile(3, x, weights, inputs, next, sums);
+    case 1: return tile(1, read, weights, inputs, next, sums);
+    case 2: return tile(2, read, weights, inputs, next, sums);
+    case 3: return tile(3, read, weights, inputs, next, sums);
 #if ROWS > 4
-    case 4: return tile(4, x, weights, inputs, next, sums);
-    case 5: return tile(5, x, weights, inputs, next, sums);
-    case 6: return tile(6, x, weights, inputs, next, sums);
-    case 7: return tile(7, x, weights, inputs, next, sums);
+    case 4: return tile(4, read, weights, inputs, next, sums);
+    case 5: return tile(5, read, weights, inputs, next, sums);
+    case 6: return tile(6, read, weights, inputs, next, sums);
+    case 7: return tile(7, read, weights, inputs, next, sums);
 #endif
-    default: return tile(ROWS, x, weights, inputs, next, sums);
+    default: return tile(ROWS, read, weights, inputs, next, sums);
     }
 }
 #endif
@@ -306,4 +346,5 @@ void linear(const product *p, int threads) {
 #else
 int uses_tiles(void) { return 0; }
 int block_columns(void) { return 0; } /* there are no products */
+int inputs_together(void) { return 1; }
 #endif

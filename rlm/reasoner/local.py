@@ -57,6 +57,8 @@ def load_rlm_model(
     adapter = Path(adapter)
     if not base:
         check_adapter(adapter, HOW_TO_TRAIN)
+    info = AdapterInfo.load(adapter)
+    used = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     from rlm.model import (  # with torch, which a wrong path does not wait for
         EMBEDDED_MODEL,
         base_model_hash,
@@ -72,8 +74,6 @@ def load_rlm_model(
     prepare_process()
     if base and not adapter.exists():
         model = model or EMBEDDED_MODEL
-    info = AdapterInfo.load(adapter)
-    used = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     model, quantize = info.resolve_base(model, quantize)
     loaded = load_base(model, pick_device(), quantize=quantize)
     if not base:

@@ -68,7 +68,7 @@ def check_rollouts(path: Path) -> None:
 def _runs_in(path: Path) -> str:
     """Return the runs with rollouts in a folder, or beside it if it does not exist."""
     folder = path if path.is_dir() else path.parent
-    files = sorted(folder.glob("*/samples.jsonl"), key=lambda f: f.stat().st_mtime, reverse=True)
+    files = sorted(folder.rglob("samples.jsonl"), key=lambda f: f.stat().st_mtime, reverse=True)
     runs = [str(f.parent) for f in files if f.stat().st_size and f.parent.suffix != ".prev"]
     return f"runs that do, the newest first: {', '.join(runs[:RUNS_SHOWN])}" if runs else ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
 
 DECODED_ROWS = 64  # rows at which the number types are compared
 _SWITCH = threading.Lock()  # held while a model's config names another attention
+# What `_through_cache` calls. No argument of the forward pass: not all models hand these on.
+_ATTEND: ContextVar[AttentionFunction] = ContextVar("attend")
 
 
 class UnmergedWeights:
@@ -101,7 +104,7 @@ class UnmergedWeights:
             return attend(*inputs)
 
         with _SWITCH:  # another thread may sample with the same model, and so with this config
-            usual = config._attn_implementation
+            usual, token = config._attn_implementation, _ATTEND.set(attend_and_count)
             config._attn_implementation = "rlm_cache"
             try:
                 hidden = self._decoder(
@@ -111,9 +114,9 @@ class UnmergedWeights:
                     # each one sees.
                     attention_mask=torch.zeros(len(ids), 1, 1, 1, device=ids.device),
                     use_cache=False,
-                    rlm_attend=attend_and_count,  # handed on to `_through_cache`
                 ).last_hidden_state
             finally:
+                _ATTEND.reset(token)
                 config._attn_implementation = usual
         if len(calls) != config.num_hidden_layers:
             # Otherwise its tokens would silently not see those before them.
@@ -131,19 +134,12 @@ def _through_cache(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    rlm_attend: AttentionFunction | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; its result has heads and tokens swapped.
-
-    Raises:
-        UsageError: the model does not pass on the arguments of its forward pass.
-    """
+    """The attention function that transformers calls; its result has heads and tokens swapped."""
     scale = softmax_scale(query, scaling, options, "unsupported")
-    if rlm_attend is None:
-        kind = type(module).__name__
-        raise UsageError(f"{kind} gets no arguments of the model's forward pass: unsupported")
-    return rlm_attend(cast("int", module.layer_idx), query, key, value, scale).transpose(1, 2), None
+    attend, layer = _ATTEND.get(), cast("int", module.layer_idx)
+    return attend(layer, query, key, value, scale).transpose(1, 2), None
 
 
 AttentionInterface.register("rlm_cache", _through_cache)

@@ -59,7 +59,9 @@ _SAID = {
 }
 _NO_PATH = {  # of the router → what a client of another protocol, or path, needs to know
     "Not Found": "there is no such path here; ask by POST /phase1/reasoning, or, as OpenAI's "
-    "clients do, by POST /v1/chat/completions (their base_url ends with /v1)"
+    "clients do, by POST /v1/chat/completions (their base_url ends with /v1)",
+    "Method Not Allowed": "this path takes another method: questions are sent by POST, lists are "
+    "read by GET",
 }
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 

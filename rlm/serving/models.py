@@ -166,8 +166,6 @@ def _adding(hint: str) -> Iterator[None]:
 def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
     if folder is None:
         return []
-    if not folder.is_dir():
-        raise UsageError(f"--adapters {folder}: no such directory")
     # `save_adapter` keeps what it replaced as NAME.prev, and writes into .NAME.new.
     return sorted(
         path

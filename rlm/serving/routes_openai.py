@@ -130,6 +130,7 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # padding against eavesdroppers, not supported
+    continuous_usage_stats: Annotated[Any, Only(False, what="it")] = None  # vLLM's
 
 
 class ChatRequest(Strict):

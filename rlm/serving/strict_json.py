@@ -6,6 +6,7 @@ Each of them has crashed or fooled a server behind the parser.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -44,6 +45,8 @@ def parse(body: bytes) -> Any:
     except UnicodeDecodeError:
         _refuse("the body is not UTF-8")
     except json.JSONDecodeError as error:
+        if body.startswith(codecs.BOM_UTF8):  # PowerShell's files
+            _refuse("the body begins with a byte order mark: send UTF-8 without one")
         _refuse(f"not JSON: line {error.lineno}, column {error.colno}")
     except ValueError:  # Python converts no integer of more than 4300 digits
         _refuse("an integer does not fit in 64 bits")

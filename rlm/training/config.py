@@ -25,7 +25,13 @@ from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
-from rlm.training.resolve import LONGEST, MAX_NEW_TOKENS, choose_max_new_tokens, resolve
+from rlm.training.resolve import (
+    LONGEST,
+    MAX_NEW_TOKENS,
+    check_start,
+    choose_max_new_tokens,
+    resolve,
+)
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
@@ -80,6 +86,7 @@ class GRPOConfig:
     OTHER_SPELLINGS: ClassVar = {
         **QUANTIZE_SWITCHES,
         **TRACKER_SWITCHES,
+        "use_vllm": one_of("sampler", "vllm", "auto"),
         "use_std_normalization": one_of("advantage", "std", "centred"),
         "clip_eps": spelling(
             float, lambda bound: {"clip_eps_low": bound, "clip_eps_high": bound}, min=0, max=1
@@ -463,22 +470,19 @@ class GRPOConfig:
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
-        """Check data set, reward and adapter before torch is imported.
+        """Check adapter, data, reward and tool before torch is imported.
 
         Raises:
-            UsageError: the data set, reward or adapter does not exist, or the data lacks a column
-                that the reward needs.
+            UsageError: one of them does not exist, rows of the data are bad, or the data lacks a
+                column that the reward needs.
         """
-        from rlm.data import check_dataset, peek_problems
-        from rlm.model import HOW_TO_TRAIN_SFT, check_adapter
         from rlm.rewards import load_reward
 
-        if self.dataset:
-            check_dataset(self.dataset)
-        if self.reward:
-            load_reward(self.reward, peek_problems(self.dataset or "", self.columns))
-        if self.sft_adapter not in (None, DEFAULT_SFT_ADAPTER):
-            check_adapter(self.sft_adapter, HOW_TO_TRAIN_SFT)
+        is_default = self.sft_adapter == DEFAULT_SFT_ADAPTER
+        may_lack = is_default and (self.model or self.plan or self.backend != "local")
+        adapter = None if may_lack else self.sft_adapter
+        problems = check_start(adapter, self.dataset, self.columns, self.split, self.tool)
+        load_reward(self.reward, problems)
 
     @property
     def aggregation(self) -> str:

@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlm.data import dataset_name, dataset_parts
+from rlm.data import Problem, check_dataset, dataset_name, dataset_parts, peek_problems
+from rlm.tools import load_tool
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,6 +56,29 @@ def resolve(
     values["reasoning_format"] = known.resolve_format(given.get("reasoning_format"))
     values["system_prompt"] = known.resolve_system_prompt(given.get("system_prompt"))
     return values
+
+
+def check_start(
+    adapter: Path | None, dataset: str | None, columns: str | None, rows: str | None, tool: str
+) -> list[Problem]:
+    """Check the options of these names before torch is imported; return the problems of the user's
+    own files (`peek_problems`).
+
+    Args:
+        rows: --split.
+
+    Raises:
+        UsageError: one of them does not exist, or rows are bad.
+    """
+    from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
+
+    if dataset:
+        check_dataset(dataset)
+    if adapter:
+        start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
+        columns = start.resolve_data(dataset, columns)["columns"]
+    load_tool(tool)
+    return peek_problems(dataset, columns, rows) if dataset else []
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlm.cli import check_values, flag, takes_aliases
-from rlm.data import FORMATS, check_dataset, own_files
+from rlm.data import FORMATS, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
 from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
-from rlm.training.resolve import resolve
+from rlm.training.resolve import check_start, resolve
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 MAX_SAMPLES = 400  # unless the data is a file of the user's
@@ -129,9 +129,10 @@ class SFTConfig:
         check_values(self)
         check_project(self.wandb_project, self.tracker)
         if self.batch_size % self.micro_batch:
+            divisor = math.gcd(self.batch_size, self.micro_batch)
             raise ValueError(
                 f"--batch-size {self.batch_size} is not a multiple of --micro-batch "
-                f"{self.micro_batch}"
+                f"{self.micro_batch}: add --micro-batch {divisor}"
             )
         if self.adapter and self.lora_dropout:
             raise ValueError("--lora-dropout is for a new adapter; --adapter keeps its own")
@@ -157,9 +158,8 @@ class SFTConfig:
         return values
 
     def check_files(self) -> None:
-        """Refuse an unknown --dataset before torch is imported."""
-        if self.dataset:
-            check_dataset(self.dataset)
+        """Check adapter, data and tool before torch is imported."""
+        check_start(self.adapter, self.dataset, self.columns, self.split, self.tool)
 
     def epochs_for(self, examples: int) -> int:
         """Return `epochs`, else 1, or with a small file enough for ENOUGH_STEPS."""

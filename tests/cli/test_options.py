@@ -124,6 +124,7 @@ def test_only_what_was_set_is_given_and_it_is_resolved_last(tmp_path):
         ("--no_lora --use_lora", "use_lora", True),
         ("--no-lora why?", "question", "why?"),
         ("-- -why", "question", "-why"),
+        ("\N{MINUS SIGN}3+5?", "question", "\N{MINUS SIGN}3+5?"),
     ],
 )
 def test_spellings_of_a_flag(typed, name, value):
@@ -190,7 +191,9 @@ def test_values_that_are_typed_or_in_yaml(source, name, value, tmp_path):
         (["--no-use-lor"], "unknown option --no-use-lor; did you mean --no-use-lora?"),
         (["--learn", "1"], "unknown option --learn; did you mean --learning-rate?"),
         (["--zzz"], "unknown option --zzz"),
-        (["why", "seed"], "unknown option seed"),
+        (["why", "seed"], "unknown option seed: put a [question] of several words in quotes"),
+        (["\N{EN DASH}-use-lora"], "\N{EN DASH}-use-lora begins with a long dash: type --use-lora"),
+        (["\N{EM DASH}limit=3"], "\N{EM DASH}limit begins with a long dash: type --limit"),
     ],
 )
 def test_mistakes_on_the_command_line(argv, message):
@@ -471,12 +474,26 @@ def test_an_option_that_was_a_switch_is_read_from_yaml(written, value, tmp_path)
     assert parse(SFTConfig, ["--config", str(file)]).dry_run == value
 
 
+def test_a_home_that_no_shell_has_replaced(tmp_path):
+    from rlm.training import SFTConfig
+
+    file = tmp_path / "c.yaml"
+    file.write_text("model: ~/a\n")
+    config = parse(SFTConfig, ["--config", str(file), "--dataset=~/b.jsonl"])
+    home = Path.home()
+    assert (config.model, config.dataset) == (str(home / "a"), str(home / "b.jsonl"))
+
+
 def test_a_number_that_is_not_set_is_skipped_in_files_of_other_programs(tmp_path):
     from rlm.training import SFTConfig
 
     file = tmp_path / "theirs.yaml"
-    file.write_text("max_steps: -1\nnum_train_epochs: 3.0\nreport_to: [none]\n")
+    theirs = "max_steps: -1\nnum_train_epochs: 3.0\nreport_to: [none]\nresume_from_checkpoint:\n"
+    file.write_text(theirs)
     assert parse(SFTConfig, ["--config", str(file)]).epochs == 3
+    file.write_text("resume:\nzzz: 1\n")
+    with pytest.raises(UsageError, match=r":1: resume: expected bool, got None \| .*:2: .*'zzz'"):
+        parse(SFTConfig, ["--config", str(file)])
     file.write_text("max_steps: 5\nzzz: -1\n")
     with pytest.raises(UsageError, match=r":1: unknown key 'max_steps'.* \| .*:2: .*'zzz'"):
         parse(SFTConfig, ["--config", str(file)])

@@ -73,6 +73,7 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
     [
         (GRPOConfig, "--report_to wandb", {"tracker": "wandb"}),
         (GRPOConfig, "--load_in_4bit", {"quantize": "4bit"}),
+        (GRPOConfig, "--use_vllm", {"sampler": "vllm"}),
         (GRPOConfig, "--load_in_8bit", {"quantize": "8bit"}),
         (GRPOConfig, "--lr_scheduler_type cosine", {"lr_schedule": "cosine"}),
         (GRPOConfig, "--mask_truncated_completions", {"mask_truncated": True}),
@@ -119,7 +120,7 @@ def test_an_unknown_name_is_refused_everywhere_with_the_same_sentence(tmp_path):
         ("--num_generation", "; did you mean --group-size?"),  # by another name of it
         ("--num_epoch", "; did you mean --num-epochs?"),
         ("--spilt", "; did you mean --split?"),
-        ("--steepness", ""),
+        ("--steepness", "; --help lists the options"),
     ],
 )
 def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
@@ -138,7 +139,7 @@ def test_a_value_of_a_switch_says_so():
 # Fields of the same name: taken as they are. A new one has to mean the same to stand here.
 SAME_NAME = {
     "GRPOConfig": "learning_rate warmup_steps weight_decay max_grad_norm seed temperature top_p "
-    "top_k",
+    "top_k use_vllm",
     "SFTConfig": "learning_rate seed max_length",
 }
 STAGES = [("GRPOConfig", GRPOConfig), ("SFTConfig", SFTConfig)]

@@ -273,6 +273,12 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
         ("word-problems:2-1", "train", "no family is selected"),
         ("word-problems", "dev", "it has train, validation, test, test_families"),
         (str(SAMPLE), "test_families", "it has train, validation, test"),
+        (
+            "openai/gsm8k:all",
+            "train",
+            "No such file or directory; the configs of gsm8k are main, so",
+        ),
+        ("aime2024:all", "test", "cannot read the data file all: No such file or directory"),
         ("aime2024", "train", "aime2024 has no split 'train'; it has test"),
         ("openmathinstruct", "test", "it has train, validation"),
     ],

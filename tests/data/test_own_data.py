@@ -136,6 +136,20 @@ LAYOUTS = {  # row, --columns → question, answer, kind
     "a column for each letter": (
         {"question": STEM, "A": "water", "B": "rock", "answer": "B"}, None, ASKED, "B",
     ),
+    "WinoGrande": (
+        {"sentence": STEM, "option1": "water", "option2": "rock", "answer": "2"},
+        "question=sentence", ASKED, "B",
+    ),
+    "PIQA": ({"goal": STEM, "sol1": "water", "sol2": "rock", "label": 0},
+             "question=goal,answer=label", ASKED, "A"),
+    "SWAG": ({"sent2": STEM, "ending0": "water", "ending1": "rock", "label": 1},
+             "question=sent2,answer=label", ASKED, "B"),
+    "MedMCQA": ({"question": STEM, "opa": "water", "opb": "rock", "cop": 1},
+                "answer=cop", ASKED, "B"),
+    "TruthfulQA": (
+        {"question": STEM, "targets": {"choices": ["water", "rock"], "labels": [0, 1]}},
+        "choices=targets.choices,answer=targets.labels", ASKED, "B",
+    ),
     "MathQA": ({"Problem": STEM, "options": "a ) water , b ) rock", "correct": "b"},
                "question=Problem,answer=correct", ASKED, "B"),
     "a list in a cell": (
@@ -331,6 +345,17 @@ def test_forms_of_json(tmp_path, text):
         assert {*answers(load_problems(str(tmp_path / name), "test", columns=COLUMNS))} == {1}
 
 
+def test_an_object_of_several_data_sets_is_refused_by_their_names(tmp_path):
+    rows = [{"question": "1?", "answer": 1}]
+    (tmp_path / "m.json").write_text(json.dumps({"train": rows, "test": rows}))
+    assert refusal(str(tmp_path / "m.json")).endswith(
+        "it holds several data sets (train, test): save each as a file"
+    )
+    chat = {"messages": [USER, {"role": "assistant", "content": "5"}], "rubrics": [{"a": 1}]}
+    (tmp_path / "m.json").write_text(json.dumps(chat))
+    assert answers(load_problems(str(tmp_path / "m.json"), "test")) == [5]
+
+
 @pytest.mark.parametrize(
     ("text", "encoding"),
     [
@@ -454,6 +479,12 @@ def test_chat_rows_become_a_question_with_a_solution(row, tmp_path):
 def test_a_worked_solution_without_tags(completion, answer, solution):
     [problem] = as_problems([{"prompt": "2 + 3?", "completion": completion}])
     assert (problem.answer, problem.solution) == (answer, solution)
+
+
+def test_a_solution_ends_before_its_answer():
+    """GSM-Plus has the answer in both columns."""
+    rows = [{"question": "2 + 3?", "answer": "5", "solution": "#### Step\n2+3=5\n#### 5"}]
+    assert as_problems(rows)[0].solution == "#### Step\n2+3=5"
 
 
 def test_a_prompt_without_an_assistant_needs_an_answer():

@@ -153,8 +153,12 @@ def test_an_adapter_that_is_more_than_plain_lora_is_refused(tmp_path, options):
     model = tiny_model("qwen2")  # its projections have biases
     options = {"target_modules": ["q_proj"]} | options
     get_peft_model(model, LoraConfig(r=2, **options)).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="more than plain LoRA of linear layers"):
+    with pytest.raises(UsageError, match="more than plain LoRA of linear layers") as refused:
         load_adapter(tiny_model("qwen2"), tmp_path, trainable=False)
+    is_named = "adapter_config.json" in str(refused.value)
+    assert is_named == str(refused.value).endswith(
+        "merge_and_unload), and name the result with --model"
+    )
 
 
 @torch.no_grad()
@@ -252,12 +256,50 @@ def test_every_tensor_of_an_adapter_lands_in_the_base_and_fills_it(
     assert ("new_in_peft_9" in capsys.readouterr().err) == ("new_in_peft_9" in config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_adapter_in_16_bits_is_loaded(plain, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_an_adapter_in_fewer_bits_is_loaded(plain, dtype):
     file = plain / "adapter_model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
     policy = load_adapter(tiny_model(), plain, trainable=True)
     assert {t.dtype for t in adapter_tensors(policy).values()} == {torch.float32}
+
+
+def test_a_model_that_was_not_downloaded_whole_is_one_line(model_dir, tmp_path):
+    model = shutil.copytree(model_dir, tmp_path / "model")
+
+    def load():
+        models.load_tokenizer(str(model))
+        models.load_base(str(model), Device("cpu", torch.float32, ""))
+
+    def refusal(file, content):
+        whole = (model / file).read_bytes()
+        (model / file).write_bytes(content(whole))
+        with pytest.raises(UsageError) as refused:
+            load()
+        (model / file).write_bytes(whole)
+        return str(refused.value)
+
+    for file in ("model.safetensors", "tokenizer.json"):
+        said = refusal(file, lambda _: b"version https://git-lfs.github.com/spec/v1\noid 0\n")
+        assert f"{file} is a pointer of Git LFS, not the content: run git lfs pull" in said
+    assert "no loadable model" in refusal("model.safetensors", lambda whole: whole[:-1])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / file).unlink()
+    with pytest.raises(UsageError, match=r"no tokenizer: copy tokenizer\.json and "):
+        models.load_tokenizer(str(model))
+
+
+def test_an_adapter_whose_weights_are_not_there_is_one_line(plain):
+    file = plain / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for content, said in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (whole[:200], "is broken or cut off, so copy it again"),
+        (whole[:-1], "is broken or cut off, so copy it again"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            load_adapter(tiny_model(), plain, trainable=False)
 
 
 def test_an_adapter_that_is_not_finite_is_refused(plain):
@@ -326,7 +368,10 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     shutil.copytree(plain, outer / "default", ignore=shutil.ignore_patterns("outer"))
     pickled = shutil.copytree(outer / "default", tmp_path / "pickled")
     (pickled / ADAPTER_FILES[1]).rename(pickled / "adapter_model.bin")
+    of_mlx = shutil.copytree(outer / "default", tmp_path / "mlx")
+    (of_mlx / ADAPTER_FILES[1]).rename(of_mlx / "adapters.safetensors")
     for path, said in (
+        (of_mlx, r"it has adapters\.safetensors: what is read is one adapter_model\.safetensors"),
         (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
         (pickled, r"has adapter_model\.bin.*save_pretrained"),
         (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),

@@ -31,6 +31,7 @@ typedef struct {
 } attention;
 
 int block_columns(void);
+int inputs_together(void);
 void linear(const product *, int) __attribute__((weak)); /* not for every CPU */
 int decode_attention(const step *, int64_t, float, const number *, int64_t, const number *, int64_t,
                      const number *, int64_t, number *, int);
@@ -67,7 +68,7 @@ static void show(const char *name, const number *from, int64_t n) {
 static void products(int gated, int normed) {
     int64_t columns = block_columns(), blocks = columns ? (OUT + columns - 1) / columns : 0;
     if (!columns) return;
-    int together = 4 / sizeof(number), kinds = gated ? 2 : 1;
+    int together = inputs_together(), kinds = gated ? 2 : 1;
     number *weights = calloc(blocks * kinds * IN * columns, sizeof *weights), out[ROWS * OUT];
     float *bias = calloc(blocks * kinds * columns, sizeof *bias);
     for (int kind = 0; kind < kinds; kind++)

@@ -32,14 +32,15 @@ from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
 
 DTYPES = torch.float32, torch.bfloat16
-OTHERS = "phi", "gpt_neox", "gpt2"  # no key-value heads in the last two; it has positions to learn
+# No key-value heads in gpt_neox and gpt2, which has positions to learn; nemotron hands nothing on.
+OTHERS = "phi", "gpt_neox", "gpt2", "nemotron"
 # Which weights: the fast path has four families, any architecture runs unmerged.
 KINDS = [(kind, merged) for merged in (True, False) for kind in FAMILIES]
 KINDS += [(kind, False) for kind in OTHERS]
 
 
 def a_model(kind):
-    if kind in FAMILIES:
+    if kind in (*FAMILIES, "nemotron"):
         return tiny_model(kind)
     torch.manual_seed(0)
     config = AutoConfig.for_model(

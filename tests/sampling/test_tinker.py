@@ -48,6 +48,7 @@ from rlm.training import (
     rollout_seeds,
     token_logprobs,
 )
+from rlm.training.doctor import Doctor
 from train_grpo import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,6 +357,17 @@ def test_a_run_on_a_server_is_a_local_one_and_resumes(name, sdk, model_dir, tmp_
     assert sdk.calls[0] == f"{url} tml-key"
 
 
+@pytest.mark.parametrize("sdk", ["means"], indirect=True)
+def test_the_doctor_samples_there(sdk, model_dir, tmp_path, capsys):
+    trainer = GRPOTrainer(
+        str(model_dir), a_config(tmp_path, "http://there", doctor=True), reward_fn=likes_letters
+    )
+    found = Doctor(trainer.validator, trainer.weights, trainer.render).run(PROBLEMS)
+    said = capsys.readouterr().out
+    assert "reward, mean" in said
+    assert found == ("FAULT" in said)
+
+
 # --- SkyRL's server -------------------------------------------------------------------------------
 
 
@@ -501,28 +513,31 @@ def test_three_steps_are_those_of_a_local_run(name, served, tmp_path):
 
 
 @pytest.mark.engine
-def test_a_run_goes_on_where_its_server_was_killed(served, tmp_path, monkeypatch):
-    """In the middle of its second step, between sampling and learning."""
+@pytest.mark.parametrize("moment", ["score", "update"])
+def test_a_run_goes_on_where_its_server_was_killed(moment, served, tmp_path, monkeypatch):
+    """In its second step: after the samples, or with a gradient that no update has used."""
     model, server = served("llama")
-    whole = a_config(tmp_path, server.url, algorithm="topr", run_dir=tmp_path / "whole")
+    options = {"algorithm": "topr", "mini_batch_size": 4}  # one update a step
+    whole = a_config(tmp_path, server.url, **options, run_dir=tmp_path / "whole")
     GRPOTrainer(str(model), whole, reward_fn=likes_letters).train(PROBLEMS)
 
-    calls = 0
+    ask, updates = engine.TinkerEngine._ask, 0
 
-    def kills(completions, **_):
-        nonlocal calls
-        calls += 1
-        if calls == 2:
+    def kills(self, what, call):
+        nonlocal updates
+        if what == moment and updates == 1:
             server.kill()
-        return likes_letters(completions)
+        updates += what == "update"
+        return ask(self, what, call)
 
-    monkeypatch.setattr(engine, "WAIT", 60.0)
     config = replace(whole, run_dir=tmp_path / "run", output=tmp_path / "resumed")
-    with pytest.raises(UsageError, match="start this run again with --resume") as caught:
-        GRPOTrainer(str(model), config, reward_fn=kills).train(PROBLEMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "WAIT", 60.0)
+        patch.setattr(engine.TinkerEngine, "_ask", kills)
+        with pytest.raises(UsageError, match="start this run again with --resume") as caught:
+            GRPOTrainer(str(model), config, reward_fn=likes_letters).train(PROBLEMS)
     print(caught.value)  # noqa: T201
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(engine, "WAIT", 300.0)
     server.start()
     again = replace(config, resume=True)
     summary = GRPOTrainer(str(model), again, reward_fn=likes_letters).train(PROBLEMS)

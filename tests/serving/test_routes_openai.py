@@ -292,6 +292,12 @@ def test_histories_as_frameworks_send_them_back(client, submitted, tokenizer):
     assert f"\nBe brief.<|im_end|>\n{shown}" in text
 
 
+def test_options_of_a_stream_that_change_nothing_are_taken(client):
+    options = {"include_usage": True, "continuous_usage_stats": False}
+    *_, last = ask(client, stream=True, stream_options=options)
+    assert last.usage.completion_tokens > 0
+
+
 def test_one_model_is_described(client):
     assert client.models.retrieve("tuned").id == "tuned"
     with pytest.raises(openai.NotFoundError, match="/v1/models lists them"):
@@ -303,6 +309,8 @@ def test_one_model_is_described(client):
 def test_what_is_wrong_with_a_request_is_said(client):
     with pytest.raises(openai.NotFoundError, match=r"no such path here; .*/v1/chat/completions"):
         client.completions.create(model="tuned", prompt="two and three")
+    with pytest.raises(openai.APIStatusError, match="takes another method: questions are sent by"):
+        client.get("/chat/completions", cast_to=object)
     with pytest.raises(openai.UnprocessableEntityError, match=r"stop.*has more than 4 entries"):
         ask(client, stop=["a", "b", "c", "d", "e"])
 

@@ -53,6 +53,12 @@ def test_refused(body):
     assert "secret" not in info.value.detail
 
 
+def test_a_file_of_windows_is_named():
+    with pytest.raises(HTTPProblem) as info:
+        parse(b'\xef\xbb\xbf{"prompt": "a"}')
+    assert info.value.detail == "the body begins with a byte order mark: send UTF-8 without one"
+
+
 def test_accepted():
     body = (
         '{"a": [1, -2.5e3, true, null, "é\\ud83d\\ude00\\n", {"é": {}}], "b": 9223372036854775807}'
