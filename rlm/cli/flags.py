@@ -37,7 +37,7 @@ class Flag:
     # Of another spelling (`OTHER_SPELLINGS` of a config): the fields that its value sets.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
-    bare: Any = None  # its value where it is typed without one
+    bare: object = None  # its value where it is typed without one
     default_text: str = ""  # text of the default in --help
     hidden: bool = False  # accepted, but not in --help
     group: str | None = None  # its heading in --help
@@ -46,7 +46,7 @@ class Flag:
     max: float | None = None
     name: str = ""  # these three come from the field
     kind: Any = None
-    default: Any = None
+    default: object = None
 
     @property
     def keys(self) -> list[str]:
@@ -60,7 +60,7 @@ class Flag:
     def expects(self) -> str:
         return "|".join(map(str, self.choices or map(_describe, members_of(self.kind))))
 
-    def spelled(self, value: Any) -> Any:
+    def spelled(self, value: object) -> object:
         """Return the choice that a value names in any spelling (Dr.GRPO), else the value."""
         if isinstance(value, list | tuple):  # for a list, check each item
             return type(value)(map(self.spelled, value))
@@ -75,7 +75,7 @@ class Flag:
             value = Path(os.path.expanduser(value))
         return self.spelled(value)
 
-    def allows(self, value: Any) -> bool:
+    def allows(self, value: object) -> bool:
         """Return whether `check` passes."""
         try:
             self.check(value)
@@ -145,14 +145,14 @@ def spelling(kind: type, becomes: Callable[[Any], Mapping[str, Any]], **about: A
     return Flag(kind=kind, becomes=becomes, hidden=True, **about)
 
 
-def always(value: Any, reason: str, **about: Any) -> Flag:
+def always(value: object, reason: str, **about: Any) -> Flag:
     """Declare an option with one legal value, accepted because other programs have it.
 
     Args:
         reason: the error message for any other value.
     """
 
-    def refuse_others(given: Any) -> Mapping[str, Any]:
+    def refuse_others(given: object) -> Mapping[str, Any]:
         if given != value:
             raise ValueError(reason)
         return {}
@@ -256,7 +256,7 @@ def normalised(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: flags[name].normalised(value) for name, value in values.items()}
 
 
-def check_values(config: Any) -> None:
+def check_values(config: object) -> None:
     """Check a config's values against the choices and bounds of their flags; None is valid.
 
     Values are replaced by their normalised form; the config may be frozen.

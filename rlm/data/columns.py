@@ -381,7 +381,7 @@ def _lettered(row: Row) -> list[str]:
     return []
 
 
-def _place_of(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int | None:
+def _place_of(answer: object, labels: Sequence[str], texts: Sequence[str]) -> int | None:
     """The index of the choice that an answer names: its text, its label or letter, its index."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # a column of a data frame with a gap

@@ -130,11 +130,11 @@ def _read_whole(data: bytes) -> list[Row] | None:
     return lists[0]
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_rows(value: Any) -> bool:
+def _is_rows(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_object, value))
 
 

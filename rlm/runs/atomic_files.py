@@ -94,7 +94,7 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
-def replace_json(path: Path, content: Any) -> None:
+def replace_json(path: Path, content: object) -> None:
     """Replace a file with indented JSON (`replace_file`)."""
     replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlm.grading import has_wrong_equation
 from rlm.runs.atomic_files import LOCK, read_log
@@ -98,7 +98,7 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
         return rows, f"{start:x}.{_checksum(stream, start):x}", again
 
 
-def _checksum(stream: Any, end: int) -> int:
+def _checksum(stream: BinaryIO, end: int) -> int:
     """Return the checksum of the bytes before `end`; 0 at the start, -1 beyond the file's end."""
     stream.seek(max(0, end - MARKED))
     before = stream.read(min(MARKED, end))

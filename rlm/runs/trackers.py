@@ -68,7 +68,7 @@ class Tracker:
         self._call("close")
         self._back_end = None
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
         if self._back_end is None:
             return
         try:

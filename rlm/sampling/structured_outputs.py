@@ -115,7 +115,7 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_endless(schema: Any, root: dict[str, Any], open: tuple[str, ...]) -> bool:
+def _is_endless(schema: object, root: dict[str, Any], open: tuple[str, ...]) -> bool:
     """Whether every value of a schema must contain a value of the same schema, without end.
 
     Args:
@@ -126,7 +126,7 @@ def _is_endless(schema: Any, root: dict[str, Any], open: tuple[str, ...]) -> boo
     if isinstance(reference := schema.get("$ref"), str):
         if reference in open:
             return True
-        target: Any = root
+        target: object = root
         for name in reference.removeprefix("#").split("/")[1:]:
             target = target.get(name) if isinstance(target, dict) else None
         if reference.startswith("#") and _is_endless(target, root, (*open, reference)):

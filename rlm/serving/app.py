@@ -7,12 +7,11 @@ and `/ready` returns 503.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Any
 
-from fastapi import APIRouter, FastAPI, Security
+from fastapi import APIRouter, FastAPI, Security, params
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
@@ -78,7 +77,7 @@ async def _watch(service: Service) -> None:
             service.fail_all(HTTPProblem(503, "engine_down", detail, retry_after=10))
 
 
-def _state_routes(service: Service, key: list[Any]) -> APIRouter:
+def _state_routes(service: Service, key: Sequence[params.Depends]) -> APIRouter:
     router = APIRouter(tags=["state"])
 
     @router.head("/health", include_in_schema=False)

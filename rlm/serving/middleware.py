@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -181,7 +180,7 @@ async def read_body(
     return replay
 
 
-async def _answer(serve: Any, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run `serve`, add id and headers to its response or make an error response, and log."""
     started, status = time.monotonic(), 499  # until an answer starts: the client hung up
     sent = Headers(scope=scope).getlist("x-request-id")

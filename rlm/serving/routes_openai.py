@@ -47,10 +47,10 @@ NOT_OFFERED = {  # parts of a message → what they are
 class Only:
     """Accept null and these values, which change nothing; refuse all others."""
 
-    def __init__(self, *values: Any, what: str = "this") -> None:
+    def __init__(self, *values: object, what: str = "this") -> None:
         self.values, self.what = values, what
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         is_neutral = any(
             value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
             for allowed in (*self.values, None)
@@ -60,7 +60,7 @@ class Only:
             raise ValueError(f"{self.what} is not offered here: send {allowed}")
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.check)
 
@@ -123,7 +123,7 @@ class Message(Strict):
         return self.content or ""
 
 
-def _is_list(value: Any) -> TypeGuard[list[Any]]:
+def _is_list(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 

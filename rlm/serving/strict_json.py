@@ -67,7 +67,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _check(value: Any, depth: int = 0) -> None:
+def _check(value: object, depth: int = 0) -> None:
     """Refuse values that JSON or another parser cannot represent."""
     if isinstance(value, str) and _UNFIT.search(value):
         _refuse("a string holds NUL or half of a surrogate pair")

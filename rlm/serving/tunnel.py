@@ -152,7 +152,7 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
             await _abandon(opening, config)
 
 
-async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
+async def _abandon(opening: asyncio.Task[ngrok.NgrokTunnel], config: conf.PyngrokConfig) -> None:
     """End the agent of a failed or hanging connect(), and with it the waiting thread."""
     for _ in range(100):  # connect() may be about to start the agent
         if record := agents._current_processes.get(config.ngrok_path):

@@ -308,8 +308,8 @@ class TrainingData:
         policy: PeftModel,
         render: Render,
         scorer: StepScorer,
-        dataset: Iterable[Any],
-        eval_dataset: Iterable[Any] | None,
+        dataset: Iterable[Problem | Mapping[str, Any]],
+        eval_dataset: Iterable[Problem | Mapping[str, Any]] | None,
     ) -> TrainingData:
         """Load the problems and leave out those that do not fit.
 
