@@ -163,7 +163,7 @@ def _address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _service(config: ServerConfig, library: Sequence[Experience] = ()) -> Service:
+def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
     """Make the engine, which loads the model in its own thread, and the service around it."""
     from functools import partial
 

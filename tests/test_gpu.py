@@ -98,7 +98,7 @@ def test_every_script_runs(base, tmp_path, card, options):
             tmp_path / "sft", "--max-samples", 2, "--max-new-tokens", 8, "--output", tmp_path / "e",
         ) == 0  # fmt: skip
         assert run(inference, "1 + 1?", "--adapter", tmp_path / "grpo", "--max-new-tokens", 8) == 0
-        service = server._service(server.ServerConfig(adapter=tmp_path / "grpo"))
+        service = server._service(server.ServerConfig(adapter=tmp_path / "grpo"), ())
         with live(service) as running:
             answer = running.post({"prompt": "1 + 1?", "max_new_tokens": 8})
             assert answer.status_code == 200, answer.text

@@ -103,7 +103,7 @@ def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Cha
     options = [f"--{name.replace('_', '-')}={value}" for name, value in request.items()]
     run(inference, inference.InferenceConfig, asked, "--adapter", grpo, "--max-new-tokens", 4,
         "--json", *options)  # fmt: skip
-    service = server._service(server.ServerConfig(adapter=grpo, max_new_tokens=64))
+    service = server._service(server.ServerConfig(adapter=grpo, max_new_tokens=64), ())
     with live(service) as running:
         script = "/phase1/reasoning"
         answer = running.post({"prompt": asked, "max_new_tokens": 40, **request})

@@ -335,18 +335,18 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     monkeypatch.setattr("rlm.serving.load_replicas", lambda *given: loaded.append(given))
     options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--max-num-seqs": 2}
     options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5}
-    service = server._service(config_of(*(word for pair in options.items() for word in pair)))
+    service = server._service(config_of(*(word for pair in options.items() for word in pair)), ())
     assert service.limits == Limits(
         prompt_tokens=22, new_tokens=11, requests=3, tokens=3 * (22 + 11), seconds=4.5
     )
     assert service.engine._limits is service.limits
     service.engine._load()
     assert loaded == [(service.models, service.tokenizer, 2)]
-    usual = server._service(config_of("--adapter", weights / "sft.v2"))
+    usual = server._service(config_of("--adapter", weights / "sft.v2"), ())
     assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # docs/reference/serving.md
     public = ["--adapter", weights / "sft.v2", "--ngrok", "--public"]
-    assert server._service(config_of(*public)).limits.request_tokens == 1024
-    larger = server._service(config_of(*public, "--max-new-tokens", 2000)).limits
+    assert server._service(config_of(*public), ()).limits.request_tokens == 1024
+    larger = server._service(config_of(*public, "--max-new-tokens", 2000), ()).limits
     assert larger.request_tokens == larger.new_tokens == 2000
 
 

@@ -213,7 +213,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *argv = shlex.split(command, comments=True)
     if name == "server.py":  # made, and not started
         config = resolve_config(server.ServerConfig, argv)
-        assert server._service(config).models.default == config.adapter.name
+        assert server._service(config, ()).models.default == config.adapter.name
         return
     if name == "rlm":
         monkeypatch.setattr(sys, "argv", [name, *argv])
@@ -276,7 +276,9 @@ def test_the_tutorial_teaches_the_real_model(smollm2, tmp_path, monkeypatch):
     gain = report["sampled"]["compared"]["GRPO − SFT"]["strict"]
     assert gain["low"] > 0, gain
     [asked] = [shlex.split(command)[-1] for command in COMMANDS if command.startswith("inference")]
-    with live(server._service(server.ServerConfig(adapter=Path("runs/roman/adapter")))) as running:
+    with live(
+        server._service(server.ServerConfig(adapter=Path("runs/roman/adapter")), ())
+    ) as running:
         reply = running.post({"prompt": asked}).json()
         chat = {"model": "adapter", "messages": [{"role": "user", "content": asked}]}
         answered = running.post(chat, "/v1/chat/completions").json()["choices"][0]["message"]

@@ -1,8 +1,8 @@
 """Calls the compiled C functions with tensors; one table holds their signatures.
 
 decode.c has the operations between the products of a decoding step, learn.c and attention.c those
-of a learning pass; logits.c samples and scores tokens; products.c multiplies, in bf16 with AMX
-tiles if RLM_TILES=1 is set.
+of a learning pass; logits.c samples and scores tokens; products.c multiplies. On a CPU with AMX
+it does so in bf16 only if RLM_TILES=1 is set.
 Without a compiler `TorchOps` does the same in many small passes, and oneDNN the products: equal up
 to rounding, and slower.
 """

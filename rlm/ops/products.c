@@ -41,8 +41,8 @@
 
 enum {
 #ifdef TILES
-    VECTORS = 2, /* of sums per row */
-    DEPTH = 32,  /* inputs that are multiplied at a time */
+    VECTORS = 2,  /* of sums per row */
+    DEPTH = 32,   /* inputs that are multiplied at a time */
     TOGETHER = 2, /* inputs whose weights lie together */
 #else
     VECTORS = 3,

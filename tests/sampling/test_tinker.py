@@ -515,7 +515,7 @@ def test_three_steps_are_those_of_a_local_run(name, served, tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("moment", ["score", "update"])
 def test_a_run_goes_on_where_its_server_was_killed(moment, served, tmp_path, monkeypatch):
-    """In its second step: after the samples, or with a gradient that no update has used."""
+    """In its second step: after the samples, or with gradient and update under way."""
     model, server = served("llama")
     options = {"algorithm": "topr", "mini_batch_size": 4}  # one update a step
     whole = a_config(tmp_path, server.url, **options, run_dir=tmp_path / "whole")
