@@ -30,7 +30,7 @@ from rlm.model import ADAPTER_FILES, adapter_tensors, fill_adapter
 from rlm.sampling.params import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    import tinker  # pyright: ignore[reportMissingImports]  # an extra
+    import tinker
     from peft import PeftModel
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class TinkerEngine:
             url: None: Thinking Machines' service.
         """
         try:
-            import tinker  # pyright: ignore[reportMissingImports]  # an extra
+            import tinker
         except ImportError as error:
             needs = "--backend tinker needs its SDK: pip install 'tinker>=0.24.1,<0.25'"
             raise UsageError(needs) from error
