@@ -75,13 +75,16 @@ class PlannedTrainer(train_grpo.GRPOTrainer):
 
 
 def activation_bytes_by_two_layers(policy) -> int:
-    """`activation_bytes` from the first layer and from the first two: each keeps as much."""
-    decoder, kept = policy.get_base_model().get_decoder(), []
-    layers, config = decoder.layers, decoder.config
+    """`activation_bytes` from the first layer and from the first two: each keeps as much. The head
+    keeps as much for any vocabulary, and a CPU without bf16 units takes minutes for all of it."""
+    base, kept = policy.get_base_model(), []
+    decoder, head = base.get_decoder(), base.get_output_embeddings()
+    layers, config, weight = decoder.layers, decoder.config, head.weight
+    head.weight = torch.nn.Parameter(weight[:8], requires_grad=False)
     for count in (1, 2):
         decoder.layers, config.num_hidden_layers = layers[:count], count
         kept.append(activation_bytes(policy))
-    decoder.layers, config.num_hidden_layers = layers, len(layers)
+    decoder.layers, config.num_hidden_layers, head.weight = layers, len(layers), weight
     return kept[0] + (len(layers) - 1) * (kept[1] - kept[0])
 
 
