@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -527,19 +528,24 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
             assert other["response"] != answer["response"]
             with ThreadPoolExecutor(5) as pool:  # a signal with five in flight: all have an end
                 post = partial(pool.submit, client.post, "/phase1/reasoning")
-                # The one row is taken for seconds: nearly greedy, the tiny base goes on to the
-                # limit. So the four behind it can not have ended before the fifth has come, and
-                # all five end in the time that a server drains, also on a slow machine.
+                # The one row is taken for long: nearly greedy, the tiny base goes on to the limit.
+                # So the four behind it cannot have ended before the fifth has come.
                 first = {"prompt": "x", "n": 16, "temperature": 0.01, "adapter": "base"}
                 asked = [post(json=first)]
                 wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
                 behind = {"prompt": "x", "adapter": "base"}  # each adapter has rows of its own
                 asked += [post(json=behind | {"seed": i, "stream": i > 2}) for i in range(1, 5)]
                 wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
+                signalled = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 ends = [one.result() for one in asked]
-            assert [end.status_code for end in ends] == [200] * 5
-            assert all("event: done" in end.text for end in ends[3:])
+            # A slow machine may not finish all of them in the 25 s that a server drains; then it
+            # says so, and not before.
+            whole = [end.status_code == 200 for end in ends[:3]]
+            whole += ["event: done" in end.text for end in ends[3:]]
+            late = [end.text for end, finished in zip(ends, whole, strict=True) if not finished]
+            assert all("the server is shutting down" in text for text in late)
+            assert not late or time.monotonic() - signalled >= server.DRAIN_SECONDS
         assert process.wait(30) == 0
         log = (tmp_path / "log").read_text()
         assert key not in log + said.replace(f"shown once: {key}", "")
