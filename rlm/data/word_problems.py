@@ -42,6 +42,7 @@ class Family:
     steps: Sequence[str]
     numbers: Mapping[str, Sequence[int | Fraction]]
     wordings: Sequence[str]
+    sentences: Sequence[str] = ()
     distractors: Sequence[str] = ()
     held_out: bool = False
     setup: Sequence[str] = ()
