@@ -43,6 +43,7 @@ class Family:
     sentences: Sequence[str]  # one for each step
     numbers: Mapping[str, Sequence[int | Fraction]]
     wordings: Sequence[str]
+    sentences: Sequence[str] = ()
     distractors: Sequence[str] = ()
     held_out: bool = False
     setup: Sequence[str] = ()
