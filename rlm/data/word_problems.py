@@ -43,7 +43,6 @@ class Family:
     sentences: Sequence[str]  # one for each step
     numbers: Mapping[str, Sequence[int | Fraction]]
     wordings: Sequence[str]
-    sentences: Sequence[str] = ()
     distractors: Sequence[str] = ()
     held_out: bool = False
     setup: Sequence[str] = ()
@@ -257,9 +256,9 @@ def draw_problem(
     if family.distractors and rng.random() < DISTRACTOR_RATE:
         extra = rng.choice([n for n in DISTRACTOR_NUMBERS if n not in numbers.values()])
         distractor = rng.choice(family.distractors).format(**words, extra=extra)
-        sentences = _SENTENCE_BREAK.split(question)
-        sentences.insert(rng.choice((0, len(sentences) - 1)), distractor)
-        question = " ".join(sentences)
+        parts = _SENTENCE_BREAK.split(question)
+        parts.insert(rng.choice((0, len(parts) - 1)), distractor)
+        question = " ".join(parts)
     lines = []
     for step, sentence in zip(solution, family.sentences, strict=True):
         equation = step.equation(calculator_marks)
