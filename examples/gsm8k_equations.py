@@ -4,11 +4,11 @@
     python train_sft.py --dataset runs/gsm8k/train.jsonl --max-samples 20000 --learning-rate 1e-3
 
 GSM8K's solutions carry what its annotators' calculator computed, `<<48/2=24>>`. A line of these
-each is the whole reasoning here. With `--variants` come the same problems with other numbers, where
-it is certain which number of the equations is which of the question (`vary`): these are drawn anew,
-the equations are computed again, and the variant is kept if all their results are of the kind they
-were (whole stays whole, positive stays positive). The first 200 rows, which `--dataset gsm8k`
-validates with, are left out.
+each is the whole reasoning here; `--sentences` keeps the text around them. With `--variants` come
+the same problems with other numbers, where it is certain which number of the equations is which of
+the question (`vary`): these are drawn anew, the equations are computed again, and the variant is
+kept if all their results are of the kind they were (whole stays whole, positive stays positive).
+The first 200 rows, which `--dataset gsm8k` validates with, are left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
+from itertools import chain, combinations, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -65,7 +66,14 @@ _CHOOSES = re.compile(
 # Numbers that questions say in words, and what units stand for.
 _WORDS = yaml.safe_load(Path(__file__).with_name("number_words.yaml").read_text(encoding="utf-8"))
 
+_RESULT = re.compile(r"\s*\$?(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)")
+
 Equation = tuple[str, str]  # what is computed, and what comes out, as written
+
+
+class Solution(NamedTuple):
+    equations: list[Equation]
+    texts: list[str]  # before each equation, and after the last
 
 
 @dataclass
@@ -76,7 +84,8 @@ class EquationsConfig:
     output: Path | None = flag(None, "where the problems go, as JSONL", positional=True)
     variants: int = flag(1, "variants of each problem with other numbers", min=0)
     max_equations: int | None = flag(None, "leave out problems of more (none: keep all)", min=1)
-    marks: bool = flag(False, "lines as <<48/2=24>>, which --tool calculator completes")
+    marks: bool = flag(False, "equations as <<48/2=24>>, which --tool calculator completes")
+    sentences: bool = flag(False, "keep the published sentences around the equations")
     seed: int = flag(0, "of the variants' numbers")
 
     def __post_init__(self) -> None:
@@ -89,15 +98,16 @@ def main(config: EquationsConfig) -> int:
     rows = read_rows(config.source)[HELD_OUT:]
     rng = random.Random(config.seed)
     written: list[dict[str, str]] = []
-    solved = [(row["question"], read_equations(row["answer"])) for row in rows]
     most = config.max_equations or math.inf
-    solved = [(question, e) for question, e in solved if 1 <= len(e) <= most]
-    for question, equations in solved:
-        written.append(to_record(question, equations, config.marks))
-    for question, equations in solved:
+    read = read_sentences if config.sentences else read_equations
+    solutions = [(row["question"], read(row["answer"])) for row in rows]
+    solved = [(q, solution) for q, solution in solutions if 1 <= len(solution.equations) <= most]
+    for question, solution in solved:
+        written.append(to_record(question, solution, config.marks))
+    for question, solution in solved:
         seen = {question}
         for _ in range(config.variants):
-            variant = vary(question, equations, rng)
+            variant = vary(question, solution, rng)
             if variant and variant[0] not in seen:
                 seen.add(variant[0])
                 written.append(to_record(*variant, config.marks))
@@ -133,23 +143,57 @@ def read_rows(source: Path) -> list[dict[str, str]]:
     return rows
 
 
-def read_equations(answer: str) -> list[Equation]:
-    """The calculator's equations; none if the last does not give the answer."""
+def read_equations(answer: str) -> Solution:
+    """The calculator's equations, a line each; none if the last does not give the answer."""
     equations = [(left.replace(" ", ""), right.strip()) for left, right in _NOTE.findall(answer)]
     gold = parse_number(answer.rpartition("####")[2])
     right = gold is not None and equations and parse_number(equations[-1][1]) == gold
-    return equations if right else []
+    equations = equations if right else []
+    return Solution(equations, ["", *["\n"] * (len(equations) - 1), ""])
 
 
-def to_record(question: str, equations: Sequence[Equation], marks: bool) -> dict[str, str]:
-    lines = [f"{left}={right}" for left, right in equations]
-    solution = "\n".join(f"<<{line}>>" if marks else line for line in lines)
-    return {"question": question, "answer": equations[-1][1], "solution": solution}
+def read_sentences(answer: str) -> Solution:
+    """The equations, and the published text around them.
+
+    The published text writes each of them twice more, `48 / 2 = <<48/2=24>>24 clips`; here the
+    sentence is `<<48/2=24>> clips`. There is none where the text has another number than the
+    calculator's, or computes without it.
+    """
+    equations, nothing = read_equations(answer).equations, Solution([], [""])
+    texts = _NOTE.split(answer.rpartition("####")[0].strip())[::3]
+    if not equations or len(texts) != len(equations) + 1:
+        return nothing
+    for place, (left, right) in enumerate(equations):
+        before = _as_written(left).sub("", texts[place])
+        after = _RESULT.match(texts[place + 1])
+        if after is None or parse_number(after["number"]) != parse_number(right):
+            return nothing
+        rest = texts[place + 1][after.end() :]
+        is_money = before.endswith("$") or after[0].startswith("$")
+        named = re.match(r"\s*(?:dollars?|cents?|%)", rest)
+        texts[place] = before.removesuffix("$")
+        texts[place + 1] = f" dollars{rest}" if is_money and not named else rest
+    by_hand = re.compile(r"[\d)]\s*[-+*/xX×]\s*\$?[\d(]|=\s*\$?\d")
+    computed = any(by_hand.search(text) for text in texts)
+    return nothing if computed else Solution(equations, texts)
 
 
-def vary(
-    question: str, equations: Sequence[Equation], rng: random.Random
-) -> tuple[str, list[Equation]] | None:
+def _as_written(left: str) -> re.Pattern[str]:
+    """The left side where a text ends with it and =, spaced, with $ and thousands separators."""
+    tokens = re.findall(r"\d+|\D", left)
+    digits = [r",?".join(token) if token.isdigit() else re.escape(token) for token in tokens]
+    spaced = [d.replace(r"\*", r"[*xX×]") for d in digits]
+    return re.compile(r"(?<![\d.,])\$?" + r"\s*\$?".join(spaced) + r"\s*=\s*(?=\$?\s*$)")
+
+
+def to_record(question: str, solution: Solution, marks: bool) -> dict[str, str]:
+    shown = [f"{left}={right}" for left, right in solution.equations]
+    shown = [f"<<{equation}>>" if marks else equation for equation in shown]
+    text = "".join(chain(*zip_longest(solution.texts, shown, fillvalue="")))
+    return {"question": question, "answer": solution.equations[-1][1], "solution": text}
+
+
+def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, Solution] | None:
     """The problem with other numbers, or None where that cannot be done for certain.
 
     A number of an equation is one that the question writes, an earlier result, or a constant that
@@ -159,9 +203,15 @@ def vary(
     equation uses (a total that would not fit any more), if an equation is not exact, or if the
     largest of something is asked for.
     """
+    equations = solution.equations
     written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]  # all, 5:8 too
     used = [Fraction(n) for left, _ in equations for n in _NUMBER.findall(left)]
     counted, shares = said_in_words(question)
+    prose = " ".join(solution.texts)
+    results = {parse_number(right) for _, right in equations}
+    told = {Fraction(n) for n in _NUMBER.findall(prose.replace(",", ""))}
+    if not told <= {*written, *used, *results} or not said_in_words(prose)[0] <= counted:
+        return None
     # Used twice, it may once be another that happens to be equal, as of legs and wheels.
     fixed = {1} | counted | shares | _bound(written)
     whole = [number for number in map(Fraction, _WHOLE.findall(question)) if number not in fixed]
@@ -173,7 +223,12 @@ def vary(
         values = {number: str(draw_near(int(number), rng)) for number in free}
         changed = recompute(equations, values)
         if changed and any(number != Fraction(drawn) for number, drawn in values.items()):
-            return _put_in(values, _WHOLE, question), changed
+            results = zip(equations, changed, strict=True)
+            known = values | {Fraction(old): new for (_, old), (_, new) in results}
+            texts = [
+                _put_in(known, _NUMBER, re.sub(r"(?<=\d),(?=\d)", "", t)) for t in solution.texts
+            ]
+            return _put_in(values, _WHOLE, question), Solution(changed, texts)
     return None
 
 

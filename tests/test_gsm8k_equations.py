@@ -12,11 +12,14 @@ import pytest
 from examples.gsm8k_equations import (
     HELD_OUT,
     EquationsConfig,
+    Solution,
     compute,
     draw_near,
     main,
     read_equations,
+    read_sentences,
     recompute,
+    to_record,
     vary,
 )
 from rlm.cli.options import UsageError
@@ -28,8 +31,9 @@ EQUATIONS = [("8*30", "240"), ("240-7", "233")]
 
 
 def draws(question: str, equations: list[tuple[str, str]], count: int = 40) -> list:
-    rng = random.Random(1)
-    return [vary(question, equations, rng) for _ in range(count)]
+    rng, texts = random.Random(1), [""] * (len(equations) + 1)
+    drawn = [vary(question, Solution(equations, texts), rng) for _ in range(count)]
+    return [variant and (variant[0], variant[1].equations) for variant in drawn]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +56,53 @@ def test_arithmetic_is_exact_and_nothing_but_arithmetic(expression, value):
 
 
 def test_equations_count_only_if_the_last_is_the_answer():
-    assert read_equations(ANSWER) == EQUATIONS
-    assert read_equations(ANSWER.replace("#### 233", "#### 240")) == []
-    assert read_equations("It is 5.\n#### 5") == []
+    assert read_equations(ANSWER) == (EQUATIONS, ["", "\n", ""])
+    for read in read_equations, read_sentences:
+        assert read(ANSWER.replace("#### 233", "#### 240")).equations == []
+        assert read("It is 5.\n#### 5").equations == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentences"),
+    [
+        (ANSWER, "She has <<8*30=240>> nuts.\nShe keeps <<240-7=233>>."),
+        ("A $1,200 + $30 = $<<1200+30=1230>>1,230.\n#### 1230", "A <<1200+30=1230>> dollars."),
+        ("In 2 days 3 x 4= <<3*4=12>>12 hats.\n#### 12", "In 2 days <<3*4=12>> hats."),
+        ("3 hats * 4 = <<3*4=12>>12 hats.\n#### 12", "3 hats * 4 = <<3*4=12>> hats."),
+        ("It takes <<60/8=7.5>>7.50 minutes.\n#### 7.5", "It takes <<60/8=7.5>> minutes."),
+        ("He has <<3*4=12>>12 dollars.\n#### 12", "He has <<3*4=12>> dollars."),
+        ("It grows by 50*.1=<<50*.1=5>>5%.\n#### 5", "It grows by <<50*.1=5>>%."),
+    ],
+)  # fmt: skip
+def test_sentences_write_each_equation_once(answer, sentences):
+    assert to_record("?", read_sentences(answer), marks=True)["solution"] == sentences
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "It is <<3*4=12>>13.\n#### 12",  # another number than the calculator's
+        "It is <<3*4=12>>.\n#### 12",  # none
+        "From 5-3 = 2 come <<2*6=12>>12.\n#### 12",  # computed without it
+        "As 2x+6=8, it is <<3*4=12>>12.\n#### 12",
+    ],
+)
+def test_no_sentences_that_compute_without_the_calculator(answer):
+    assert read_sentences(answer).equations == []
+
+
+def test_a_variants_sentences_have_its_numbers():
+    told = read_sentences(ANSWER.replace("keeps", "eats 7 of the 240 and keeps"))
+    rng = random.Random(1)
+    variants = [variant for _ in range(40) if (variant := vary(QUESTION, told, rng))]
+    assert len(variants) >= 35
+    for _, solution in variants:
+        eaten = solution.equations[1][0].split("-")[1]
+        between = f" nuts.\nShe eats {eaten} of the {solution.equations[0][1]} and keeps "
+        assert solution.texts == ["She has ", between, "."]
+    for other in "of the 9", "of nine":  # a number that may depend on what is drawn
+        told = read_sentences(ANSWER.replace("keeps", f"eats 7 {other} and keeps"))
+        assert vary(QUESTION, told, rng) is None
 
 
 def test_a_variant_has_other_numbers_and_the_answer_that_follows():

@@ -7,6 +7,7 @@
     openai/gsm8k:main, openai/gsm8k:socratic      a config of it
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
+    word-problems:sentences, …:1,sentences        with solutions in sentences
     elementary, elementary:1-2, …                 its everyday arithmetic, one to three steps
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
     FILE.jsonl, .json, .csv, .tsv, .parquet       a problem a row, also with .gz; data/README.md has
@@ -60,6 +61,7 @@ CONFIGS = {"gsm8k": ("main", "socratic")}
 # (or max_samples, if that is more), and train is a sample of these.
 OPENMATH_POOL = 5000
 # Made if max_samples is None: of train, and of every other split.
+ALL_LEVELS, SENTENCES = "1-4", "sentences"
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
 
@@ -118,7 +120,7 @@ def load_problems(
         raise UsageError(f"{dataset} has no split {split!r}; it has {', '.join(SPLITS[name])}")
 
     if name in TRAIN_SIZES:
-        levels = rest if colon else "1-4"
+        levels = rest if colon else ALL_LEVELS
         return _word_problems(name, levels, split, max_samples, seed, calculator_marks)
     if name == "rollouts" and not rest:
         raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
@@ -328,12 +330,14 @@ def _word_problems(
     calculator_marks: bool,
 ) -> list[Problem]:
     parts = levels.split(",")
+    if sentences := SENTENCES in parts:
+        parts = [part for part in parts if part != SENTENCES] or [ALL_LEVELS]
     if not all(re.fullmatch(r"\d(-\d)?", part, re.ASCII) for part in parts):
-        raise UsageError(f"{name}:{levels}: write levels as 2, 1-2 or 1,3")
+        raise UsageError(f"{name}:{levels}: write levels as 2, 1-2 or 1,3, or {SENTENCES}")
     wanted = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
     count = max_samples or (TRAIN_SIZES[name] if split == "train" else WORD_PROBLEMS)
     seed = seed if split == "train" else 0
-    choice = {"dataset": name, "calculator_marks": calculator_marks}
+    choice = {"dataset": name, "calculator_marks": calculator_marks, "sentences": sentences}
     try:
         return word_problems.generate_word_problems(split, count, seed, wanted, **choice)
     except ValueError as error:  # an unknown level, or fewer different problems than asked for

@@ -40,6 +40,7 @@ class Family:
 
     name: str
     steps: Sequence[str]
+    sentences: Sequence[str]  # one for each step
     numbers: Mapping[str, Sequence[int | Fraction]]
     wordings: Sequence[str]
     distractors: Sequence[str] = ()
@@ -128,7 +129,7 @@ def _options(entry: str | list[int], file: Path) -> Sequence[int | Fraction]:
 
 @dataclass(frozen=True)
 class Step:
-    """One worked step of a solution: `name: left operator right = value`."""
+    """One worked step of a solution."""
 
     name: str
     left: int | Fraction
@@ -136,13 +137,11 @@ class Step:
     right: int | Fraction
     value: int | Fraction
 
-    def line(self, calculator_mark: bool = False) -> str:
-        """Write the step as `total: 3 + 5 = 8`, or with a mark as `total: <<3+5=8>>`."""
+    def equation(self, calculator_mark: bool = False) -> str:
+        """Write the step as `3 + 5 = 8`, or as a mark, `<<3+5=8>>`."""
         left, right, value = map(show_number, (self.left, self.right, self.value))
         equation = f"{left} {self.operator} {right} = {value}"
-        if calculator_mark:
-            equation = f"<<{equation.replace(' ', '')}>>"
-        return f"{self.name.replace('_', ' ')}: {equation}"
+        return f"<<{equation.replace(' ', '')}>>" if calculator_mark else equation
 
 
 def solve(steps: Sequence[str], numbers: Mapping[str, int | Fraction]) -> Iterator[Step]:
@@ -188,6 +187,7 @@ def generate_word_problems(
     *,
     dataset: str = "word-problems",
     calculator_marks: bool = False,
+    sentences: bool = False,
 ) -> list[Problem]:
     """Make `count` problems with different questions, spread evenly over the families.
 
@@ -199,6 +199,7 @@ def generate_word_problems(
         families: narrows the selection by name.
         dataset: "word-problems", whose answers are positive integers, or "elementary".
         calculator_marks: write the solutions' equations as `<<3+5=8>>`.
+        sentences: solve in sentences, "4 boxes hold 4 * 6 = 24 eggs.", not as `eggs: 4 * 6 = 24`.
 
     Raises:
         ValueError: an argument is unknown, nothing is selected, or the selection has fewer than
@@ -219,7 +220,8 @@ def generate_word_problems(
     selected = [f for f in in_split.values() if f.level in levels and f.name in names]
     if not selected:
         raise ValueError(f"no family is selected: split {split!r}, levels {list(levels)}")
-    draw = partial(draw_problem, table=table, calculator_marks=calculator_marks)
+    style = {"calculator_marks": calculator_marks, "sentences": sentences}
+    draw = partial(draw_problem, table=table, **style)
     found = _draw_all(selected, split, random.Random(f"{split} {seed}"), draw)
     problems = list(islice(found, count))
     if len(problems) < count:
@@ -231,7 +233,11 @@ def generate_word_problems(
 
 
 def draw_problem(
-    family: Family, rng: random.Random, table: Table, calculator_marks: bool = False
+    family: Family,
+    rng: random.Random,
+    table: Table,
+    calculator_marks: bool = False,
+    sentences: bool = False,
 ) -> tuple[Problem, str]:
     """Draw one problem of the family, and say which split it belongs to.
 
@@ -244,19 +250,26 @@ def draw_problem(
     if table.spelled_rate and rng.random() < table.spelled_rate:
         spelled = {f"{{{name}}}": NUMBER_WORDS.get(value) for name, value in numbers.items()}
         wording = _SPELLABLE.sub(lambda slot: spelled.get(slot[0]) or slot[0], wording)
-    question = wording.format(**words, **{name: Shown(value) for name, value in numbers.items()})
+    shown = {name: Shown(value) for name, value in numbers.items()}
+    question = wording.format(**words, **shown)
     # Drawn last, so that a distractor changes nothing but the text.
     if family.distractors and rng.random() < DISTRACTOR_RATE:
         extra = rng.choice([n for n in DISTRACTOR_NUMBERS if n not in numbers.values()])
         distractor = rng.choice(family.distractors).format(**words, extra=extra)
-        sentences = _SENTENCE_BREAK.split(question)
-        sentences.insert(rng.choice((0, len(sentences) - 1)), distractor)
-        question = " ".join(sentences)
+        parts = _SENTENCE_BREAK.split(question)
+        parts.insert(rng.choice((0, len(parts) - 1)), distractor)
+        question = " ".join(parts)
+    lines = []
+    for step, sentence in zip(solution, family.sentences, strict=True):
+        equation = step.equation(calculator_marks)
+        line = f"{step.name.replace('_', ' ')}: {equation}"
+        lines.append(sentence.format(**words | shown, equation=equation) if sentences else line)
+        shown[step.name] = Shown(step.value)
     problem = Problem(
         id=f"{family.name}-{_sha256(question)[:12]}",
         question=question,
         answer=show_number(solution[-1].value),
-        solution="\n".join(step.line(calculator_marks) for step in solution),
+        solution="\n".join(lines),
         columns={"family": family.name, "level": family.level},
     )
     return problem, split_of(family, numbers)

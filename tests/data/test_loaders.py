@@ -3,6 +3,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -260,6 +261,19 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
         assert load_problems(dataset, split, seed=1, max_samples=3) == one[:3]
 
 
+@pytest.mark.parametrize("name", ["word-problems", "elementary"])
+def test_solutions_in_sentences_are_of_the_same_problems(name):
+    lines, told = (
+        load_problems(f"{name}:{s}", "test", max_samples=9) for s in ("1", "1,sentences")
+    )
+    for plain, sentence in zip(lines, told, strict=True):
+        equation = plain.solution.partition(": ")[2]
+        assert sentence.solution.endswith(".")
+        assert equation in sentence.solution
+        assert replace(sentence, solution=plain.solution) == plain
+    assert {p.columns["level"] for p in load_problems(f"{name}:sentences", "test")} > {1, 2}
+
+
 @pytest.mark.parametrize(
     ("dataset", "split", "expected"),
     [
@@ -267,7 +281,7 @@ def test_the_seed_shuffles_train_alone_and_max_samples_keeps_the_first(write, da
         ("no/such/data", "train", "unknown data set 'no/such/data'; use gsm8k, "),
         ("GSM9k", "train", "unknown data set 'GSM9k' (did you mean gsm8k?); use gsm8k, "),
         ("word-problem:1", "train", "'word-problem:1' (did you mean word-problems?); use"),
-        ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3"),
+        ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3, or sentences"),
         ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:7", "train", "unknown level"),
         ("word-problems:2-1", "train", "no family is selected"),

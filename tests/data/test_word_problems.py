@@ -27,6 +27,7 @@ from rlm.data.word_problems import (
     Shown,
     draw_problem,
     load_word_problem_table,
+    show_number,
     solve,
     split_of,
 )
@@ -64,6 +65,11 @@ def draws(dataset, family_name):
 
 def elementary(split, count, seed=0, **options):
     return generate(split, count, seed, dataset="elementary", **options)
+
+
+def stated(question):
+    text = re.sub(r"(?<=\d),(?=\d)", "", question)
+    return {show_number(Fraction(n)) for n in re.findall(r"\d+(?:\.\d+)?", text)}
 
 
 def slots(text):
@@ -192,6 +198,32 @@ def test_distractors_change_only_the_text():
                 (extra,) = re.findall(r"\d+", added.pop())
                 assert extra not in re.findall(r"\d+", plain.question)
     assert 0.15 < with_distractor / total < 0.35
+
+
+@each_family
+def test_sentences_hold_the_same_equations_and_no_other_number(dataset, family):
+    people = PEOPLE if TABLES[dataset].women else {"name", "friend"}
+    assert len(family.sentences) == family.level
+    for sentence in family.sentences:  # a word that some wording does not say would be another draw
+        words = slots(sentence) & (people | {*TABLES[dataset].nouns})
+        assert all(words <= slots(wording) for wording in family.wordings), sentence
+    literals = {term for step in family.steps for term in step.split() if term[0].isdigit()}
+    for seed in range(5):
+        plain, split = draw_problem(family, random.Random(seed), TABLES[dataset])
+        told = draw_problem(family, random.Random(seed), TABLES[dataset], sentences=True)
+        assert told == (replace(plain, solution=told[0].solution), split)
+        lines, known = told[0].solution.split("\n"), {*literals}
+        for line, short in zip(lines, plain.solution.split("\n"), strict=True):
+            equation = short.partition(": ")[2]
+            left, _, right, _, value = equation.split()
+            around = line.replace(equation, "", 1)
+            assert around != line
+            assert around[0].isupper() or around[0].isdigit() or line.startswith(equation)
+            assert line[-1] == "."
+            assert not re.search(r"[{}]|  .|\$", line)
+            known |= {left, right}
+            assert {*re.findall(r"\d+(?:\.\d+)?", around)} <= known | stated(plain.question), line
+            known.add(value)
 
 
 @each_table
@@ -359,6 +391,7 @@ def test_bad_arguments(arguments, message):
 TINY = Family(
     "tiny",
     steps=("total = first + second",),
+    sentences=("Together they make {equation}.",),
     numbers={"first": range(2, 5), "second": range(2, 5)},
     wordings=("What is {first} plus {second}?",),
 )
@@ -395,8 +428,8 @@ def test_ranges_that_cannot_work_are_reported():
 def test_solve_fills_in_literals_and_earlier_values():
     solved = list(solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4}))
     assert [step.value for step in solved] == [7, 14]
-    assert [step.line() for step in solved] == ["two sides: 3 + 4 = 7", "perimeter: 7 * 2 = 14"]
-    assert solved[1].line(calculator_mark=True) == "perimeter: <<7*2=14>>"
+    assert [step.equation() for step in solved] == ["3 + 4 = 7", "7 * 2 = 14"]
+    assert solved[1].equation(calculator_mark=True) == "<<7*2=14>>"
 
 
 @pytest.mark.parametrize("step", ["x = a - b", "x = b - b", "x = a / b"])
@@ -428,6 +461,7 @@ def test_numbers_are_shown(value, spec, text):
 def test_numbers_of_the_setup_are_stated_but_not_shown_in_the_solution():
     family = Family(
         "shared",
+        sentences=("Each of {people} gets {equation}.",),
         setup=("total = each * people",),
         steps=("share = total / people",),
         numbers={"each": [6], "people": [4]},
@@ -437,3 +471,5 @@ def test_numbers_of_the_setup_are_stated_but_not_shown_in_the_solution():
     assert family.stated == ["people", "total"]
     assert problem.question in {"4 share 24. How many each?"}
     assert (problem.solution, problem.answer) == ("share: 24 / 4 = 6", "6")
+    problem, _ = draw_problem(family, random.Random(0), ELEMENTARY, sentences=True)
+    assert problem.solution == "Each of 4 gets 24 / 4 = 6."
