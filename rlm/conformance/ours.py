@@ -117,10 +117,9 @@ def _loss(given: SimpleNamespace) -> Tensor:
     batch.old_logprobs = given.old_logprobs[places, :width]
     if given.kl_weight:
         batch.ref_logprobs = given.ref_logprobs[places, :width]
-    kl = {"kl_weight": given.kl_weight, "kl_estimator": given.kl_estimator}
+    options = {"correct_sampler": given.importance_cap is not None, "kl_weight": given.kl_weight}
     logprobs = given.logprobs[places, :width]
-    correct = given.importance_cap is not None
-    return policy_loss(logprobs, batch, config.resolved_algorithm, correct_sampler=correct, **kl)[0]
+    return policy_loss(logprobs, batch, config.resolved_algorithm, **options)[0]
 
 
 def _group(completions: list[Completion]) -> Group:

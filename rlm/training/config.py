@@ -40,7 +40,6 @@ ON_SERVER = (
     *("quantize", "attn_implementation", "dtype", "sampler_dtype", "sampler", "max_num_seqs"),
     *("train_batch_size", "train_batch_tokens", "checkpointing"),
 )
-KL_ESTIMATORS = ("k1", "k2", "k3")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 ATTENTIONS = ("auto", "sdpa", "eager")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
@@ -222,10 +221,6 @@ class GRPOConfig:
     )
     mask_truncated: bool = flag(False, "leave completions that were cut off out of the loss")
     kl_weight: float = flag(0.0, "weight of the KL term toward the start; 0: off", min=0)
-    kl_estimator: str = flag("k3", "estimator of the KL term", choices=KL_ESTIMATORS)
-    kl_target: float | None = flag(
-        None, "adapt the KL weight until the KL per token is this", above=0, default_text="off"
-    )
 
     steps: int | None = flag(
         None,
@@ -363,9 +358,6 @@ class GRPOConfig:
         refused = {
             "--steps and --num-epochs contradict each other; give one of them": (
                 self.steps is not None and self.num_epochs is not None
-            ),
-            "--kl-target needs a --kl-weight above 0 to start from": (
-                self.kl_target and not self.kl_weight
             ),
             "--token-level-loss divides by the tokens of a step, --fixed-length-normalizer by a "
             "constant; give one of them": self.token_level_loss and self.fixed_length_normalizer,

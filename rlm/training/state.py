@@ -42,7 +42,7 @@ MAY_CHANGE = {
     *("vllm_command", "backend_url"),
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
-SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_weight"),)
+SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale"),)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class TrainingState:
     weights: Learner
     optimizer: torch.optim.Optimizer
     base_hash: str
-    kl_weight: float = 0.0  # changes if there is a KL target
     distributed: Distributed = field(default_factory=Distributed)
     validations: Validations = field(default_factory=Validations)
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -202,26 +201,6 @@ class TrainingState:
             f"weights of step {loaded[1]['step']} with half the learning rate"
         )
 
-    def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
-        """Return metrics of the updates so far, and adapt the weight of the KL term after them."""
-        metrics: dict[str, float] = {"optim/skipped": self.skipped_total}
-        if config.kl_weight:
-            metrics["loss/kl_weight"] = self.kl_weight
-            self.adapt_kl_weight(kl, config.kl_target)
-        return metrics
-
-    def adapt_kl_weight(self, kl: float | None, target: float | None) -> None:
-        """Raise the weight of the KL term where a step's KL is above its target, else lower it.
-
-        weight · (1 + 0.1 · clip(kl / target - 1, -0.2, 0.2)): at most 2 % a step (Ziegler et al.,
-        arXiv 1909.08593).
-
-        Args:
-            kl, target: nats per token; None without rollouts or without a target.
-        """
-        if kl is not None and target is not None:
-            self.kl_weight *= 1 + 0.1 * min(0.2, max(-0.2, kl / target - 1))
-
     def brake(self, step: int) -> str:
         """Print and return why the run must stop at this step (`Validations.fall`)."""
         fall = self.validations.fall()
@@ -277,9 +256,6 @@ class TrainingState:
             setattr(self, name, state[name])
         self._seconds_before, self.updates = state["seconds"], state["updates"]
         self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
-        kl_weight = self.origin["config"]["kl_weight"]
-        if kl_weight != state["origin"]["config"]["kl_weight"]:
-            self.kl_weight = kl_weight  # changed, and accepted
         self._load(tensors, state)
         self._restore_validations(tensors, state)
         return state["step"]

@@ -42,7 +42,6 @@ from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device, Setup
 from rlm.sampling import SamplingParams
-from rlm.training.state import TrainingState
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.float32, "test")
@@ -300,7 +299,7 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
 
 
 def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
-    more = {"sft_adapter": start, "steps": 6, "eval_every": 2, "kl_target": 1e-3}
+    more = {"sft_adapter": start, "steps": 6, "eval_every": 2}
     whole = options(base, tmp_path, "whole", **more)
     train(whole, validation=PROBLEMS[:4])
 
@@ -324,23 +323,6 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
         assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
     expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    weights = [row["loss/kl_weight"] for row in log_of(whole, "metrics")]
-    assert len(set(weights)) == 6  # and a changing weight of the KL term is carried over
-
-
-# --- the KL term --------------------------------------------------------------------------------
-
-
-def test_the_adapted_kl_weight_by_hand():
-    state = TrainingState(None, None, "", kl_weight=0.1)
-    state.adapt_kl_weight(0.5, None)
-    assert state.kl_weight == 0.1
-    state.adapt_kl_weight(0.11, 0.1)  # 10 % above: + 1 %
-    assert state.kl_weight == pytest.approx(0.101)
-    state.adapt_kl_weight(9.0, 0.1)  # far above: + 2 % and no more
-    assert state.kl_weight == pytest.approx(0.101 * 1.02)
-    state.adapt_kl_weight(0.0, 0.1)
-    assert state.kl_weight == pytest.approx(0.101 * 1.02 * 0.98)
 
 
 # --- who the agents are -------------------------------------------------------------------------
@@ -454,7 +436,6 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
         ("--agent-key KEY", "--agent-url"),
         ("--agent-temperature -1", "at least 0"),
         ("--agent-max-tokens 0", "at least 1"),
-        ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),
         ("--doctor", "--doctor is an option of train_grpo.py"),
         ("--plan", "--plan is an option of train_grpo.py"),

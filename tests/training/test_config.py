@@ -143,7 +143,6 @@ def test_an_unknown_preset_names_those_that_are():
         ({"overlong_penalty": 1.0}, "at most 0"),
         ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo, maxrl, topr"),
         ({"reasoning_format": "xml"}, "deepseek, simple"),
-        ({"kl_estimator": "k4"}, "k1, k2, k3"),
         ({"doctor": True, "resume": True}, "--resume"),
         ({"plan": True, "resume": True}, "--resume"),
         ({"plan": True, "doctor": True}, "one of them"),
@@ -151,7 +150,6 @@ def test_an_unknown_preset_names_those_that_are():
         ({"clip_eps_low": 1.5}, "at most 1"),
         ({"group_size": 1}, "at least 2"),
         ({"temperature": 0.0}, "above 0"),
-        ({"kl_target": 0.1}, "--kl-weight"),
         ({"quantize": "8bit", "use_4bit": True}, "contradict"),
     ],
 )
