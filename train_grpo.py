@@ -131,7 +131,7 @@ class GRPOTrainer:
         parts = self.policy, self.tokenizer, config, self.distributed, tool
         self.weights, self.sampler = make_engine(*parts)  # what learns and what samples
         self.adapter = self.weights.master_weights  # name → trained fp32 tensor
-        self.optimizer = self.weights.make_optimizer(config.learning_rate, config.weight_decay)
+        self.optimizer = self.weights.make_optimizer(config.learning_rate)
         saved = (self.weights, self.optimizer, self.base_hash)
         self.state = TrainingState(*saved, self.distributed)
         self.run: TrainingRun | None = None  # the last call of `train`

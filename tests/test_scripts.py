@@ -779,7 +779,7 @@ CONFIGS = [
     "benchmarks.evidence.plan.EvidenceConfig",
 ]
 # Flags for which a negative number means something.
-SIGNED = {"seed", "seeds", "overlong_penalty"}
+SIGNED = {"seed", "seeds"}
 
 
 @pytest.mark.parametrize("path", CONFIGS)

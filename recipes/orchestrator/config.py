@@ -145,8 +145,7 @@ PUBLISHED_NAMES = {
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
     "orch_max_tokens": "max_new_tokens", "orch_temperature": "temperature",
     "agent_max_tokens": "agent_max_tokens", "agent_temperature": "agent_temperature",
-    "lr": "learning_rate", "weight_decay": "weight_decay",
-    "kl_coef": "kl_weight",
+    "lr": "learning_rate", "kl_coef": "kl_weight",
     "val_rows": "eval_samples", "val_every": "eval_every",
 }  # fmt: skip
 

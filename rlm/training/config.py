@@ -45,6 +45,8 @@ ATTENTIONS = ("auto", "sdpa", "eager")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default on the command line without --steps or --num-epochs
+REFILL_ROUNDS = 3  # of replacing groups without signal in a step
+LAST_RATE = 0.1  # where schedules end, as a share of the peak
 EXPORTS = ("auto", "best", "last")
 EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
@@ -205,19 +207,15 @@ class GRPOConfig:
     )
     clip_eps_high: float = flag(None, "clip range above 1", min=0, default_text=ALGORITHMS_OWN)
     dynamic_sampling: bool = flag(
-        None, "replace groups whose rewards are all equal", default_text=ALGORITHMS_OWN
-    )
-    max_refill_rounds: int = flag(
-        3, "with --dynamic-sampling: rounds of replacement in a step", min=0
+        None,
+        f"replace groups whose rewards are all equal, in up to {REFILL_ROUNDS} rounds",
+        default_text=ALGORITHMS_OWN,
     )
     overlong_buffer: int = flag(
         None,
-        "lower the reward over this many last tokens before --max-new-tokens; 0: off",
+        "lower the reward over this many last tokens before --max-new-tokens, by up to 1; 0: off",
         min=0,
         default_text=ALGORITHMS_OWN,
-    )
-    overlong_penalty: float = flag(
-        -1.0, "added to the reward of a completion at --max-new-tokens", max=0
     )
     mask_truncated: bool = flag(False, "leave completions that were cut off out of the loss")
     kl_weight: float = flag(0.0, "weight of the KL term toward the start; 0: off", min=0)
@@ -281,10 +279,9 @@ class GRPOConfig:
         "model",
     )
     lr_schedule: str = flag(
-        "linear", "learning rate after warm-up", choices=("constant", "linear", "cosine")
-    )
-    min_lr_ratio: float = flag(
-        0.1, "where linear and cosine end, as a share of the peak", min=0, max=1
+        "linear",
+        "learning rate after warm-up; linear and cosine end at a tenth of the peak",
+        choices=("constant", "linear", "cosine"),
     )
     warmup_steps: int = flag(
         None,
@@ -292,7 +289,6 @@ class GRPOConfig:
         min=0,
         default_text=ALGORITHMS_OWN,
     )
-    weight_decay: float = flag(0.0, "weight decay of AdamW", min=0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
     updates_per_batch: int = flag(1, "passes over the completions of a step", min=1)
     train_batch_size: int | None = flag(
@@ -507,7 +503,7 @@ class GRPOConfig:
     @property
     def sampling_rounds(self) -> int:
         """Return the most rounds of sampling in a step."""
-        return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
+        return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
         """Return the config with its number of steps for a data set of this size."""
@@ -529,7 +525,7 @@ class GRPOConfig:
         return self.eval_group_size or min(high, max(low, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
-        """Return the learning rate: linear warm-up, then constant or decaying to min_lr_ratio.
+        """Return the learning rate: linear warm-up, then constant or decaying to LAST_RATE.
 
         Args:
             step: fractional, by the share of its updates that are made.
@@ -542,7 +538,7 @@ class GRPOConfig:
         steps = required(self.steps, "--steps")
         done = max(0.0, step - warmup) / max(1, steps - warmup)
         height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        share = self.min_lr_ratio + (1 - self.min_lr_ratio) * height[self.lr_schedule]
+        share = LAST_RATE + (1 - LAST_RATE) * height[self.lr_schedule]
         return self.learning_rate * share
 
 

@@ -138,8 +138,7 @@ def test_a_value_of_a_switch_says_so():
 
 # Fields of the same name: taken as they are. A new one has to mean the same to stand here.
 SAME_NAME = {
-    "GRPOConfig": "learning_rate warmup_steps weight_decay max_grad_norm seed temperature top_p "
-    "top_k use_vllm",
+    "GRPOConfig": "learning_rate warmup_steps max_grad_norm seed temperature top_p top_k use_vllm",
     "SFTConfig": "learning_rate seed max_length",
 }
 STAGES = [("GRPOConfig", GRPOConfig), ("SFTConfig", SFTConfig)]

@@ -21,7 +21,7 @@ GRPO = {
 DRGRPO = GRPO | {"algorithm": "drgrpo", "advantage": "centred"}
 DAPO = GRPO | {
     "algorithm": "dapo", "clip_eps_high": 0.28, "token_level_loss": True,
-    "dynamic_sampling": True, "max_refill_rounds": 3, "overlong_penalty": -1.0,
+    "dynamic_sampling": True,
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_dynamic_sampling_rounds():
     assert GRPOConfig().sampling_rounds == 1
     assert GRPOConfig(algorithm="dapo").sampling_rounds == 4
     assert GRPOConfig(algorithm="dapo", dynamic_sampling=False).sampling_rounds == 1
-    assert GRPOConfig(dynamic_sampling=True, max_refill_rounds=0).sampling_rounds == 1
+    assert GRPOConfig(dynamic_sampling=True).sampling_rounds == 4
 
 
 def test_an_unknown_preset_names_those_that_are():
@@ -140,7 +140,6 @@ def test_an_unknown_preset_names_those_that_are():
         ({"use_lora": False}, "never changed"),
         ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
         ({"overlong_buffer": 600}, "longer than"),
-        ({"overlong_penalty": 1.0}, "at most 0"),
         ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo, maxrl, topr"),
         ({"reasoning_format": "xml"}, "deepseek, simple"),
         ({"doctor": True, "resume": True}, "--resume"),
