@@ -90,8 +90,8 @@ def _loss(given: SimpleNamespace) -> Tensor:
     algorithm = {"weighted": "cispo", "tapered": "topr"}.get(given.objective, by_ratio)
     config = GRPOConfig(
         algorithm=algorithm,
-        token_level_loss=given.aggregation == "token",
-        fixed_length_normalizer=given.constant if given.aggregation == "constant" else None,
+        aggregation=given.aggregation,
+        max_new_tokens=given.constant,
         clip_eps_low=given.clip_low,
         clip_eps_high=given.clip_high,
         kl_weight=given.kl_weight,

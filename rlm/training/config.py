@@ -24,7 +24,7 @@ from rlm.data import FORMATS
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
+from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import (
     LONGEST,
     MAX_NEW_TOKENS,
@@ -193,13 +193,11 @@ class GRPOConfig:
         "count equal completions above their group's mean once",
         default_text=ALGORITHMS_OWN,
     )
-    token_level_loss: bool = flag(
-        None, "average the loss over all tokens of a step", default_text=ALGORITHMS_OWN
-    )
-    fixed_length_normalizer: int | None = flag(
+    aggregation: str = flag(
         None,
-        "divide the summed loss by the completions times this number of tokens",
-        min=1,
+        "how tokens add up to the loss: mean of each completion's mean, mean over all tokens, or "
+        "sum over completions times --max-new-tokens",
+        choices=AGGREGATIONS,
         default_text=ALGORITHMS_OWN,
     )
     clip_eps_low: float = flag(
@@ -355,8 +353,6 @@ class GRPOConfig:
             "--steps and --num-epochs contradict each other; give one of them": (
                 self.steps is not None and self.num_epochs is not None
             ),
-            "--token-level-loss divides by the tokens of a step, --fixed-length-normalizer by a "
-            "constant; give one of them": self.token_level_loss and self.fixed_length_normalizer,
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
             f"{self.max_new_tokens}: every completion would be punished": (
                 self.overlong_buffer > self.max_new_tokens
@@ -473,13 +469,6 @@ class GRPOConfig:
         load_reward(self.reward, problems)
 
     @property
-    def aggregation(self) -> str:
-        """Return the name of the loss aggregation for `batches.row_weights`."""
-        if self.token_level_loss:
-            return "token"
-        return "constant" if self.fixed_length_normalizer else "sequence"
-
-    @property
     def resolved_algorithm(self) -> Algorithm:
         """Return the algorithm's row of ALGORITHMS with these options applied."""
         return replace(
@@ -497,8 +486,7 @@ class GRPOConfig:
     @property
     def formula(self) -> str:
         """Return the minimised objective as one line."""
-        constant = self.fixed_length_normalizer
-        return self.resolved_algorithm.formula(str(constant) if constant else "max_new_tokens")
+        return self.resolved_algorithm.formula(str(self.max_new_tokens))
 
     @property
     def sampling_rounds(self) -> int:
@@ -547,14 +535,11 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["algorithm"] not in ALGORITHMS:  # `_refuse_contradictions` raises
         return dict(values)
     algorithm = ALGORITHMS[values["algorithm"]]
-    token_level = values["fixed_length_normalizer"] is None and algorithm.aggregation == "token"
-    by_constant = not values["token_level_loss"] and algorithm.aggregation == "constant"
     decided = {
         "advantage": algorithm.advantage,
         "negative_weight": algorithm.negative_weight,
         "distinct": algorithm.distinct,
-        "token_level_loss": token_level,
-        "fixed_length_normalizer": values["max_new_tokens"] if by_constant else None,
+        "aggregation": algorithm.aggregation,
         "clip_eps_low": algorithm.clip_eps_low,
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,

@@ -25,7 +25,7 @@ from rlm.training.loss import policy_loss
 
 AGGREGATIONS = {
     "sequence": {"algorithm": "grpo"},
-    "constant": {"algorithm": "drgrpo", "fixed_length_normalizer": 8},
+    "constant": {"algorithm": "drgrpo", "max_new_tokens": 8},
     "token": {"algorithm": "dapo"},
 }
 

@@ -15,12 +15,11 @@ from rlm.training.sft_config import SFTConfig
 EVERY_PRESET = {"kl_weight": 0.0}
 GRPO = {
     "algorithm": "grpo", "advantage": "std", "clip_eps_high": 0.2,
-    "token_level_loss": False, "fixed_length_normalizer": None, "dynamic_sampling": False,
-    "overlong_buffer": 0,
+    "aggregation": "sequence", "dynamic_sampling": False, "overlong_buffer": 0,
 }  # fmt: skip
-DRGRPO = GRPO | {"algorithm": "drgrpo", "advantage": "centred"}
+DRGRPO = GRPO | {"algorithm": "drgrpo", "advantage": "centred", "aggregation": "constant"}
 DAPO = GRPO | {
-    "algorithm": "dapo", "clip_eps_high": 0.28, "token_level_loss": True,
+    "algorithm": "dapo", "clip_eps_high": 0.28, "aggregation": "token",
     "dynamic_sampling": True,
 }  # fmt: skip
 
@@ -29,13 +28,13 @@ DAPO = GRPO | {
     ("name", "values"),
     [
         ("grpo", GRPO),
-        ("drgrpo", DRGRPO | {"fixed_length_normalizer": 256}),
+        ("drgrpo", DRGRPO | {"max_new_tokens": 256}),
         ("dapo", DAPO | {"overlong_buffer": 51}),
         (
             "reasoning_small",
             DRGRPO
             | {
-                "fixed_length_normalizer": 512, "group_size": 8, "batch_size": 4,
+                "group_size": 8, "batch_size": 4,
                 "train_batch_size": 2, "max_new_tokens": 512, "learning_rate": 5e-6,
                 "lora_r": 16, "quantize": "auto",
             },
@@ -63,7 +62,7 @@ def test_presets(name, values, by, monkeypatch):
 
 def test_options_stand_above_what_the_algorithm_sets():
     config = GRPOConfig(algorithm="drgrpo", max_new_tokens=512, clip_eps_high=0.28)
-    assert (config.clip_eps_high, config.fixed_length_normalizer) == (0.28, 512)
+    assert (config.clip_eps_high, config.aggregation) == (0.28, "constant")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 7
 
@@ -106,10 +105,8 @@ def test_options_change_the_formula():
         "A = r − mean; l = −min(ρ A, clip(ρ, 0.8, 1.5) A); ρ of each token; "
         "mean over all tokens of the step; groups without a difference are replaced"
     )
-    assert GRPOConfig(fixed_length_normalizer=64).aggregation == "constant"
-    assert GRPOConfig(token_level_loss=True).aggregation == "token"
-    assert GRPOConfig(algorithm="dapo", fixed_length_normalizer=64).aggregation == "constant"
-    assert GRPOConfig(algorithm="drgrpo", token_level_loss=True).aggregation == "token"
+    config = GRPOConfig(algorithm="dapo", aggregation="constant", max_new_tokens=64)
+    assert "sum over tokens / (rollouts · 64)" in config.formula
 
 
 def test_unchanged_options_leave_the_table_as_it_is():
@@ -138,7 +135,7 @@ def test_an_unknown_preset_names_those_that_are():
         ({"top_k": 50}, "distribution"),
         ({"lora_dropout": 0.1}, "the one that sampled"),
         ({"use_lora": False}, "never changed"),
-        ({"token_level_loss": True, "fixed_length_normalizer": 9}, "one of them"),
+        ({"aggregation": "mean"}, "sequence, token, constant"),
         ({"overlong_buffer": 600}, "longer than"),
         ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo, maxrl, topr"),
         ({"reasoning_format": "xml"}, "deepseek, simple"),
