@@ -690,8 +690,8 @@ def test_out_of_memory_is_one_line(runs):
 
     ended = runs.run("run", before=starve)
     assert ended.code == 2, ended.text
-    assert "error: out of memory: lower --train-batch-tokens or " in ended.text
-    assert "use --checkpointing, --quantize 4bit, a smaller --model" in ended.text
+    assert "error: out of memory: lower --train-batch-size or " in ended.text
+    assert "use --quantize 4bit, a smaller --model" in ended.text
     assert "Traceback" not in ended.text
 
 

@@ -711,7 +711,7 @@ MISTAKES = [
     ),
     (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
     (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
-    (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
+    (train_grpo, ["--train-batch-size", "0"], "at least 1"),
     (train_grpo, ["--reward", "nowhere.py:f"], "nowhere.py does not exist"),
     (train_grpo, ["--reward", "nowhere.py"], "write FILE.py:NAME"),
     (train_grpo, ["more.jsonl"], "unknown option more.jsonl: type the name of its option"),

@@ -777,12 +777,20 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
         ), name
 
 
-def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, tokenizer):
+def force_checkpointing(monkeypatch):
+    """Nothing is free: activations are computed twice, in micro-batches as large as ever."""
+    monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: 1000)
+    monkeypatch.setattr("rlm.training.memory_plan.SMALLEST_MICRO_BATCH", 10**6)
+
+
+def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, tokenizer, monkeypatch):
     """Also after the reference of a KL term has been loaded, which puts PEFT's model in eval mode;
     and the plan counts each layer's input, and one layer in full."""
     start, kept, plans, adapters = a_start_adapter(model_dir, tokenizer, tmp_path / "a"), [], [], []
     for checkpointing in (False, True):
-        options = {"sft_adapter": start, "kl_weight": 0.1, "checkpointing": checkpointing}
+        options = {"sft_adapter": start, "kl_weight": 0.1}
+        if checkpointing:
+            force_checkpointing(monkeypatch)
         trainer, _ = train(model_dir, a_config(tmp_path, f"run{checkpointing}", **options))
         kept.append(activation_bytes(trainer.policy))
         plans.append(trainer.run.memory_plan)

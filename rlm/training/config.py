@@ -36,12 +36,8 @@ from rlm.training.resolve import (
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
 # What is decided where base and sampler are.
-ON_SERVER = (
-    *("quantize", "attn_implementation", "dtype", "sampler_dtype", "sampler", "max_num_seqs"),
-    *("train_batch_size", "train_batch_tokens", "checkpointing"),
-)
+ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-ATTENTIONS = ("auto", "sdpa", "eager")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default on the command line without --steps or --num-epochs
@@ -163,14 +159,10 @@ class GRPOConfig:
         "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
-    attn_implementation: str = flag(
-        "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS
-    )
     dtype: str = flag(
-        "auto", "number type while learning; auto: the fastest", choices=("auto", *DTYPES)
-    )
-    sampler_dtype: str = flag(
-        "auto", "number type while sampling; auto: the fastest", choices=("auto", *DTYPES)
+        "auto",
+        "number type; auto: the fastest for learning, and the fastest for sampling",
+        choices=("auto", *DTYPES),
     )
     doctor: bool = flag(False, "train nothing; check the set-up and explain a flat reward")
     plan: bool = flag(False, "train nothing; estimate memory and time", aliases=["dry_run"])
@@ -291,14 +283,6 @@ class GRPOConfig:
     updates_per_batch: int = flag(1, "passes over the completions of a step", min=1)
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch", min=1, default_text="as many as fit"
-    )
-    train_batch_tokens: int | None = flag(
-        None, "tokens in a micro-batch, padding included", min=1, default_text="as many as fit"
-    )
-    checkpointing: bool | None = flag(
-        None,
-        "recompute activations in the backward pass, which saves memory",
-        default_text="only where they would not fit",
     )
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)

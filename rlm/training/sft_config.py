@@ -13,7 +13,7 @@ from rlm.data import FORMATS, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
+from rlm.training.config import QUANTIZE_SWITCHES, TRACKER_SWITCHES
 from rlm.training.resolve import check_start, resolve
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
@@ -102,11 +102,6 @@ class SFTConfig:
         "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
     )
     dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
-    attn_implementation: str = flag(
-        "auto",
-        "attention; auto: the fastest",
-        choices=(*ATTENTIONS, "flash_attention_2"),
-    )
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end; 0: none", min=0
     )

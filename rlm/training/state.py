@@ -37,8 +37,8 @@ MAY_CHANGE = {
     *("eval_group_size", "export"),
     "max_prompt_length",  # the data's hash says it
     *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
-    *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
-    *("checkpointing", "attn_implementation", "tracker", "wandb_project"),
+    *("max_num_seqs", "sampler", "sampler_url", "train_batch_size"),
+    *("tracker", "wandb_project"),
     *("vllm_command", "backend_url"),
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.

@@ -173,12 +173,8 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
         return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
     gc.collect()  # SFT's trainer, a reference cycle of a gigabyte if it ran in this process
     release_memory()
-    base = load_base(
-        model,
-        device or pick_device(config.dtype),
-        quantize=config.quantize,
-        attn=config.attn_implementation,
-    )
+    device = device or pick_device(config.dtype)
+    base = load_base(model, device, quantize=config.quantize, attn="auto")
     if config.sft_adapter:
         return load_adapter(base, config.sft_adapter, trainable=True)
     torch.manual_seed(config.seed)  # random matrices of a new adapter
@@ -235,7 +231,7 @@ def make_sampler(
         tokenizer,
         max_num_seqs=config.max_num_seqs,
         merged={"merged": True, "unmerged": False}.get(config.sampler),
-        dtype=sampling_dtype(policy, config.sampler_dtype),
+        dtype=sampling_dtype(policy, config.dtype),
         tool=tool,
     )
 

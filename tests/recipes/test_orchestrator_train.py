@@ -379,7 +379,7 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
 def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
     solver = a_solver(base, tmp_path / "solver")
     for wanted in (False, True):
-        config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
+        config = options(base, tmp_path, str(wanted), sft_adapter=start)
         trainer = make_trainer(config, AgentModel(str(base), solver))
         policy = trainer.policy
         set_gradient_checkpointing(policy, wanted)  # as the run's memory plan does

@@ -185,7 +185,7 @@ def test_another_adapter_from_the_server_is_refused(archive, model_dir, tmp_path
         ({"plan": True}, "--plan times this machine"),
         ({"sft_adapter": Path("mine")}, "--sft-adapter mine cannot be sent"),
         ({"quantize": "4bit", "dtype": "bfloat16"}, "--quantize, --dtype: the server"),
-        ({"train_batch_tokens": 9, "sampler": "merged"}, "--sampler, --train-batch-tokens: the"),
+        ({"train_batch_size": 9, "sampler": "merged"}, "--sampler, --train-batch-size: the"),
     ],
 )
 def test_what_the_protocol_cannot_carry_is_refused_in_one_line(options, line):

@@ -160,10 +160,9 @@ def test_what_cannot_be_is_refused_with_the_reason(options, why):
 
 
 def test_names_of_trl():
-    typed = ["--beta=0.5", "--epsilon=0.1", "--epsilon-high=0.3", "--gradient-checkpointing"]
+    typed = ["--beta=0.5", "--epsilon=0.1", "--epsilon-high=0.3"]
     config = parse(GRPOConfig, typed)
     assert (config.kl_weight, config.clip_eps_low, config.clip_eps_high) == (0.5, 0.1, 0.3)
-    assert config.checkpointing
 
 
 def test_the_docs_have_every_formula_and_source():
