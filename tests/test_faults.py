@@ -62,7 +62,7 @@ class Runs:
             "model": self.model, "sft_adapter": "none", "steps": 3, "batch_size": 4,
             "algorithm": "grpo",
             "group_size": 4, "max_new_tokens": 6, "learning_rate": 0.01, "lora_r": 4,
-            "eval_every": 2, "sample_every": 0, "save_every": 1, "seed": 3,
+            "eval_every": 2, "save_every": 1, "seed": 3,
             "run_dir": self.folder / name, "output": self.folder / f"{name}_adapter",
         }  # fmt: skip
         return [f"--{key}={value}" for key, value in (options | changes).items()]
@@ -676,7 +676,7 @@ def test_nobody_has_to_read_what_a_run_prints(runs, undisturbed, close):
 
 
 def test_without_a_terminal_lines_are_plain(runs):
-    ended = runs.run("run", sample_every=1)
+    ended = runs.run("run")
     assert "\x1b" not in ended.text
     assert "\r" not in ended.text
     assert [f"step {n}/3" in ended.text for n in (1, 2, 3)] == [True] * 3

@@ -642,10 +642,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path,
     ]  # fmt: skip
     assert run(train_grpo, *arguments) == 0
     said = capsys.readouterr().out
-    limit = (
-        "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8; "
-        "--max-prompt-length sets less)"
-    )
+    limit = "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8)"
     assert f"4 of 41 problems left out: {limit}" in said
     assert f"1 of 4 validation problems left out: {limit}" in said
     assert json.loads((grpo / "run.json").read_text())["validated_on"] == 3

@@ -56,7 +56,6 @@ def a_config(tmp_path: Path, name: str = "run", **options) -> GRPOConfig:
         "lr_schedule": "constant",
         "lora_r": 4,
         "eval_every": 0,
-        "sample_every": 0,
         "save_every": 1,
         "run_dir": tmp_path / name,
         "output": tmp_path / f"{name}_adapter",
@@ -387,11 +386,11 @@ def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypa
 
 def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
     """Validated on six problems, by the user's own reward, sampled as in training."""
-    config = a_config(tmp_path, steps=12, eval_every=3, eval_group_size=4)
+    config = a_config(tmp_path, steps=12, eval_every=3)
     _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:6])
     assert (summary["step"], summary["exported"]) == (12, "last")
     found = summary["validation"]
-    assert (found["measure"], found["completions"]) == ("reward", 4)
+    assert (found["measure"], found["completions"]) == ("reward", 3)
     assert found["last"]["mean"] > found["start"]["mean"]
     row = rows(config)[-1]
     assert row["eval/reward"] == found["last"]["mean"]
@@ -399,12 +398,10 @@ def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
     assert row["eval/accuracy"] == 0.0  # the verdict is logged, too
 
 
-@pytest.mark.parametrize(
-    ("problems", "given", "samples"), [(100, None, 2), (40, None, 4), (6, None, 16), (6, 3, 3)]
-)
-def test_few_validation_problems_have_many_completions(problems, given, samples):
+@pytest.mark.parametrize(("problems", "samples"), [(100, 2), (40, 4), (6, 16)])
+def test_few_validation_problems_have_many_completions(problems, samples):
     """A default step has 160 completions."""
-    assert GRPOConfig(eval_group_size=given).eval_group_size_for(problems) == samples
+    assert GRPOConfig().eval_group_size_for(problems) == samples
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.1])
@@ -652,10 +649,11 @@ def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeyp
 
 def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
     long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
-    config = a_config(tmp_path, "some", steps=1, batch_size=8, max_prompt_length=300)
+    config = a_config(tmp_path, "some", steps=1, batch_size=8)
     trainer = a_trainer(model_dir, config)
+    trainer.policy.config.max_position_embeddings = 300 + config.max_new_tokens
     trainer.train([*long, *PROBLEMS[:8]])
-    said = "3 of 11 problems left out: prompts over 300 tokens (--max-prompt-length)\n"
+    said = "3 of 11 problems left out: prompts over 300 tokens (the model's window of "
     assert said in capsys.readouterr().out
     assert not any("long" in group["problem"] for group in logged_groups(config))
 

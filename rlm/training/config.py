@@ -23,7 +23,7 @@ from rlm.cli import (
 from rlm.data import FORMATS
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
-from rlm.runs import PROJECT, TRACKER_NAMES, check_project
+from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import (
     LONGEST,
@@ -122,12 +122,6 @@ class GRPOConfig:
     )
     max_samples: int | None = flag(
         None, "train on at most this many problems of each data set", min=1, default_text="all"
-    )
-    max_prompt_length: int | None = flag(
-        None,
-        "leave out problems whose prompt has more tokens",
-        min=1,
-        default_text="what the model's context window leaves",
     )
     sft_adapter: Path | None = flag(
         DEFAULT_SFT_ADAPTER, "adapter to start from; none: start with a new one"
@@ -287,27 +281,18 @@ class GRPOConfig:
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
 
-    eval_every: int = flag(5, "steps between validations; 0: only first and last", min=0)
-    eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
-    eval_group_size: int | None = flag(
-        None,
-        "completions of each validation problem, sampled at --temperature",
-        min=1,
-        default_text=f"together about as many as a step samples, {EVAL_GROUP_SIZES[0]} to "
-        f"{EVAL_GROUP_SIZES[1]} each",
+    eval_every: int = flag(
+        5, "steps between validations and printed completions; 0: only first and last", min=0
     )
+    eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
     save_every: int = flag(10, "steps between checkpoints; 0: only at the end", min=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints are kept", min=1)
-    sample_every: int = flag(5, "steps between printed completions; 0: none", min=0)
     max_minutes: float | None = flag(
         None, "stop after this many minutes, and export", above=0, default_text="no limit"
     )
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     accept_changes: bool = flag(False, "with --resume: continue even if options or data changed")
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    wandb_project: str | None = flag(
-        None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
-    )
     seed: int = flag(0, "random seed of problem order and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "folder for metrics, completions and checkpoints")
     output: Path = flag(Path("weights/final_rlm_lora"), "folder for the exported adapter")
@@ -320,7 +305,6 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_project(self.wandb_project, self.tracker)
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -487,14 +471,14 @@ class GRPOConfig:
         return self.steps or math.ceil(passes * problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return `eval_group_size`, or a default that is smaller the more problems there are.
+        """Return the completions of each validation problem: fewer, the more problems there are.
 
         Another problem tells more than another completion, so completions are added only until a
         validation costs about as much as the sampling of a step.
         """
         low, high = EVAL_GROUP_SIZES
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
-        return self.eval_group_size or min(high, max(low, filling))
+        return min(high, max(low, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
         """Return the learning rate: linear warm-up, then constant or decaying to LAST_RATE.

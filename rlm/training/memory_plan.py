@@ -106,7 +106,7 @@ def plan_memory(
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"server's {served}; leave that problem out (--max-prompt-length), or lower the limit"
+            f"server's {served}; leave that problem out, or lower --max-new-tokens"
         )
     if policy.device.type == "meta":  # a server has the weights, and cuts what it is sent
         return MemoryPlan(0, 0, 0, 0, 0, 0, train_batch_tokens=sys.maxsize)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_PROMPT = 2048  # default longest prompt of a server, in tokens
+LONGEST_PROMPT = 2048  # of a server, in tokens
 
 
 class RunServers:
@@ -76,7 +76,7 @@ class RunServers:
         model = str(policy.get_base_model().name_or_path)
         if not Path(model).is_dir():  # the files that were loaded here, without the network
             model = snapshot_download(model, local_files_only=True)
-        length = (config.max_prompt_length or LONGEST_PROMPT) + config.max_new_tokens
+        length = LONGEST_PROMPT + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         rank = getattr(policy.peft_config["default"], "r")  # LoraConfig's  # noqa: B009
         options = server_options(policy, min(length, context or length), config.max_num_seqs, rank)

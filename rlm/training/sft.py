@@ -56,8 +56,7 @@ KEEP = 2  # checkpoints
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
     *("eval_samples", "micro_batch", "max_minutes"),
-    *("tracker", "wandb_project"),
-    *("output", "run_dir", "dry_run"),
+    *("tracker", "output", "run_dir", "dry_run"),
 }
 
 

@@ -12,7 +12,7 @@ from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
-from rlm.runs import PROJECT, TRACKER_NAMES, check_project
+from rlm.runs import TRACKER_NAMES
 from rlm.training.config import QUANTIZE_SWITCHES, TRACKER_SWITCHES
 from rlm.training.resolve import check_start, resolve
 
@@ -109,9 +109,6 @@ class SFTConfig:
         None, "stop after this many minutes, and save", above=0, default_text="no limit"
     )
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    wandb_project: str | None = flag(
-        None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
-    )
     seed: int = flag(0, "random seed of the example order and a new adapter")
     output: Path = flag(Path("weights/sft_lora"), "folder for the adapter")
     run_dir: Path = flag(Path("runs/sft"), "folder for log and checkpoints")
@@ -122,7 +119,6 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_project(self.wandb_project, self.tracker)
         if self.batch_size % self.micro_batch:
             divisor = math.gcd(self.batch_size, self.micro_batch)
             raise ValueError(

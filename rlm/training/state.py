@@ -34,12 +34,9 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
-    *("eval_group_size", "export"),
-    "max_prompt_length",  # the data's hash says it
-    *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
+    *("export", "run_dir", "output", "save_every", "keep_checkpoints", "max_minutes"),
     *("max_num_seqs", "sampler", "sampler_url", "train_batch_size"),
-    *("tracker", "wandb_project"),
-    *("vllm_command", "backend_url"),
+    *("tracker", "vllm_command", "backend_url"),
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
 SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale"),)

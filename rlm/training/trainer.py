@@ -265,8 +265,8 @@ def fit_prompts(
     problems: Sequence[Problem],
     what: str = "problems",
 ) -> list[Problem]:
-    """Leave out the problems whose prompts are over --max-prompt-length, or leave no room for a
-    completion, and print how many these are.
+    """Leave out the problems whose prompts leave no room for a completion in the model's context
+    window, and print how many these are.
 
     Args:
         what: what the problems are for.
@@ -274,16 +274,10 @@ def fit_prompts(
     Raises:
         UsageError: all problems would be left out.
     """
-    limits: dict[str, int] = {}
-    if config.max_prompt_length is not None:
-        limits["--max-prompt-length"] = config.max_prompt_length
-    if (window := context_window(policy)) is not None:
-        room = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
-        limits[f"{room}; --max-prompt-length sets less"] = window - config.max_new_tokens
-    if not limits:
+    if (window := context_window(policy)) is None:
         return list(problems)
-    why, limit = min(limits.items(), key=lambda item: item[1])
-    return drop_long_prompts(problems, render, limit, why, what)
+    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+    return drop_long_prompts(problems, render, window - config.max_new_tokens, why, what)
 
 
 @dataclass(frozen=True)
@@ -545,7 +539,8 @@ class TrainingRun:
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
     ) -> None:
-        """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
+        """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl;
+        print a completion of the first step and of those that are validated.
 
         Args:
             advantages: (P, G).
@@ -560,6 +555,8 @@ class TrainingRun:
                 terminal.line(f"warning: {warning}")
             if "eval/accuracy" in metrics and metrics["step"] + 1 < self.steps:
                 self._draw_curves(rows)
+        step, every = metrics["step"], config.eval_every
+        shown = step in (0, self.steps - 1) or (every > 0 and (step + 1) % every == 0)
         directory.log_samples(
             [
                 {
@@ -576,9 +573,10 @@ class TrainingRun:
                     "advantages": row,
                 }
                 for group, row in zip(groups, advantages.tolist(), strict=True)
-            ]
+            ],
+            shown=shown,
         )
-        if config.sample_every and metrics["step"] % config.sample_every == 0:
+        if shown:
             first = groups[0]
             reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
             verdict = f"reward {reward}, reference answer {first.problem.answer}"

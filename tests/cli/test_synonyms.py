@@ -49,7 +49,7 @@ SEED_002 = (
     "--model Qwen/Qwen2.5-3B-Instruct --use_4bit --batch_size 2 --group_size 4",
     "--dataset_file a.jsonl --train_batch_size 2 --max_new_tokens 512 --temperature 0.7 "
     "--learning_rate 5e-6 --num_epochs 1 --clip_eps 0.2 --kl_weight 0.0 --use_lora --lora_r 16 "
-    "--use_8bit --output_dir output/grpo --save_steps 100 --use_wandb --wandb_project homellm-grpo "
+    "--use_8bit --output_dir output/grpo --save_steps 100 --use_wandb "
     "--reasoning_format simple --seed 42",
 )
 
@@ -64,7 +64,7 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
     assert (config.num_epochs, config.steps) == (1, None)
     assert (config.clip_eps_low, config.clip_eps_high) == (0.2, 0.2)
     assert config.quantize == "8bit"
-    assert (config.tracker, config.wandb_project) == ("wandb", "homellm-grpo")
+    assert config.tracker == "wandb"
     assert (config.reasoning_format, config.kl_weight) == ("simple", 0)
 
 
@@ -170,7 +170,7 @@ def test_every_synonym_of_trls_is_on_the_page(theirs, ours):
         assert name == option or f"| `{name}` | `{option}` |" in page, (name, option)
 
 
-# --- clip_eps, num_epochs, projects -------------------------------------------------------------
+# --- clip_eps, num_epochs -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,6 @@ def test_the_command_line_makes_20_steps_where_nothing_is_said(monkeypatch):
     assert resolve_config(GRPOConfig, given[4:]).steps == 200
     assert resolve_config(GRPOConfig, [*given[4:], "--steps", "5"]).steps == 5
     assert resolve_config(GRPOConfig, [*given[4:], "--num_epochs", "2"]).steps is None
-
-
-@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
-def test_a_project_needs_a_tracker_that_has_some(cls):
-    assert cls(report_to="trackio", wandb_project="p").tracker == "trackio"
-    for options in ({}, {"tracker": "tensorboard"}):
-        with pytest.raises(ValueError, match=r"--wandb-project .* --use-wandb"):
-            cls(wandb_project="p", **options)
 
 
 # --- tags --------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def options(base, tmp_path, name="run", **more):
         "algorithm": "grpo",
         "steps": 3, "batch_size": 4, "group_size": 4, "max_new_tokens": 12, "agent_max_tokens": 6,
         "learning_rate": 3e-3, "kl_weight": 0.05, "warmup_steps": 0, "lr_schedule": "constant",
-        "lora_r": 8, "eval_every": 0, "eval_samples": 4, "sample_every": 0, "save_every": 1,
+        "lora_r": 8, "eval_every": 0, "eval_samples": 4, "save_every": 1,
     }  # fmt: skip
     return OrchestratorConfig(**quick | more)
 

@@ -81,7 +81,7 @@ def a_config(tmp_path: Path, url: str | None, **options) -> GRPOConfig:
     defaults = {
         "sft_adapter": None, "steps": 3, "batch_size": 4, "group_size": 4, "max_new_tokens": 6,
         "learning_rate": 1e-2, "warmup_steps": 0, "lr_schedule": "constant", "lora_r": 4,
-        "eval_every": 0, "sample_every": 0, "save_every": 1, "max_grad_norm": NO_CLIP,
+        "eval_every": 0, "save_every": 1, "max_grad_norm": NO_CLIP,
         "run_dir": tmp_path / "run", "output": tmp_path / "adapter", "backend": "tinker",
         "backend_url": url,
     }  # fmt: skip
@@ -562,7 +562,7 @@ def test_another_base_is_refused(served, tmp_path):
 def test_the_exported_adapter_gives_the_servers_log_probabilities(family, served, tmp_path):
     """Those of the last validation, as `inference.py` loads it."""
     model, server = served(family)
-    config = a_config(tmp_path, server.url, algorithm="grpo", eval_group_size=2)
+    config = a_config(tmp_path, server.url, algorithm="grpo")
     trainer = GRPOTrainer(str(model), config, reward_fn=likes_letters)
     there = Recorder(trainer)
     trainer.train(PROBLEMS, PROBLEMS[:4])
