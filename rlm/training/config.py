@@ -57,15 +57,10 @@ def one_of(field: str, on: str, off: str) -> Flag:
 
 
 # Names of the published command lines (docs/reference/names.md), which set fields of ours.
-QUANTIZE_SWITCHES = {
+SWITCHES = {
     "use_4bit": one_of("quantize", "4bit", "none"),
-    "use_8bit": one_of("quantize", "8bit", "none"),
+    "use_wandb": one_of("tracker", "wandb", "none"),
 }
-TRACKER_SWITCHES = {"use_wandb": one_of("tracker", "wandb", "none")}
-WHOLE_DISTRIBUTION = (
-    "--top-p must be 1 and --top-k 0 in training: the loss assumes that completions are sampled "
-    "from the whole distribution"
-)
 
 
 @takes_aliases
@@ -81,24 +76,13 @@ class GRPOConfig:
     PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch says whether there is a GPU
 
     OTHER_SPELLINGS: ClassVar = {
-        **QUANTIZE_SWITCHES,
-        **TRACKER_SWITCHES,
-        "use_vllm": one_of("sampler", "vllm", "auto"),
-        "use_std_normalization": one_of("advantage", "std", "centred"),
+        **SWITCHES,
         "clip_eps": spelling(
             float, lambda bound: {"clip_eps_low": bound, "clip_eps_high": bound}, min=0, max=1
-        ),
-        "top_p": always(1.0, WHOLE_DISTRIBUTION),
-        "top_k": always(0, WHOLE_DISTRIBUTION),
-        "lora_dropout": always(
-            0.0,
-            "--lora-dropout must be 0 in training: with dropout the trained model would not be the "
-            "one that sampled",
         ),
         "use_lora": always(
             True,
             "--no-use-lora: only LoRA adapters are trained here, the base model is never changed",
-            aliases=["lora"],
         ),
     }
 

@@ -13,7 +13,7 @@ from rlm.data import FORMATS, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
-from rlm.training.config import QUANTIZE_SWITCHES, TRACKER_SWITCHES
+from rlm.training.config import SWITCHES
 from rlm.training.resolve import check_start, resolve
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
@@ -30,7 +30,7 @@ class SFTConfig:
         *("epochs", "batch_size", "micro_batch", "learning_rate", "max_length"),
     )
 
-    OTHER_SPELLINGS: ClassVar = {**QUANTIZE_SWITCHES, **TRACKER_SWITCHES}
+    OTHER_SPELLINGS: ClassVar = SWITCHES
 
     model: str | None = flag(
         None,

@@ -49,7 +49,7 @@ SEED_002 = (
     "--model Qwen/Qwen2.5-3B-Instruct --use_4bit --batch_size 2 --group_size 4",
     "--dataset_file a.jsonl --train_batch_size 2 --max_new_tokens 512 --temperature 0.7 "
     "--learning_rate 5e-6 --num_epochs 1 --clip_eps 0.2 --kl_weight 0.0 --use_lora --lora_r 16 "
-    "--use_8bit --output_dir output/grpo --save_steps 100 --use_wandb "
+    "--output_dir output/grpo --save_steps 100 --use_wandb "
     "--reasoning_format simple --seed 42",
 )
 
@@ -63,7 +63,6 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
     )  # fmt: skip
     assert (config.num_epochs, config.steps) == (1, None)
     assert (config.clip_eps_low, config.clip_eps_high) == (0.2, 0.2)
-    assert config.quantize == "8bit"
     assert config.tracker == "wandb"
     assert (config.reasoning_format, config.kl_weight) == ("simple", 0)
 
@@ -73,8 +72,6 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
     [
         (GRPOConfig, "--report_to wandb", {"tracker": "wandb"}),
         (GRPOConfig, "--load_in_4bit", {"quantize": "4bit"}),
-        (GRPOConfig, "--use_vllm", {"sampler": "vllm"}),
-        (GRPOConfig, "--load_in_8bit", {"quantize": "8bit"}),
         (GRPOConfig, "--lr_scheduler_type cosine", {"lr_schedule": "cosine"}),
         (GRPOConfig, "--mask_truncated_completions", {"mask_truncated": True}),
         (GRPOConfig, "--resume-from-checkpoint", {"resume": True}),
@@ -88,7 +85,7 @@ def test_the_lines_of_seed_002_are_taken_as_they_stand():
         (SFTConfig, "--num_train_epochs 3 --warmup_ratio 0.1", {"epochs": 3, "warmup_share": 0.1}),
         (SFTConfig, "--per_device_train_batch_size 4", {"micro_batch": 4}),
         (SFTConfig, "--max_seq_length 99", {"max_length": 99}),
-        (SFTConfig, "--use_8bit --use_wandb", {"quantize": "8bit", "tracker": "wandb"}),
+        (SFTConfig, "--use_4bit --use_wandb", {"quantize": "4bit", "tracker": "wandb"}),
         (SFTConfig, "--model_name m --output_dir o", {"model": "m", "output": Path("o")}),
         (SFTConfig, "--dataset_file f --resume_from_checkpoint", {"dataset": "f", "resume": True}),
     ],
@@ -138,7 +135,7 @@ def test_a_value_of_a_switch_says_so():
 
 # Fields of the same name: taken as they are. A new one has to mean the same to stand here.
 SAME_NAME = {
-    "GRPOConfig": "learning_rate warmup_steps max_grad_norm seed temperature top_p top_k use_vllm",
+    "GRPOConfig": "learning_rate warmup_steps max_grad_norm seed temperature",
     "SFTConfig": "learning_rate seed max_length",
 }
 STAGES = [("GRPOConfig", GRPOConfig), ("SFTConfig", SFTConfig)]
