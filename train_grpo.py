@@ -124,7 +124,7 @@ class GRPOTrainer:
         self.answer_types = start.answer_types  # until the data is known
         tags = required(config.reasoning_format, "--reasoning-format")
         self.format = FORMATS[tags].with_prompt(config.system_prompt)
-        self.scorer: StepScorer = Scorer(reward, tags, config.reward_timeout)
+        self.scorer: StepScorer = Scorer(reward, tags)
         self.tokenizer, self.policy = self.load_model(tokenizer, device)
         self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
@@ -150,7 +150,7 @@ class GRPOTrainer:
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
         """Run the loop, export the last adapter or the best, and return the run's summary.
 
-        Makes one pass over the problems if the config names neither `steps` nor `num_epochs`.
+        Makes one pass over the problems if the config names no `steps`.
 
         Args:
             dataset, eval_dataset: Problems, or dicts or a `datasets.Dataset` with the fields of

@@ -703,11 +703,10 @@ MISTAKES = [
     (train_sft, ["--adapter", "nowhere"], "does not exist"),
     (
         train_grpo,
-        [*DATA, "--sampler=vllm", "--sft-adapter=none", "--vllm-command=no-vllm serve"],
+        [*DATA, "--sampler=vllm", "--sft-adapter=none", "--server=no-vllm serve"],
         "vLLM needs an environment of its own",
     ),
-    (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
-    (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
+    (train_grpo, ["--server", "http://127.0.0.1:9"], "needs --sampler vllm or --backend"),
     (train_grpo, ["--train-batch-size", "0"], "at least 1"),
     (train_grpo, ["--reward", "nowhere.py:f"], "nowhere.py does not exist"),
     (train_grpo, ["--reward", "nowhere.py"], "write FILE.py:NAME"),

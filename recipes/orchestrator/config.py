@@ -28,8 +28,8 @@ class OrchestratorConfig(GRPOConfig):
 
     # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
     NOT_USED = (
-        *("doctor", "plan", "reward", "reward_timeout", "backend", "backend_url"),
-        *("num_epochs", "reasoning_format", "system_prompt", "tool"),
+        *("doctor", "plan", "reward", "backend"),
+        *("reasoning_format", "system_prompt", "tool"),
     )
 
     model: str | None = flag(
@@ -81,7 +81,6 @@ class OrchestratorConfig(GRPOConfig):
     agent_temperature: float = flag(
         0.0, "sampling temperature of the agents; with 0 their replies are cached", min=0
     )
-    max_agents: int = flag(2, "always 2", min=2, max=2, hidden=True)  # older runs' options have it
     zero_leaks: bool = flag(True, "give no reward to a graph whose prompts contain the answer")
     format_reward: float = flag(
         0.0, "reward of a valid graph, added to the 0/1 of its answer", min=0

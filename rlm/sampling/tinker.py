@@ -127,7 +127,7 @@ class TinkerEngine:
             raise UsageError(needs) from error
         key, release = os.environ.get("TINKER_API_KEY"), version("tinker")
         if not (key or url):
-            raise UsageError(f"{HOSTED} needs a key: set TINKER_API_KEY, or give --backend-url")
+            raise UsageError(f"{HOSTED} needs a key: set TINKER_API_KEY, or give --server URL")
         if url:
             terminal.line("SkyRL's server does not clip gradients: --max-grad-norm has no effect")
         if url and tuple(map(int, release.split(".")[:2])) >= (0, 25):

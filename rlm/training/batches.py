@@ -172,7 +172,7 @@ def make_rollouts(
         )
         if (config.kl_weight > 0 or advantage != 0) and length
     ]
-    return merge_copies(rollouts) if config.distinct else rollouts
+    return merge_copies(rollouts) if config.resolved_algorithm.distinct else rollouts
 
 
 def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -35,15 +35,15 @@ from rlm.training.resolve import (
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
+VLLM_COMMAND = "vllm serve"
 # What is decided where base and sampler are.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
-STEPS = 20  # default on the command line without --steps or --num-epochs
+STEPS = 20  # default on the command line without --steps
 REFILL_ROUNDS = 3  # of replacing groups without signal in a step
 LAST_RATE = 0.1  # where schedules end, as a share of the peak
-EXPORTS = ("auto", "best", "last")
 EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
@@ -131,7 +131,6 @@ class GRPOConfig:
         "reward function: steps, or one of yours as FILE.py:NAME",
         default_text="1 for a right answer in the right format, else 0",
     )
-    reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(
         "none",
         "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
@@ -153,14 +152,6 @@ class GRPOConfig:
         "what advantages are divided by: the group's std, nothing, its mean, or its sum on either "
         "side of the mean",
         choices=("std", "centred", "mean", "share"),
-        default_text=ALGORITHMS_OWN,
-    )
-    negative_weight: float = flag(
-        None, "multiply negative advantages by this", min=0, default_text=ALGORITHMS_OWN
-    )
-    distinct: bool = flag(
-        None,
-        "count equal completions above their group's mean once",
         default_text=ALGORITHMS_OWN,
     )
     aggregation: str = flag(
@@ -194,9 +185,6 @@ class GRPOConfig:
         min=1,
         default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if a GPU picks the model",
     )
-    num_epochs: float | None = flag(
-        None, "passes over the problems, instead of --steps", above=0, default_text="off"
-    )
     batch_size: int = flag(20, "problems in a step", min=1)
     group_size: int = flag(
         8, "completions of each problem; their rewards are compared with each other", min=2
@@ -214,23 +202,18 @@ class GRPOConfig:
         "memory",
         choices=SAMPLER_NAMES,
     )
-    sampler_url: str | None = flag(
+    server: str | None = flag(
         None,
-        "with --sampler vllm: URL of a running server, or several as A,B",
-        default_text="a server is started",
+        "server of --sampler vllm or --backend tinker: its URL; of vLLM also several as A,B, or "
+        "the command that starts one",
+        default_text=f"{VLLM_COMMAND}; for tinker Thinking Machines' service",
     )
-    vllm_command: str = flag("vllm serve", "command that starts that server, with its options")
 
     backend: str = flag(
         "local",
         "where the model samples and learns: on this machine, or on a server that speaks Tinker's "
         "protocol",
         choices=BACKENDS,
-    )
-    backend_url: str | None = flag(
-        None,
-        "with --backend tinker: URL of that server",
-        default_text="Thinking Machines' service",
     )
 
     mini_batch_size: int | None = flag(
@@ -269,22 +252,20 @@ class GRPOConfig:
         5, "steps between validations and printed completions; 0: only first and last", min=0
     )
     eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
-    save_every: int = flag(10, "steps between checkpoints; 0: only at the end", min=0)
-    keep_checkpoints: int = flag(2, "how many of the newest checkpoints are kept", min=1)
+    save_every: int = flag(
+        10, "steps between checkpoints, of which two are kept; 0: only at the end", min=0
+    )
     max_minutes: float | None = flag(
         None, "stop after this many minutes, and export", above=0, default_text="no limit"
     )
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
-    accept_changes: bool = flag(False, "with --resume: continue even if options or data changed")
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
     seed: int = flag(0, "random seed of problem order and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "folder for metrics, completions and checkpoints")
-    output: Path = flag(Path("weights/final_rlm_lora"), "folder for the exported adapter")
-    export: str = flag(
-        "auto",
-        "adapter to export; auto: the last, or the best on validation where its lead is more than "
-        "chance; both are kept in --run-dir",
-        choices=EXPORTS,
+    output: Path = flag(
+        Path("weights/final_rlm_lora"),
+        "folder for the adapter of the last step, or of the best on validation where its lead is "
+        "more than chance; both are kept in --run-dir",
     )
 
     def __post_init__(self) -> None:
@@ -298,22 +279,17 @@ class GRPOConfig:
             ValueError: the first contradiction; the message says what to change.
         """
         looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
-        starts_server = by_vllm and self.sampler_url is None
         kept = {(self.run_dir / name).resolve() for name in KEPT_AS.values()}
         overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
         refused = {
-            "--steps and --num-epochs contradict each other; give one of them": (
-                self.steps is not None and self.num_epochs is not None
-            ),
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
             f"{self.max_new_tokens}: every completion would be punished": (
                 self.overlong_buffer > self.max_new_tokens
             ),
             f"--mini-batch-size {self.mini_batch_size} is more than --batch-size "
             f"{self.batch_size}": (self.mini_batch_size or 0) > self.batch_size,
-            "--sampler-url needs --sampler vllm": self.sampler_url is not None and not by_vllm,
-            "--vllm-command needs --sampler vllm, and no --sampler-url": (
-                self.vllm_command != "vllm serve" and not starts_server
+            "--server needs --sampler vllm or --backend tinker": (
+                self.server is not None and not by_vllm and self.backend != "tinker"
             ),
             "--tool does not work with --sampler vllm: vLLM cannot write into a completion while "
             "it is generated": self.tool != "none" and by_vllm,
@@ -334,7 +310,7 @@ class GRPOConfig:
     def _refused_by_backend(self) -> dict[str, bool]:
         """Return what Tinker's protocol cannot carry, as a reason and whether it is asked for."""
         if self.backend != "tinker":
-            return {"--backend-url needs --backend tinker": self.backend_url is not None}
+            return {}
         usual = {option.name: option.default for option in fields(self)}
         theirs = [name for name in ON_SERVER if getattr(self, name) != usual[name]]
         options = ", ".join(f"--{name.replace('_', '-')}" for name in theirs)
@@ -354,6 +330,9 @@ class GRPOConfig:
             "--tool does not work with --backend tinker: its server cannot be told what to write "
             "while it samples": self.tool != "none",
             "--plan times this machine; leave out --backend tinker": self.plan,
+            f"--server {self.server} is no URL: --backend tinker starts no server": (
+                self.server is not None and not self.server_urls
+            ),
         }
 
     @classmethod
@@ -401,8 +380,6 @@ class GRPOConfig:
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = resolve(given, start, GPU_DEFAULTS)
-        if values.get("num_epochs"):
-            return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
@@ -421,13 +398,22 @@ class GRPOConfig:
         load_reward(self.reward, problems)
 
     @property
+    def server_urls(self) -> list[str]:
+        """Return the URLs of --server; none if it is a command, or unset."""
+        is_url = (self.server or "").startswith(("http://", "https://"))
+        return [url.strip() for url in (self.server or "").split(",")] if is_url else []
+
+    @property
+    def vllm_command(self) -> str:
+        """Return the command that starts vLLM, where `server_urls` names none."""
+        return self.server or VLLM_COMMAND
+
+    @property
     def resolved_algorithm(self) -> Algorithm:
         """Return the algorithm's row of ALGORITHMS with these options applied."""
         return replace(
             ALGORITHMS[self.algorithm],
             advantage=self.advantage,
-            negative_weight=self.negative_weight,
-            distinct=self.distinct,
             aggregation=self.aggregation,
             clip_eps_low=self.clip_eps_low,
             clip_eps_high=self.clip_eps_high,
@@ -447,12 +433,11 @@ class GRPOConfig:
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
         """Return the config with its number of steps for a data set of this size."""
-        return replace(self, steps=self.steps_for(problem_count), num_epochs=None)
+        return replace(self, steps=self.steps_for(problem_count))
 
     def steps_for(self, problem_count: int) -> int:
-        """Return the number of steps: `steps`, or those of `num_epochs` (default 1)."""
-        passes = self.num_epochs or 1
-        return self.steps or math.ceil(passes * problem_count / self.batch_size)
+        """Return the number of steps: `steps`, or those of one pass over the problems."""
+        return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
         """Return the completions of each validation problem: fewer, the more problems there are.
@@ -489,8 +474,6 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = ALGORITHMS[values["algorithm"]]
     decided = {
         "advantage": algorithm.advantage,
-        "negative_weight": algorithm.negative_weight,
-        "distinct": algorithm.distinct,
         "aggregation": algorithm.aggregation,
         "clip_eps_low": algorithm.clip_eps_low,
         "clip_eps_high": algorithm.clip_eps_high,

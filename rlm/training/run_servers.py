@@ -41,7 +41,7 @@ class RunServers:
         if self._distributed.on_several_machines:
             raise UsageError(
                 "--sampler vllm starts servers that only this machine reaches; with several "
-                "machines start them yourself and name them: --sampler-url A,B"
+                "machines start them yourself and name them: --server A,B"
             )
         if self._distributed.is_main:
             command, config = self._command(), self._config
@@ -100,7 +100,7 @@ def make_vllm_sampler(
     """Make the sampler of --sampler vllm.
 
     Raises:
-        UsageError: no server answers at --sampler-url.
+        UsageError: no server answers at --server.
     """
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
@@ -118,9 +118,8 @@ def make_vllm_sampler(
         return path
 
     servers: RunServers | Sequence[APIClient] = RunServers(policy, config, distributed)
-    if config.sampler_url:
+    if urls := config.server_urls:
         key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
-        urls = [url.strip() for url in config.sampler_url.split(",")]
         servers = [APIClient(url, concurrency=config.max_num_seqs, api_key_env=key) for url in urls]
     return VLLMSampler(
         servers,

@@ -33,10 +33,10 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # Options that may differ when a run is resumed: what is learned does not depend on them, or (model,
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
-    *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
-    *("export", "run_dir", "output", "save_every", "keep_checkpoints", "max_minutes"),
-    *("max_num_seqs", "sampler", "sampler_url", "train_batch_size"),
-    *("tracker", "vllm_command", "backend_url"),
+    *("resume", "model", "dataset", "max_samples", "eval_samples"),
+    *("run_dir", "output", "save_every", "max_minutes"),
+    *("max_num_seqs", "sampler", "server", "train_batch_size"),
+    "tracker",
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
 SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale"),)
@@ -69,6 +69,7 @@ class TrainingState:
     consecutive_skips: int = 0
     last_finite: int = 0  # the last step that began with weights that gave a finite gradient
     updates: int = 0  # updates made, for the warm-up
+    keep: int = 2  # how many of the newest checkpoints are kept
     updated: bool = False  # whether the current step has changed the weights
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # config and data of the run
@@ -111,7 +112,7 @@ class TrainingState:
             # Adapter, best adapter and two moments; beside those kept, one that is protected, the
             # one that is being written, and the exported best and last.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
-            check_space("--run-dir", run.path, (config.keep_checkpoints + 3) * size + LOG_BYTES)
+            check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
         data = {
@@ -125,7 +126,7 @@ class TrainingState:
         if config.resume:
             step = self.restore(run, to_dict(type(config)()))
         else:
-            self.save(run, 0, keep=config.keep_checkpoints)
+            self.save(run, 0)
             step = 0
         run.begin(to_dict(config))  # only now, so that a refused run starts no tracker
         return step
@@ -221,7 +222,7 @@ class TrainingState:
             self.adapter[name].copy_(tensor)
         self.weights.copy_to_model()
 
-    def save(self, run: RunDirectory, next_step: int, keep: int) -> None:
+    def save(self, run: RunDirectory, next_step: int) -> None:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
         if not run.writes:
             return
@@ -232,7 +233,8 @@ class TrainingState:
         state["validations"] = self.validations.to_dict()
         state["server_state"] = self.weights.save_state()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
-        run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
+        kept = {"keep": self.keep, "protect": self.last_finite}
+        run.checkpoints.save(next_step, tensors, state, **kept)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
         """Load the newest checkpoint and return the step to continue with.

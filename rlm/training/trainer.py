@@ -137,7 +137,7 @@ def resolve_start(
     if config.batch_size < processes:
         too_small = f"--batch-size {config.batch_size} is too small"
         raise UsageError(f"{too_small}: {processes} processes need a problem each")
-    if config.sampler == "vllm" and not config.sampler_url:
+    if config.sampler == "vllm" and not config.server_urls:
         from rlm.sampling import split_command
 
         split_command(config.vllm_command)  # before loading the model, which may take minutes
@@ -205,7 +205,7 @@ def make_engine(
         rank=config.lora_r,
         seed=config.seed,
         max_grad_norm=config.max_grad_norm,
-        url=config.backend_url,
+        url=config.server,
     )
     return engine, engine
 
@@ -601,7 +601,7 @@ class TrainingRun:
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
         if control.should_save or self._stopped:
-            self.state.save(self.directory, step + 1, keep=self.config.keep_checkpoints)
+            self.state.save(self.directory, step + 1)
         if control.should_stop or self._stopped:
             return True
         self.directory.raise_if_interrupted(control.interrupted)
@@ -614,7 +614,7 @@ class TrainingRun:
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
-        choice = choose_export(validations, last_step, config.export, self._stopped)
+        choice = choose_export(validations, last_step, self._stopped)
         summary: dict[str, Any] = {
             "stage": "grpo",
             "base_model": config.model,

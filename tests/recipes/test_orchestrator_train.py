@@ -430,8 +430,6 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     ("typed", "message"),
     [
         ("--graph-form plans", "questions"),
-        ("--max-agents 1", "at least 2"),
-        ("--max-agents 3", "at most 2"),
         ("--agent-url http://x", "--agent-model"),
         ("--agent-key KEY", "--agent-url"),
         ("--agent-temperature -1", "at least 0"),
