@@ -237,7 +237,6 @@ class GRPOTrainer:
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
         parts = self.policy, self.weights.token_logprobs, config, updates
         differs = set_constant_logprobs(*parts, self.sampler.matches_trainer)
-        options = {"correct_sampler": differs, "kl_weight": config.kl_weight}
 
         lr = self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update, micro_batches in enumerate(updates * config.updates_per_batch):
@@ -247,7 +246,9 @@ class GRPOTrainer:
                 logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
                 if micro.old_logprobs is None:  # first update: the current ones are the old ones
                     micro.old_logprobs = logprobs.detach()
-                loss, sums = policy_loss(logprobs, micro, algorithm, **options)
+                loss, sums = policy_loss(
+                    logprobs, micro, algorithm, correct_sampler=differs, kl_weight=config.kl_weight
+                )
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
                 metrics.add(update, micro, logprobs.detach(), entropy, sums)

@@ -117,9 +117,11 @@ def _loss(given: SimpleNamespace) -> Tensor:
     batch.old_logprobs = given.old_logprobs[places, :width]
     if given.kl_weight:
         batch.ref_logprobs = given.ref_logprobs[places, :width]
-    options = {"correct_sampler": given.importance_cap is not None, "kl_weight": given.kl_weight}
+    formula, correct = config.resolved_algorithm, given.importance_cap is not None
     logprobs = given.logprobs[places, :width]
-    return policy_loss(logprobs, batch, config.resolved_algorithm, **options)[0]
+    return policy_loss(
+        logprobs, batch, formula, correct_sampler=correct, kl_weight=given.kl_weight
+    )[0]
 
 
 def _group(completions: list[Completion]) -> Group:

@@ -106,7 +106,7 @@ def plan_memory(
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"server's {served}; leave that problem out, or lower --max-new-tokens"
+            f"server's {served}; leave that problem out, or serve with a longer --max-model-len"
         )
     if policy.device.type == "meta":  # a server has the weights, and cuts what it is sent
         return MemoryPlan(0, 0, 0, 0, 0, 0, train_batch_tokens=sys.maxsize)

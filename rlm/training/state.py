@@ -34,12 +34,11 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "eval_samples"),
-    *("run_dir", "output", "save_every", "max_minutes"),
+    *("run_dir", "output", "save_every", "max_minutes", "tracker"),
     *("max_num_seqs", "sampler", "server", "train_batch_size"),
-    "tracker",
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
-SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale"),)
+SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,8 @@ class TrainingState:
         state["validations"] = self.validations.to_dict()
         state["server_state"] = self.weights.save_state()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
-        kept = {"keep": self.keep, "protect": self.last_finite}
-        run.checkpoints.save(next_step, tensors, state, **kept)
+        protect = self.last_finite
+        run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
         """Load the newest checkpoint and return the step to continue with.
