@@ -124,15 +124,15 @@ class GRPOTrainer:
         self.answer_types = start.answer_types  # until the data is known
         tags = required(config.reasoning_format, "--reasoning-format")
         self.format = FORMATS[tags].with_prompt(config.system_prompt)
-        self.scorer: StepScorer = Scorer(reward, tags, config.reward_timeout)
+        self.scorer: StepScorer = Scorer(reward, tags)
         self.tokenizer, self.policy = self.load_model(tokenizer, device)
         self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
         parts = self.policy, self.tokenizer, config, self.distributed, tool
         self.weights, self.sampler = make_engine(*parts)  # what learns and what samples
         self.adapter = self.weights.master_weights  # name → trained fp32 tensor
-        self.optimizer = self.weights.make_optimizer(config.learning_rate, config.weight_decay)
-        saved = (self.weights, self.optimizer, self.base_hash, config.kl_weight)
+        self.optimizer = self.weights.make_optimizer(config.learning_rate)
+        saved = (self.weights, self.optimizer, self.base_hash)
         self.state = TrainingState(*saved, self.distributed)
         self.run: TrainingRun | None = None  # the last call of `train`
 
@@ -150,7 +150,7 @@ class GRPOTrainer:
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
         """Run the loop, export the last adapter or the best, and return the run's summary.
 
-        Makes one pass over the problems if the config names neither `steps` nor `num_epochs`.
+        Makes one pass over the problems if the config names no `steps`.
 
         Args:
             dataset, eval_dataset: Problems, or dicts or a `datasets.Dataset` with the fields of
@@ -233,7 +233,6 @@ class GRPOTrainer:
     ) -> dict[str, float]:
         """Make `updates_per_batch` passes over the mini-batches, one optimizer update for each."""
         config, algorithm = run.config, run.config.resolved_algorithm
-        kl = {"kl_weight": self.state.kl_weight, "kl_estimator": config.kl_estimator}
         updates = [run.micro_batches(rollouts) for rollouts in batches]
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
         parts = self.policy, self.weights.token_logprobs, config, updates
@@ -247,7 +246,9 @@ class GRPOTrainer:
                 logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
                 if micro.old_logprobs is None:  # first update: the current ones are the old ones
                     micro.old_logprobs = logprobs.detach()
-                loss, sums = policy_loss(logprobs, micro, algorithm, correct_sampler=differs, **kl)
+                loss, sums = policy_loss(
+                    logprobs, micro, algorithm, correct_sampler=differs, kl_weight=config.kl_weight
+                )
                 (loss * self.weights.loss_scale).backward()
                 self.weights.accumulate()
                 metrics.add(update, micro, logprobs.detach(), entropy, sums)
@@ -256,8 +257,8 @@ class GRPOTrainer:
                 break  # unchanged weights: another pass would give the same
         self.sampler.invalidate_weights()
         release_memory()  # the sampler's turn
-        learned = metrics.as_dict(self.distributed)
-        return learned | {"optim/lr": lr} | self.state.end_learning(learned.get("loss/kl"), config)
+        made = {"optim/lr": lr, "optim/skipped": self.state.skipped_total}
+        return metrics.as_dict(self.distributed) | made
 
     def _set_learning_rate(self, lr: float) -> float:
         lr *= self.state.lr_scale

@@ -197,7 +197,7 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
     model = required(config.model, "--model")
     if config.adapter:
         check_base(config.adapter, model, base_hash)
-    base = load_base(model, device, quantize=config.quantize, attn=config.attn_implementation)
+    base = load_base(model, device, quantize=config.quantize, attn="auto")
     check_architecture(base)
     if config.adapter:
         policy = load_adapter(base, config.adapter, trainable=True)

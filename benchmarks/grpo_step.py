@@ -70,7 +70,6 @@ class GRPOStepConfig(harness.BenchmarkConfig):
             warmup_steps=0,
             eval_every=0,
             save_every=0,
-            sample_every=0,
             output=Path("adapter"),  # each process writes into its scratch folder instead
             seed=self.seed,
         )

@@ -86,7 +86,7 @@ class Training:
         options = {
             "model": config.model, "sft-adapter": config.adapter, "dataset": config.dataset,
             "steps": config.steps, "batch-size": 4, "group-size": 4, "max-new-tokens": 48,
-            "save-every": 1, "eval-every": 0, "sample-every": 0, "seed": config.seed,
+            "save-every": 1, "eval-every": 0, "seed": config.seed,
             "run-dir": folder / name, "output": folder / f"{name}_adapter",
         }  # fmt: skip
         typed = [f"--{key}={value}" for key, value in options.items()]

@@ -241,7 +241,7 @@ VALUES |= {"--clip_eps": "0.1"}
 
 @pytest.mark.parametrize("option", TAKEN.split())
 def test_an_option_that_the_names_page_calls_taken_is_taken(option: str):
-    switches = ("--use_lora", "--use_4bit", "--use_8bit", "--use_wandb")
+    switches = ("--use_lora", "--use_4bit", "--use_wandb")
     value = [] if option in switches else [VALUES.get(option, "8")]
     given = read_options(GRPOConfig, [option, *value], presets=PRESETS)
     assert given or option == "--use_lora"  # which is always on

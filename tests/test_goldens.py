@@ -68,7 +68,7 @@ SFT = (
 )
 GRPO = (
     "--max-samples 40 --batch-size 4 --group-size 4 --max-new-tokens 12 --steps 3 --seed 3 "
-    "--learning-rate 1e-2 --eval-every 0 --save-every 1 --sample-every 0 --eval-samples 4"
+    "--learning-rate 1e-2 --eval-every 0 --save-every 1 --eval-samples 4"
 )
 RUNS = {
     "grpo": f"{GRPO} --algorithm grpo --lora-r 4 --sft-adapter none",

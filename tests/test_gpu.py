@@ -38,7 +38,7 @@ from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import MemoryPlan, plan_memory
 from tests.test_scripts import DATA, no_hub, run  # noqa: F401  a fixture for all
-from tests.test_train_grpo import PROBLEMS, a_config, likes_letters
+from tests.test_train_grpo import PROBLEMS, a_config, force_checkpointing, likes_letters
 
 REWARD = """
 def letters(completions, **_):
@@ -287,10 +287,15 @@ def planned(base, path, **options) -> tuple[train_grpo.GRPOTrainer, MemoryPlan]:
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_plan_counts_what_a_micro_batch_takes(larger_base, tmp_path, quantize, checkpointing):
-    options = {"quantize": quantize, "train_batch_tokens": 512, "checkpointing": checkpointing}
+def test_the_plan_counts_what_a_micro_batch_takes(
+    larger_base, tmp_path, quantize, checkpointing, monkeypatch
+):
+    monkeypatch.setattr("rlm.training.memory_plan.GPU_MICRO_BATCH", 512)
+    if checkpointing:
+        force_checkpointing(monkeypatch)
     with pretended_cards(*GB24) as cards:
-        trainer, plan = planned(larger_base, tmp_path, **options)
+        trainer, plan = planned(larger_base, tmp_path, quantize=quantize)
+        assert plan.checkpointing == checkpointing
         assert plan.loaded == cards.allocated[0]
         set_gradient_checkpointing(trainer.policy, plan.checkpointing)
         row = {"prompt": [1] * 97, "completion": [1] * 32, "weight": 1.0, "advantage": 1.0}
@@ -307,12 +312,14 @@ def test_the_plan_counts_what_a_micro_batch_takes(larger_base, tmp_path, quantiz
 def test_where_the_longest_completion_does_not_fit_activations_are_computed_twice(
     larger_base, tmp_path, capsys, monkeypatch
 ):
-    def plan(**options):
-        return planned(larger_base, tmp_path, **options)[1]
+    def plan():
+        return planned(larger_base, tmp_path)[1]
 
     with pretended_cards(*GB8):
         assert not plan().checkpointing
-        kept = plan(train_batch_tokens=64, checkpointing=False)
+        with monkeypatch.context() as smallest:
+            smallest.setattr("rlm.training.memory_plan.GPU_MICRO_BATCH", 64)
+            kept = plan()
         free = kept.optimizer + kept.learning
         monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
         assert "with gradient checkpointing" not in capsys.readouterr().out
@@ -322,8 +329,6 @@ def test_where_the_longest_completion_does_not_fit_activations_are_computed_twic
         assert tight.learning < kept.learning
         assert "with gradient checkpointing" in said
         assert "may not fit" not in said
-        assert not plan(checkpointing=False).checkpointing  # as asked
-        assert "may not fit" in capsys.readouterr().out
 
 
 def test_where_memory_runs_out_the_update_is_repeated_in_halves(
@@ -341,11 +346,11 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
         return token_logprobs(*arguments)
 
     monkeypatch.setattr("rlm.training.mixed_precision.token_logprobs", fails)
+    monkeypatch.setattr("rlm.training.memory_plan.GPU_MICRO_BATCH", 256)
     adapters = []
     with pretended_cards(*GB8):
         for name in ("whole", "halves"):
-            options = {"steps": 2, "updates_per_batch": 2, "train_batch_tokens": 256}
-            config = a_config(tmp_path, name, **options)
+            config = a_config(tmp_path, name, steps=2, updates_per_batch=2)
             trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device=device)
             calls_left[:] = [2] if name == "halves" else []  # one micro-batch is learned from
             trainer.train(PROBLEMS)

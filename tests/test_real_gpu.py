@@ -14,7 +14,7 @@ from rlm.model.base import load_base
 from rlm.model.hardware import Device
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
-from tests.test_train_grpo import PROBLEMS, a_config, a_trainer, rows
+from tests.test_train_grpo import PROBLEMS, a_config, a_trainer, force_checkpointing, rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,9 +89,13 @@ def test_4_bit_weights_are_those_of_the_cpu(base):
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_plan_counts_what_the_allocator_gives(base, tmp_path, quantize, checkpointing):
-    options = {"quantize": quantize, "checkpointing": checkpointing, "train_batch_tokens": 96 * 64}
-    config = a_config(tmp_path, steps=1, **options)
+def test_the_plan_counts_what_the_allocator_gives(
+    base, tmp_path, quantize, checkpointing, monkeypatch
+):
+    monkeypatch.setattr("rlm.training.memory_plan.GPU_MICRO_BATCH", 96 * 64)
+    if checkpointing:
+        force_checkpointing(monkeypatch)
+    config = a_config(tmp_path, steps=1, quantize=quantize)
     device = on_gpu(torch.float16)
     trainer = a_trainer(base, config, device=device)
     trainer.train(PROBLEMS)

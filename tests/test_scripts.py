@@ -642,10 +642,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path,
     ]  # fmt: skip
     assert run(train_grpo, *arguments) == 0
     said = capsys.readouterr().out
-    limit = (
-        "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8; "
-        "--max-prompt-length sets less)"
-    )
+    limit = "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8)"
     assert f"4 of 41 problems left out: {limit}" in said
     assert f"1 of 4 validation problems left out: {limit}" in said
     assert json.loads((grpo / "run.json").read_text())["validated_on"] == 3
@@ -706,12 +703,11 @@ MISTAKES = [
     (train_sft, ["--adapter", "nowhere"], "does not exist"),
     (
         train_grpo,
-        [*DATA, "--sampler=vllm", "--sft-adapter=none", "--vllm-command=no-vllm serve"],
+        [*DATA, "--sampler=vllm", "--sft-adapter=none", "--server=no-vllm serve"],
         "vLLM needs an environment of its own",
     ),
-    (train_grpo, ["--sampler-url", "http://127.0.0.1:9"], "needs --sampler vllm"),
-    (train_grpo, ["--vllm-command", "v"], "needs --sampler vllm, and no --sampler-url"),
-    (train_grpo, ["--train-batch-tokens", "0"], "at least 1"),
+    (train_grpo, ["--server", "http://127.0.0.1:9"], "needs --sampler vllm or --backend"),
+    (train_grpo, ["--train-batch-size", "0"], "at least 1"),
     (train_grpo, ["--reward", "nowhere.py:f"], "nowhere.py does not exist"),
     (train_grpo, ["--reward", "nowhere.py"], "write FILE.py:NAME"),
     (train_grpo, ["more.jsonl"], "unknown option more.jsonl: type the name of its option"),
@@ -779,7 +775,7 @@ CONFIGS = [
     "benchmarks.evidence.plan.EvidenceConfig",
 ]
 # Flags for which a negative number means something.
-SIGNED = {"seed", "seeds", "overlong_penalty"}
+SIGNED = {"seed", "seeds"}
 
 
 @pytest.mark.parametrize("path", CONFIGS)

@@ -46,7 +46,7 @@ class Machines:
         (self.folder / place).mkdir(exist_ok=True)
         options = {
             "model": "../model", "dataset": "../problems.jsonl", "sft-adapter": "none",
-            "reward": "../reward.py:parity", "dtype": "float32", "sampler-dtype": "float32",
+            "reward": "../reward.py:parity", "dtype": "float32",
             "steps": 4, "batch-size": 4, "group-size": 4, "max-new-tokens": 6, "save-every": 1,
             "run-dir": "run", "output": "out",
         }  # fmt: skip

@@ -291,8 +291,6 @@ class EvidenceConfig:
             "learning_rate": self.learning_rate,
             "eval_every": 0,
             "save_every": self.curve_every,
-            "keep_checkpoints": self.steps + 1,  # each is a point of the curve
-            "sample_every": 0,
             "seed": cell.seed,
             "run_dir": folder / "train",
             "output": folder / "adapter",

@@ -243,7 +243,9 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     if arm.flipped:
         reward = flipped_reward(cell.seed, arm.flipped)
     validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
-    GRPOTrainer(config.model, options, reward_fn=reward).train(practice, validation)
+    trainer = GRPOTrainer(config.model, options, reward_fn=reward)
+    trainer.state.keep = config.steps + 1  # each is a point of the curve
+    trainer.train(practice, validation)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
     drawn: Counter[int] = Counter()  # DAPO draws more for some of its groups
     for group in read_lines(options.run_dir / "samples.jsonl", repair=False):

@@ -78,7 +78,6 @@ def train_start_adapter(
         lora_alpha=config.lora_alpha,
         quantize=config.quantize,
         dtype=config.dtype,
-        attn_implementation=config.attn_implementation,
         epochs=1,
         learning_rate=LEARNING_RATE,
         seed=config.seed,

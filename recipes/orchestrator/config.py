@@ -28,8 +28,8 @@ class OrchestratorConfig(GRPOConfig):
 
     # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
     NOT_USED = (
-        *("doctor", "plan", "reward", "reward_timeout", "backend", "backend_url"),
-        *("num_epochs", "eval_group_size", "reasoning_format", "system_prompt", "tool"),
+        *("doctor", "plan", "reward", "backend"),
+        *("reasoning_format", "system_prompt", "tool"),
     )
 
     model: str | None = flag(
@@ -52,9 +52,7 @@ class OrchestratorConfig(GRPOConfig):
         0.1, "weight of the KL term toward the start; 0: off", aliases=("kl-coef",), min=0
     )
     eval_samples: int = flag(50, "validation problems, always the same", min=1)
-    eval_group_size: int = flag(1, "always 1: the greedy graph", hidden=True)
     test_samples: int = flag(100, "test problems that are evaluated at the end; 0: none", min=0)
-    sample_every: int = flag(10, "steps between printed graphs; 0: none", min=0)
     run_dir: Path = flag(
         Path("runs/orchestrator"), "folder for metrics, graphs, checkpoints and the adapter"
     )
@@ -83,7 +81,6 @@ class OrchestratorConfig(GRPOConfig):
     agent_temperature: float = flag(
         0.0, "sampling temperature of the agents; with 0 their replies are cached", min=0
     )
-    max_agents: int = flag(2, "always 2", min=2, max=2, hidden=True)  # older runs' options have it
     zero_leaks: bool = flag(True, "give no reward to a graph whose prompts contain the answer")
     format_reward: float = flag(
         0.0, "reward of a valid graph, added to the 0/1 of its answer", min=0
@@ -106,7 +103,7 @@ class OrchestratorConfig(GRPOConfig):
         if made["debug"]:
             limits = {"steps": 5, "batch_size": 2, "group_size": 2}
             made |= {name: min(made[name], limit) for name, limit in limits.items()}
-            made |= {"eval_every": 1, "sample_every": 1}
+            made["eval_every"] = 1
         return super().complete(made)
 
     def __post_init__(self) -> None:
@@ -120,6 +117,10 @@ class OrchestratorConfig(GRPOConfig):
             raise ValueError("--agent-url needs --agent-model: the name that the server knows")
         if self.agent_key and not self.agent_url:
             raise ValueError("--agent-key goes with --agent-url")
+
+    def eval_group_size_for(self, problem_count: int) -> int:
+        """Return 1: the greedy graph."""
+        return 1
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,8 +146,7 @@ PUBLISHED_NAMES = {
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
     "orch_max_tokens": "max_new_tokens", "orch_temperature": "temperature",
     "agent_max_tokens": "agent_max_tokens", "agent_temperature": "agent_temperature",
-    "lr": "learning_rate", "weight_decay": "weight_decay",
-    "kl_coef": "kl_weight", "kl_target": "kl_target",
+    "lr": "learning_rate", "kl_coef": "kl_weight",
     "val_rows": "eval_samples", "val_every": "eval_every",
 }  # fmt: skip
 

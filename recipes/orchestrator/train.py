@@ -112,7 +112,7 @@ class OrchestratorTrainer(GRPOTrainer):
         advantages: Tensor,
     ) -> None:
         """Add the columns of train_logs.csv, and every graph with its trace to rollouts.jsonl."""
-        penalty = metrics.get("loss/kl_weight", 0.0) * metrics.get("loss/kl_weighted", 0.0)
+        penalty = self.config.kl_weight * metrics.get("loss/kl_weighted", 0.0)
         metrics = metrics | {
             "loss/kl_penalty": penalty,
             "loss/total": metrics.get("loss/policy", 0.0) + penalty,

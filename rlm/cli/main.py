@@ -137,8 +137,8 @@ def command_of(script: str, **options: object) -> str:
 def _what_takes_less(cls: type) -> str:
     """Name the script's options that reduce memory."""
     options = {field.name for field in dataclasses.fields(cls)}
-    lower = ("train_batch_tokens", "micro_batch", "max_num_seqs", "max_length", "max_new_tokens")
-    use = {"checkpointing": "--checkpointing", "quantize": "--quantize 4bit", "model": "--model"}
+    lower = ("train_batch_size", "micro_batch", "max_num_seqs", "max_length", "max_new_tokens")
+    use = {"quantize": "--quantize 4bit", "model": "--model"}
     named = " or ".join("--" + name.replace("_", "-") for name in lower if name in options)
     used = ", ".join(text for name, text in use.items() if name in options)
     used = used.replace("--model", "a smaller --model")

@@ -25,7 +25,6 @@ LOSS = {
     "clip_low": 0.2,
     "clip_high": 0.2,
     "kl_weight": 0.0,
-    "kl_estimator": "k3",
     "importance_cap": None,  # cap of each token's π_old / π_sampler; None: no correction
     "processes": 1,
 }

@@ -90,8 +90,8 @@ def _loss(given: SimpleNamespace) -> Tensor:
     algorithm = {"weighted": "cispo", "tapered": "topr"}.get(given.objective, by_ratio)
     config = GRPOConfig(
         algorithm=algorithm,
-        token_level_loss=given.aggregation == "token",
-        fixed_length_normalizer=given.constant if given.aggregation == "constant" else None,
+        aggregation=given.aggregation,
+        max_new_tokens=given.constant,
         clip_eps_low=given.clip_low,
         clip_eps_high=given.clip_high,
         kl_weight=given.kl_weight,
@@ -117,10 +117,11 @@ def _loss(given: SimpleNamespace) -> Tensor:
     batch.old_logprobs = given.old_logprobs[places, :width]
     if given.kl_weight:
         batch.ref_logprobs = given.ref_logprobs[places, :width]
-    kl = {"kl_weight": given.kl_weight, "kl_estimator": given.kl_estimator}
+    formula, correct = config.resolved_algorithm, given.importance_cap is not None
     logprobs = given.logprobs[places, :width]
-    correct = given.importance_cap is not None
-    return policy_loss(logprobs, batch, config.resolved_algorithm, correct_sampler=correct, **kl)[0]
+    return policy_loss(
+        logprobs, batch, formula, correct_sampler=correct, kl_weight=given.kl_weight
+    )[0]
 
 
 def _group(completions: list[Completion]) -> Group:

@@ -34,7 +34,7 @@ def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
         options = {"eos_token_ids": [given.end], "mask_truncated_completions": given.mask_truncated}
         tokenizer = SimpleNamespace(pad_token_id=given.pad)
         return _score(given.completions, _tokenizer=tokenizer, **options)["completion_mask"]
-    offered = formula == "loss" and given.kl_estimator == "k3" and given.objective != "tapered"
+    offered = formula == "loss" and given.objective != "tapered"
     return _loss(given) if offered else None
 
 

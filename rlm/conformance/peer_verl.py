@@ -81,7 +81,7 @@ def _loss(given: SimpleNamespace) -> Tensor:
         config=config,
         rollout_is_weights=weights,
     )
-    kl = SOURCE.kl_penalty(given.logprobs, given.ref_logprobs, given.kl_estimator)
+    kl = SOURCE.kl_penalty(given.logprobs, given.ref_logprobs, "k3")
     kl = SOURCE.agg_loss(kl, given.mask, mode, **totals)
     loss = policy + given.kl_weight * kl
     return loss / given.processes  # whose gradients FSDP averages

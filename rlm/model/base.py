@@ -159,7 +159,7 @@ def load_base(
             has its own.
 
     Raises:
-        UsageError: nothing loadable is there, or the model has no such attention.
+        UsageError: nothing loadable is there.
     """
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
@@ -182,11 +182,7 @@ def load_base(
             device_map=place,
             attn_implementation=attn,
         )
-    except ImportError as error:
-        raise UsageError(
-            f"--attn-implementation {attn}: {str(error).strip().splitlines()[0]}"
-        ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, SafetensorError) as error:
         raise UsageError(_cannot_load(name, error)) from error
     if packed:
         freeze_packed_weights(model)

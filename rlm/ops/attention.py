@@ -177,16 +177,12 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend, as transformers calls it; the result has heads and tokens swapped."""
     if dropout or attention_mask is None:
-        raise UsageError(
-            "this model's attention needs dropout, or no mask: use --attn-implementation eager"
-        )
-    scale = softmax_scale(query, scaling, options, "use --attn-implementation eager")
+        raise UsageError("this model's attention needs dropout, or no mask: unsupported")
+    scale = softmax_scale(query, scaling, options)
     return block_attention(query, key, value, attention_mask, scale).transpose(1, 2), None
 
 
-def softmax_scale(
-    query: Tensor, scaling: float | None, options: Mapping[str, object], advice: str
-) -> float:
+def softmax_scale(query: Tensor, scaling: float | None, options: Mapping[str, object]) -> float:
     """Return the factor of the scores from the arguments that transformers passes.
 
     Raises:
@@ -194,7 +190,7 @@ def softmax_scale(
     """
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise UsageError(f"this model's attention needs {name}: {advice}")
+            raise UsageError(f"this model's attention needs {name}: unsupported")
     return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 

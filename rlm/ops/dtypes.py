@@ -84,7 +84,7 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
         terminal.line(
             f"warning: which number type is faster for {kind} could not be measured, because other "
             f"programs use the CPU (bf16 was {apart[0]:.2g} to {apart[1]:.2g} times as fast as "
-            "fp32): the next run measures again; --dtype and --sampler-dtype choose one"
+            "fp32): the next run measures again; --dtype chooses one"
         )
         return seconds
     with suppress(OSError):  # a home that cannot be written to: measured again next time

@@ -32,7 +32,7 @@ from rlm.rewards.base import (
 )
 from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
-TIME_LIMIT = 60.0  # seconds that one call may take
+TIME_LIMIT = 300.0  # seconds that one call may take: a judge may answer slowly
 MAX_TIMEOUTS = 3  # in a step; the remaining calls then get no verdict
 MAX_FAILED_STEPS = 3  # steps in a row without a successful call end the run; at the start one does
 
@@ -223,7 +223,7 @@ class Scorer:
             return f"no answer in {self.time_limit:g} seconds"
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         if "signal only works in main thread" in text:
-            text += " (rewards run in one of their own: leave the alarm to --reward-timeout)"
+            text += " (rewards run in one of their own, with a time limit: leave out the alarm)"
         return text
 
 

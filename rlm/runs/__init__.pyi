@@ -27,6 +27,4 @@ from .resume import differences as differences
 from .resume import restore_tensors as restore_tensors
 from .resume import resume_run as resume_run
 from .resume import run_origin as run_origin
-from .trackers import PROJECT as PROJECT
 from .trackers import TRACKER_NAMES as TRACKER_NAMES
-from .trackers import check_project as check_project

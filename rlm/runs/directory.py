@@ -161,9 +161,10 @@ class RunDirectory:
         if self.tracker:
             self.tracker.log(metrics)
 
-    def log_samples(self, rows: list[dict[str, object]]) -> None:
+    def log_samples(self, rows: list[dict[str, object]], *, shown: bool = False) -> None:
+        """Append a step's completions; `shown` to the tracker too."""
         self.append(self.samples_file, rows)
-        if self.tracker:
+        if self.tracker and shown:
             self.tracker.log_samples(rows)
 
     def append(self, file: Path, rows: Sequence[Mapping[str, object]]) -> None:

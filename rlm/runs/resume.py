@@ -72,7 +72,7 @@ def resume_run(
     Raises:
         UsageError: no checkpoint, or one of another script, base, adapter, config or data.
     """
-    where, changed = f"--resume: {run.path}", origin["config"].get("accept_changes")
+    where = f"--resume: {run.path}"
     if loaded is None:
         raise UsageError(NO_CHECKPOINT.format(run.path))
     tensors, state = loaded
@@ -81,20 +81,14 @@ def resume_run(
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
-    changes = differences(began, origin, may_change, defaults)
-    if changes and not changed:
-        way_on = "type what it was started with"
-        if changed is not None:
-            way_on = "add --accept-changes to continue anyway"
+    if changes := differences(began, origin, may_change, defaults):
         raise UsageError(
-            f"{where} was started with other options or data ({'; '.join(changes)}); {way_on}, or "
-            "leave out --resume to start again"
+            f"{where} was started with other options or data ({'; '.join(changes)}); type what it "
+            "was started with, or leave out --resume to start again"
         )
     saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
         raise UsageError(f"{where} was trained on another model or adapter")
-    for change in changes:
-        terminal.line(f"changed since: {change}")
     run.truncate(state["step"])
     terminal.line(f"resumed {run.path} before step {state['step'] + 1}")
     return tensors, state

@@ -20,7 +20,6 @@ from typing import Any
 from rlm.cli import terminal
 
 TRACKER_NAMES = ("none", "wandb", "tensorboard", "trackio")
-PROJECT = "rlm"
 # Names that dashboards of other GRPO tools use, written beside our own.
 ALIASES = {
     "reward/mean": "rollouts/returns_mean",
@@ -36,12 +35,8 @@ TABLE_ROWS = 16  # rows of a table; samples.jsonl has all
 class Tracker:
     """Sends logs to a back-end until its first error."""
 
-    def __init__(self, name: str, back_end: BackEnd, sample_every: int) -> None:
-        """
-        Args:
-            sample_every: steps between tables of completions (0: none).
-        """
-        self._name, self._sample_every = name, sample_every
+    def __init__(self, name: str, back_end: BackEnd) -> None:
+        self._name = name
         self._back_end: BackEnd | None = back_end
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -53,8 +48,6 @@ class Tracker:
     def log_samples(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Log the first completions of a step as a table; `groups` as samples.jsonl holds them."""
         step = groups[0]["step"]
-        if not self._sample_every or step % self._sample_every:
-            return
         rows = [
             (step, group["question"], group["answer"], *completion)
             for group in groups
@@ -86,7 +79,7 @@ class _Wandb:
         wandb = self._wandb = importlib.import_module("wandb")
         offline = "WANDB_MODE" not in os.environ and not _has_wandb_key()
         self._run = wandb.init(
-            project=_project(config),
+            project=_project(),
             name=run_dir.name,
             id=_run_id(run_dir),
             resume="allow",
@@ -138,12 +131,12 @@ class _Trackio:
         self._trackio = importlib.import_module("trackio")
         with contextlib.redirect_stdout(None):  # a page of advice
             self._run = self._trackio.init(
-                project=_project(config),
+                project=_project(),
                 name=run_dir.name,
                 config=dict(config),
                 resume="allow",
             )
-        self.where = f"trackio show --project {_project(config)}"
+        self.where = f"trackio show --project {_project()}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -174,19 +167,11 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
         terminal.line(f"no tracker: {name} does not start: {error!r}")
         return None
     terminal.line(f"tracker: {name}; {back_end.where}")
-    return Tracker(name, back_end, config.get("sample_every", 0))
+    return Tracker(name, back_end)
 
 
-def check_project(project: str | None, tracker: str) -> None:
-    """Raise ValueError if a project is given to a tracker without projects."""
-    if project is not None and tracker not in ("wandb", "trackio"):
-        raise ValueError(
-            f"--wandb-project {project} needs --tracker wandb or trackio: add --use-wandb"
-        )
-
-
-def _project(config: Mapping[str, Any]) -> str:
-    return config.get("wandb_project") or os.environ.get("WANDB_PROJECT") or PROJECT
+def _project() -> str:
+    return os.environ.get("WANDB_PROJECT") or "rlm"
 
 
 def _has_wandb_key() -> bool:

@@ -165,7 +165,7 @@ def _free_port() -> int:
 
 
 def split_command(command: str) -> list[str]:
-    """Split --vllm-command into words, with the program as it is found on PATH.
+    """Split the command of --server into words, with the program as it is found on PATH.
 
     Raises:
         UsageError: it is not there.
@@ -173,13 +173,13 @@ def split_command(command: str) -> list[str]:
     try:
         program, *words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"--vllm-command {command!r}: {error or 'it is empty'}") from error
+        raise UsageError(f"--server {command!r}: {error or 'it is empty'}") from error
     found = shutil.which(os.path.expanduser(program))
     if not found:
         raise UsageError(
             f"{program} is not there: vLLM needs an environment of its own "
             "(python -m venv ~/vllm-env && ~/vllm-env/bin/pip install vllm); then add "
-            "--vllm-command '~/vllm-env/bin/vllm serve', or name a running server by --sampler-url"
+            "--server '~/vllm-env/bin/vllm serve', or name a running server by --server URL"
         )
     return [found, *map(os.path.expanduser, words)]
 

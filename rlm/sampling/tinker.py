@@ -79,12 +79,11 @@ def read_archive(archive: Path, folder: Path) -> None:
     raise UsageError(f"the server's archive holds no {name}: start it with SkyRL's JAX backend")
 
 
-class TinkerOptimizer(torch.optim.AdamW):
-    """AdamW on the server, with the rates and constants that this object holds."""
+class TinkerOptimizer(torch.optim.Adam):
+    """Adam on the server, with the rates and constants that this object holds."""
 
-    def __init__(self, engine: TinkerEngine, learning_rate: float, weight_decay: float) -> None:
-        parameters = engine.master_weights.values()
-        super().__init__(parameters, lr=learning_rate, weight_decay=weight_decay)
+    def __init__(self, engine: TinkerEngine, learning_rate: float) -> None:
+        super().__init__(engine.master_weights.values(), lr=learning_rate)
         self._engine = engine
 
     # torch gives its own two signatures.
@@ -128,7 +127,7 @@ class TinkerEngine:
             raise UsageError(needs) from error
         key, release = os.environ.get("TINKER_API_KEY"), version("tinker")
         if not (key or url):
-            raise UsageError(f"{HOSTED} needs a key: set TINKER_API_KEY, or give --backend-url")
+            raise UsageError(f"{HOSTED} needs a key: set TINKER_API_KEY, or give --server URL")
         if url:
             terminal.line("SkyRL's server does not clip gradients: --max-grad-norm has no effect")
         if url and tuple(map(int, release.split(".")[:2])) >= (0, 25):
@@ -239,13 +238,13 @@ class TinkerEngine:
         forward = client.forward
         return self._ask("score", lambda: forward(data, "cross_entropy").result().loss_fn_outputs)
 
-    def make_optimizer(self, learning_rate: float, weight_decay: float) -> TinkerOptimizer:
+    def make_optimizer(self, learning_rate: float) -> TinkerOptimizer:
         """Make the server's optimizer."""
-        return TinkerOptimizer(self, learning_rate, weight_decay)
+        return TinkerOptimizer(self, learning_rate)
 
     def update(self, adam: Mapping[str, Any]) -> float | None:
         """Send the gradients of what was scored, and update the adapter by a parameter group of
-        `torch.optim.AdamW`. Return the gradient's norm; None: the server does not tell; NaN: it is
+        `torch.optim.Adam`. Return the gradient's norm; None: the server does not tell; NaN: it is
         not finite, and nothing was sent."""
         scored, self.scored = self.scored, []
         count, data = sum(len(sequences) for sequences, _ in scored), []

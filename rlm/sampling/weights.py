@@ -137,7 +137,7 @@ def _through_cache(
     **options: object,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls; its result has heads and tokens swapped."""
-    scale = softmax_scale(query, scaling, options, "unsupported")
+    scale = softmax_scale(query, scaling, options)
     attend, layer = _ATTEND.get(), cast("int", module.layer_idx)
     return attend(layer, query, key, value, scale).transpose(1, 2), None
 
@@ -349,8 +349,8 @@ class _FusedLayer:
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
     """Choose the number type of a merged copy: "auto" times a fused layer of this model.
 
-    It is the model's own type on a GPU, without a fast path, and if the model's type is not the one
-    that was measured to be fast for learning, because then the user has chosen it.
+    It is the model's own type with any other --dtype, on a GPU, without a fast path, and if it is
+    not the one that was measured to be fast for learning, because then somebody has chosen it.
     """
     return choose_sampling_dtype(model, dtype)[0]
 
@@ -360,7 +360,7 @@ def choose_sampling_dtype(
 ) -> tuple[torch.dtype, str]:
     """Return what `sampling_dtype` returns, and why in a few words."""
     if dtype != "auto":
-        return getattr(torch, dtype), f"--sampler-dtype {dtype}"
+        return model.dtype, f"--dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:
         return model.dtype, "as in learning"
     layer = _layers(decoder_and_head(model)[0])[0]

@@ -107,11 +107,11 @@ def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
 def _soft_overlong(completion: Completion, config: GRPOConfig) -> float:
     """Return the penalty of a long completion (DAPO, equation 13).
 
-    0 up to max_new_tokens - overlong_buffer, then a straight line down to the penalty at
+    0 up to max_new_tokens - overlong_buffer, then a straight line down to -1 at
     max_new_tokens. A completion without an end token gets the full penalty, whatever its length.
     """
-    buffer, penalty = config.overlong_buffer, config.overlong_penalty
+    buffer = config.overlong_buffer
     excess = len(completion.token_ids) - (config.max_new_tokens - buffer)
     if not buffer or (excess <= 0 and not completion.truncated):
         return 0.0
-    return penalty if completion.truncated else penalty * min(1.0, excess / buffer)
+    return -1.0 if completion.truncated else -min(1.0, excess / buffer)

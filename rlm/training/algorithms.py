@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AGGREGATIONS = ("sequence", "token", "constant")
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -15,7 +17,7 @@ class Algorithm:
 
     source: str
     advantage: str  # "std", "centred", "mean" or "share": `rlm.training.advantages`
-    aggregation: str  # "sequence", "constant" or "token": `rlm.training.batches.row_weights`
+    aggregation: str  # one of AGGREGATIONS: `rlm.training.batches.row_weights`
     clip_eps_low: float  # the ratio is clipped at 1 - this; 1 is no bound
     clip_eps_high: float  # and at 1 + this
     ratio: str = "token"  # new to old probability of each "token", or of the "sequence"

@@ -90,7 +90,7 @@ class Rollout:
     tool_mask: Sequence[bool] = ()  # as in Completion: False where a tool wrote the token
 
 
-def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) -> list[float]:
+def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
     """Return the weight that each token of a rollout has in the loss of the step.
 
     The denominator is the whole update's, so the gradient does not depend on how the rollouts are
@@ -108,7 +108,7 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int | None) 
     samples = len(lengths)
     if aggregation == "sequence":
         return [1 / (samples * max(length, 1)) for length in lengths]
-    if aggregation == "constant" and constant is not None:
+    if aggregation == "constant":
         return [1 / (samples * constant) for _ in lengths]
     return [1 / max(sum(lengths), 1)] * samples
 
@@ -162,7 +162,7 @@ def make_rollouts(
     ]
     masked = [config.mask_truncated and row[2].truncated for row in rows]
     lengths = [0 if out else row[2].own_tokens for row, out in zip(rows, masked, strict=True)]
-    weights = row_weights(lengths, config.aggregation, config.fixed_length_normalizer)
+    weights = row_weights(lengths, config.aggregation, config.max_new_tokens)
     rollouts = [
         Rollout(
             problem, prompt, drawn.token_ids, advantage, weight, drawn.logprobs, drawn.tool_mask
@@ -172,7 +172,7 @@ def make_rollouts(
         )
         if (config.kl_weight > 0 or advantage != 0) and length
     ]
-    return merge_copies(rollouts) if config.distinct else rollouts
+    return merge_copies(rollouts) if config.resolved_algorithm.distinct else rollouts
 
 
 def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:

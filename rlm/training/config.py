@@ -23,8 +23,8 @@ from rlm.cli import (
 from rlm.data import FORMATS
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
-from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.algorithms import ALGORITHMS, PRESETS, Algorithm
+from rlm.runs import TRACKER_NAMES
+from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import (
     LONGEST,
     MAX_NEW_TOKENS,
@@ -35,18 +35,15 @@ from rlm.training.resolve import (
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
+VLLM_COMMAND = "vllm serve"
 # What is decided where base and sampler are.
-ON_SERVER = (
-    *("quantize", "attn_implementation", "dtype", "sampler_dtype", "sampler", "max_num_seqs"),
-    *("train_batch_size", "train_batch_tokens", "checkpointing"),
-)
-KL_ESTIMATORS = ("k1", "k2", "k3")
+ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-ATTENTIONS = ("auto", "sdpa", "eager")
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
-STEPS = 20  # default on the command line without --steps or --num-epochs
-EXPORTS = ("auto", "best", "last")
+STEPS = 20  # default on the command line without --steps
+REFILL_ROUNDS = 3  # of replacing groups without signal in a step
+LAST_RATE = 0.1  # where schedules end, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
@@ -60,15 +57,10 @@ def one_of(field: str, on: str, off: str) -> Flag:
 
 
 # Names of the published command lines (docs/reference/names.md), which set fields of ours.
-QUANTIZE_SWITCHES = {
+SWITCHES = {
     "use_4bit": one_of("quantize", "4bit", "none"),
-    "use_8bit": one_of("quantize", "8bit", "none"),
+    "use_wandb": one_of("tracker", "wandb", "none"),
 }
-TRACKER_SWITCHES = {"use_wandb": one_of("tracker", "wandb", "none")}
-WHOLE_DISTRIBUTION = (
-    "--top-p must be 1 and --top-k 0 in training: the loss assumes that completions are sampled "
-    "from the whole distribution"
-)
 
 
 @takes_aliases
@@ -84,24 +76,13 @@ class GRPOConfig:
     PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch says whether there is a GPU
 
     OTHER_SPELLINGS: ClassVar = {
-        **QUANTIZE_SWITCHES,
-        **TRACKER_SWITCHES,
-        "use_vllm": one_of("sampler", "vllm", "auto"),
-        "use_std_normalization": one_of("advantage", "std", "centred"),
+        **SWITCHES,
         "clip_eps": spelling(
             float, lambda bound: {"clip_eps_low": bound, "clip_eps_high": bound}, min=0, max=1
-        ),
-        "top_p": always(1.0, WHOLE_DISTRIBUTION),
-        "top_k": always(0, WHOLE_DISTRIBUTION),
-        "lora_dropout": always(
-            0.0,
-            "--lora-dropout must be 0 in training: with dropout the trained model would not be the "
-            "one that sampled",
         ),
         "use_lora": always(
             True,
             "--no-use-lora: only LoRA adapters are trained here, the base model is never changed",
-            aliases=["lora"],
         ),
     }
 
@@ -125,12 +106,6 @@ class GRPOConfig:
     )
     max_samples: int | None = flag(
         None, "train on at most this many problems of each data set", min=1, default_text="all"
-    )
-    max_prompt_length: int | None = flag(
-        None,
-        "leave out problems whose prompt has more tokens",
-        min=1,
-        default_text="what the model's context window leaves",
     )
     sft_adapter: Path | None = flag(
         DEFAULT_SFT_ADAPTER, "adapter to start from; none: start with a new one"
@@ -156,20 +131,15 @@ class GRPOConfig:
         "reward function: steps, or one of yours as FILE.py:NAME",
         default_text="1 for a right answer in the right format, else 0",
     )
-    reward_timeout: float = flag(60.0, "seconds that one call of a reward may take", above=0)
     quantize: str = flag(
         "none",
         "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
-    attn_implementation: str = flag(
-        "auto", "attention while learning; auto: the fastest", choices=ATTENTIONS
-    )
     dtype: str = flag(
-        "auto", "number type while learning; auto: the fastest", choices=("auto", *DTYPES)
-    )
-    sampler_dtype: str = flag(
-        "auto", "number type while sampling; auto: the fastest", choices=("auto", *DTYPES)
+        "auto",
+        "number type; auto: the fastest for learning, and the fastest for sampling",
+        choices=("auto", *DTYPES),
     )
     doctor: bool = flag(False, "train nothing; check the set-up and explain a flat reward")
     plan: bool = flag(False, "train nothing; estimate memory and time", aliases=["dry_run"])
@@ -184,21 +154,11 @@ class GRPOConfig:
         choices=("std", "centred", "mean", "share"),
         default_text=ALGORITHMS_OWN,
     )
-    negative_weight: float = flag(
-        None, "multiply negative advantages by this", min=0, default_text=ALGORITHMS_OWN
-    )
-    distinct: bool = flag(
+    aggregation: str = flag(
         None,
-        "count equal completions above their group's mean once",
-        default_text=ALGORITHMS_OWN,
-    )
-    token_level_loss: bool = flag(
-        None, "average the loss over all tokens of a step", default_text=ALGORITHMS_OWN
-    )
-    fixed_length_normalizer: int | None = flag(
-        None,
-        "divide the summed loss by the completions times this number of tokens",
-        min=1,
+        "how tokens add up to the loss: mean of each completion's mean, mean over all tokens, or "
+        "sum over completions times --max-new-tokens",
+        choices=AGGREGATIONS,
         default_text=ALGORITHMS_OWN,
     )
     clip_eps_low: float = flag(
@@ -206,35 +166,24 @@ class GRPOConfig:
     )
     clip_eps_high: float = flag(None, "clip range above 1", min=0, default_text=ALGORITHMS_OWN)
     dynamic_sampling: bool = flag(
-        None, "replace groups whose rewards are all equal", default_text=ALGORITHMS_OWN
-    )
-    max_refill_rounds: int = flag(
-        3, "with --dynamic-sampling: rounds of replacement in a step", min=0
+        None,
+        f"replace groups whose rewards are all equal, in up to {REFILL_ROUNDS} rounds",
+        default_text=ALGORITHMS_OWN,
     )
     overlong_buffer: int = flag(
         None,
-        "lower the reward over this many last tokens before --max-new-tokens; 0: off",
+        "lower the reward over this many last tokens before --max-new-tokens, by up to 1; 0: off",
         min=0,
         default_text=ALGORITHMS_OWN,
     )
-    overlong_penalty: float = flag(
-        -1.0, "added to the reward of a completion at --max-new-tokens", max=0
-    )
     mask_truncated: bool = flag(False, "leave completions that were cut off out of the loss")
     kl_weight: float = flag(0.0, "weight of the KL term toward the start; 0: off", min=0)
-    kl_estimator: str = flag("k3", "estimator of the KL term", choices=KL_ESTIMATORS)
-    kl_target: float | None = flag(
-        None, "adapt the KL weight until the KL per token is this", above=0, default_text="off"
-    )
 
     steps: int | None = flag(
         None,
         "training steps; each samples, scores, compares and learns",
         min=1,
         default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if a GPU picks the model",
-    )
-    num_epochs: float | None = flag(
-        None, "passes over the problems, instead of --steps", above=0, default_text="off"
     )
     batch_size: int = flag(20, "problems in a step", min=1)
     group_size: int = flag(
@@ -253,23 +202,18 @@ class GRPOConfig:
         "memory",
         choices=SAMPLER_NAMES,
     )
-    sampler_url: str | None = flag(
+    server: str | None = flag(
         None,
-        "with --sampler vllm: URL of a running server, or several as A,B",
-        default_text="a server is started",
+        "server of --sampler vllm or --backend tinker: its URL; of vLLM also several as A,B, or "
+        "the command that starts one",
+        default_text=f"{VLLM_COMMAND}; for tinker Thinking Machines' service",
     )
-    vllm_command: str = flag("vllm serve", "command that starts that server, with its options")
 
     backend: str = flag(
         "local",
         "where the model samples and learns: on this machine, or on a server that speaks Tinker's "
         "protocol",
         choices=BACKENDS,
-    )
-    backend_url: str | None = flag(
-        None,
-        "with --backend tinker: URL of that server",
-        default_text="Thinking Machines' service",
     )
 
     mini_batch_size: int | None = flag(
@@ -286,10 +230,9 @@ class GRPOConfig:
         "model",
     )
     lr_schedule: str = flag(
-        "linear", "learning rate after warm-up", choices=("constant", "linear", "cosine")
-    )
-    min_lr_ratio: float = flag(
-        0.1, "where linear and cosine end, as a share of the peak", min=0, max=1
+        "linear",
+        "learning rate after warm-up; linear and cosine end at a tenth of the peak",
+        choices=("constant", "linear", "cosine"),
     )
     warmup_steps: int = flag(
         None,
@@ -297,57 +240,36 @@ class GRPOConfig:
         min=0,
         default_text=ALGORITHMS_OWN,
     )
-    weight_decay: float = flag(0.0, "weight decay of AdamW", min=0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
     updates_per_batch: int = flag(1, "passes over the completions of a step", min=1)
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch", min=1, default_text="as many as fit"
     )
-    train_batch_tokens: int | None = flag(
-        None, "tokens in a micro-batch, padding included", min=1, default_text="as many as fit"
-    )
-    checkpointing: bool | None = flag(
-        None,
-        "recompute activations in the backward pass, which saves memory",
-        default_text="only where they would not fit",
-    )
     lora_r: int = flag(16, "rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
 
-    eval_every: int = flag(5, "steps between validations; 0: only first and last", min=0)
-    eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
-    eval_group_size: int | None = flag(
-        None,
-        "completions of each validation problem, sampled at --temperature",
-        min=1,
-        default_text=f"together about as many as a step samples, {EVAL_GROUP_SIZES[0]} to "
-        f"{EVAL_GROUP_SIZES[1]} each",
+    eval_every: int = flag(
+        5, "steps between validations and printed completions; 0: only first and last", min=0
     )
-    save_every: int = flag(10, "steps between checkpoints; 0: only at the end", min=0)
-    keep_checkpoints: int = flag(2, "how many of the newest checkpoints are kept", min=1)
-    sample_every: int = flag(5, "steps between printed completions; 0: none", min=0)
+    eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
+    save_every: int = flag(
+        10, "steps between checkpoints, of which two are kept; 0: only at the end", min=0
+    )
     max_minutes: float | None = flag(
         None, "stop after this many minutes, and export", above=0, default_text="no limit"
     )
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
-    accept_changes: bool = flag(False, "with --resume: continue even if options or data changed")
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    wandb_project: str | None = flag(
-        None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
-    )
     seed: int = flag(0, "random seed of problem order and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "folder for metrics, completions and checkpoints")
-    output: Path = flag(Path("weights/final_rlm_lora"), "folder for the exported adapter")
-    export: str = flag(
-        "auto",
-        "adapter to export; auto: the last, or the best on validation where its lead is more than "
-        "chance; both are kept in --run-dir",
-        choices=EXPORTS,
+    output: Path = flag(
+        Path("weights/final_rlm_lora"),
+        "folder for the adapter of the last step, or of the best on validation where its lead is "
+        "more than chance; both are kept in --run-dir",
     )
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_project(self.wandb_project, self.tracker)
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -357,27 +279,17 @@ class GRPOConfig:
             ValueError: the first contradiction; the message says what to change.
         """
         looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
-        starts_server = by_vllm and self.sampler_url is None
         kept = {(self.run_dir / name).resolve() for name in KEPT_AS.values()}
         overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
         refused = {
-            "--steps and --num-epochs contradict each other; give one of them": (
-                self.steps is not None and self.num_epochs is not None
-            ),
-            "--kl-target needs a --kl-weight above 0 to start from": (
-                self.kl_target and not self.kl_weight
-            ),
-            "--token-level-loss divides by the tokens of a step, --fixed-length-normalizer by a "
-            "constant; give one of them": self.token_level_loss and self.fixed_length_normalizer,
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
             f"{self.max_new_tokens}: every completion would be punished": (
                 self.overlong_buffer > self.max_new_tokens
             ),
             f"--mini-batch-size {self.mini_batch_size} is more than --batch-size "
             f"{self.batch_size}": (self.mini_batch_size or 0) > self.batch_size,
-            "--sampler-url needs --sampler vllm": self.sampler_url is not None and not by_vllm,
-            "--vllm-command needs --sampler vllm, and no --sampler-url": (
-                self.vllm_command != "vllm serve" and not starts_server
+            "--server needs --sampler vllm or --backend tinker": (
+                self.server is not None and not by_vllm and self.backend != "tinker"
             ),
             "--tool does not work with --sampler vllm: vLLM cannot write into a completion while "
             "it is generated": self.tool != "none" and by_vllm,
@@ -398,7 +310,7 @@ class GRPOConfig:
     def _refused_by_backend(self) -> dict[str, bool]:
         """Return what Tinker's protocol cannot carry, as a reason and whether it is asked for."""
         if self.backend != "tinker":
-            return {"--backend-url needs --backend tinker": self.backend_url is not None}
+            return {}
         usual = {option.name: option.default for option in fields(self)}
         theirs = [name for name in ON_SERVER if getattr(self, name) != usual[name]]
         options = ", ".join(f"--{name.replace('_', '-')}" for name in theirs)
@@ -418,6 +330,9 @@ class GRPOConfig:
             "--tool does not work with --backend tinker: its server cannot be told what to write "
             "while it samples": self.tool != "none",
             "--plan times this machine; leave out --backend tinker": self.plan,
+            f"--server {self.server} is no URL: --backend tinker starts no server": (
+                self.server is not None and not self.server_urls
+            ),
         }
 
     @classmethod
@@ -465,8 +380,6 @@ class GRPOConfig:
             if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
                 start = None  # says why
         values = resolve(given, start, GPU_DEFAULTS)
-        if values.get("num_epochs"):
-            return values | {"steps": given.get("steps")}
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
@@ -485,11 +398,15 @@ class GRPOConfig:
         load_reward(self.reward, problems)
 
     @property
-    def aggregation(self) -> str:
-        """Return the name of the loss aggregation for `batches.row_weights`."""
-        if self.token_level_loss:
-            return "token"
-        return "constant" if self.fixed_length_normalizer else "sequence"
+    def server_urls(self) -> list[str]:
+        """Return the URLs of --server; none if it is a command, or unset."""
+        is_url = (self.server or "").startswith(("http://", "https://"))
+        return [url.strip() for url in (self.server or "").split(",")] if is_url else []
+
+    @property
+    def vllm_command(self) -> str:
+        """Return the command that starts vLLM, where `server_urls` names none."""
+        return self.server or VLLM_COMMAND
 
     @property
     def resolved_algorithm(self) -> Algorithm:
@@ -497,8 +414,6 @@ class GRPOConfig:
         return replace(
             ALGORITHMS[self.algorithm],
             advantage=self.advantage,
-            negative_weight=self.negative_weight,
-            distinct=self.distinct,
             aggregation=self.aggregation,
             clip_eps_low=self.clip_eps_low,
             clip_eps_high=self.clip_eps_high,
@@ -509,35 +424,33 @@ class GRPOConfig:
     @property
     def formula(self) -> str:
         """Return the minimised objective as one line."""
-        constant = self.fixed_length_normalizer
-        return self.resolved_algorithm.formula(str(constant) if constant else "max_new_tokens")
+        return self.resolved_algorithm.formula(str(self.max_new_tokens))
 
     @property
     def sampling_rounds(self) -> int:
         """Return the most rounds of sampling in a step."""
-        return 1 + self.max_refill_rounds if self.dynamic_sampling else 1
+        return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
         """Return the config with its number of steps for a data set of this size."""
-        return replace(self, steps=self.steps_for(problem_count), num_epochs=None)
+        return replace(self, steps=self.steps_for(problem_count))
 
     def steps_for(self, problem_count: int) -> int:
-        """Return the number of steps: `steps`, or those of `num_epochs` (default 1)."""
-        passes = self.num_epochs or 1
-        return self.steps or math.ceil(passes * problem_count / self.batch_size)
+        """Return the number of steps: `steps`, or those of one pass over the problems."""
+        return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return `eval_group_size`, or a default that is smaller the more problems there are.
+        """Return the completions of each validation problem: fewer, the more problems there are.
 
         Another problem tells more than another completion, so completions are added only until a
         validation costs about as much as the sampling of a step.
         """
         low, high = EVAL_GROUP_SIZES
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
-        return self.eval_group_size or min(high, max(low, filling))
+        return min(high, max(low, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
-        """Return the learning rate: linear warm-up, then constant or decaying to min_lr_ratio.
+        """Return the learning rate: linear warm-up, then constant or decaying to LAST_RATE.
 
         Args:
             step: fractional, by the share of its updates that are made.
@@ -550,7 +463,7 @@ class GRPOConfig:
         steps = required(self.steps, "--steps")
         done = max(0.0, step - warmup) / max(1, steps - warmup)
         height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        share = self.min_lr_ratio + (1 - self.min_lr_ratio) * height[self.lr_schedule]
+        share = LAST_RATE + (1 - LAST_RATE) * height[self.lr_schedule]
         return self.learning_rate * share
 
 
@@ -559,14 +472,9 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["algorithm"] not in ALGORITHMS:  # `_refuse_contradictions` raises
         return dict(values)
     algorithm = ALGORITHMS[values["algorithm"]]
-    token_level = values["fixed_length_normalizer"] is None and algorithm.aggregation == "token"
-    by_constant = not values["token_level_loss"] and algorithm.aggregation == "constant"
     decided = {
         "advantage": algorithm.advantage,
-        "negative_weight": algorithm.negative_weight,
-        "distinct": algorithm.distinct,
-        "token_level_loss": token_level,
-        "fixed_length_normalizer": values["max_new_tokens"] if by_constant else None,
+        "aggregation": algorithm.aggregation,
         "clip_eps_low": algorithm.clip_eps_low,
         "clip_eps_high": algorithm.clip_eps_high,
         "dynamic_sampling": algorithm.dynamic_sampling,

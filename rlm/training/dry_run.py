@@ -94,7 +94,7 @@ class DryRun:
         steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
         place, (dtype, why) = (
             policy.device.type,
-            choose_sampling_dtype(policy, config.sampler_dtype),
+            choose_sampling_dtype(policy, config.dtype),
         )
         if dtype != self.sampler.dtype:
             dtype, why = policy.dtype, "as in learning: no merged copy"

@@ -37,19 +37,13 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor
     return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy ‖ reference) from each token that was drawn (Schulman 2020): (n, T).
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate KL(policy ‖ reference) from each token that was drawn: (n, T).
 
-    With d = ref_logprobs - logprobs:
-        k1  -d               unbiased, but its gradient is noise around 0: it pulls nowhere
-        k2  d² / 2           biased value; on-policy its gradient is that of KL(policy ‖ reference)
-        k3  exp(d) - d - 1   unbiased and never negative; DeepSeekMath's, and the default
+    exp(d) - d - 1 with d = ref_logprobs - logprobs: unbiased and never negative (k3 of Schulman
+    2020, as in DeepSeekMath).
     """
     difference = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return difference.square() / 2
     return difference.exp() - difference - 1
 
 
@@ -71,7 +65,6 @@ def policy_loss(
     *,
     correct_sampler: bool = False,
     kl_weight: float = 0.0,
-    kl_estimator: str = "k3",
 ) -> tuple[Tensor, LossSums]:
     """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch, by the algorithm's choices.
 
@@ -111,7 +104,7 @@ def policy_loss(
     loss = policy
     kl = kl_total = torch.zeros(())
     if batch.ref_logprobs is not None:
-        estimate = kl_estimate(logprobs, batch.ref_logprobs, kl_estimator)
+        estimate = kl_estimate(logprobs, batch.ref_logprobs)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
         loss = policy + kl_weight * kl
     low = ((rho < lowest) & (advantage < 0)) * mask

@@ -92,8 +92,8 @@ def plan_memory(
     prompts: Sequence[Sequence[int]],
     evaluated: int,
 ) -> MemoryPlan:
-    """Plan the memory of a GRPO run, choose the micro-batch if the config does not, and print the
-    plan. Starts the sampler's servers, if it has any.
+    """Plan the memory of a GRPO run, choose the micro-batch, and print the plan. Starts the
+    sampler's servers, if it has any.
 
     Args:
         prompts: the longest prompts of the run, as token ids.
@@ -106,7 +106,7 @@ def plan_memory(
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"server's {served}; leave that problem out (--max-prompt-length), or lower the limit"
+            f"server's {served}; leave that problem out, or serve with a longer --max-model-len"
         )
     if policy.device.type == "meta":  # a server has the weights, and cuts what it is sent
         return MemoryPlan(0, 0, 0, 0, 0, 0, train_batch_tokens=sys.maxsize)
@@ -124,10 +124,8 @@ def plan_memory(
     optimizer = 4 * sum(t.numel() * t.element_size() for t in weights.master_weights.values())
     code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
-    limits = config.train_batch_tokens, config.checkpointing
-    tokens, checkpointing, learning = _fit_micro_batch(
-        policy, longest + config.max_new_tokens, room, *limits
-    )
+    length = longest + config.max_new_tokens
+    tokens, checkpointing, learning = _fit_micro_batch(policy, length, room)
     plan = MemoryPlan(
         loaded=_allocated(device),
         sampling=sampling,
@@ -160,9 +158,7 @@ def plan_sft(
     trained = sum(t.numel() * 4 for t in policy.parameters() if t.requires_grad)
     room = int(HEADROOM * available - 3 * trained)  # gradients, two moments
     while True:
-        _, checkpointing, learning = _fit_micro_batch(
-            policy, longest, room, micro_batch * longest, None
-        )
+        _, checkpointing, learning = _fit_micro_batch(policy, longest, room, micro_batch * longest)
         smaller = micro_batch // 2
         if learning <= room or smaller < 1 or config.batch_size % smaller:
             break
@@ -179,14 +175,13 @@ def _fit_micro_batch(
     policy: PreTrainedModel | PeftModel,
     longest_sequence: int,
     room: int,
-    tokens: int | None,
-    checkpointing: bool | None,
+    tokens: int | None = None,
 ) -> tuple[int, bool, int]:
     """Choose the tokens of a micro-batch and whether to use gradient checkpointing: only if the
     smallest micro-batch would not fit into `room` without it.
 
     Args:
-        tokens, checkpointing: the user's choice; None: the plan chooses.
+        tokens: of SFT's micro-batch; None: as many as fit.
 
     Returns:
         Both, and the bytes that they take.
@@ -194,7 +189,7 @@ def _fit_micro_batch(
     set_gradient_checkpointing(policy, False)
     per_token = activation_bytes(policy)
     largest = tokens or micro_batch_tokens(policy)
-    for twice in (False, True) if checkpointing is None else (checkpointing,):
+    for twice in (False, True):
         learning = partial(_learning_bytes, policy, per_token, twice, longest_sequence)
         size = largest
         while tokens is None and size > SMALLEST_MICRO_BATCH and learning(size) > room:

@@ -53,10 +53,9 @@ class MixedPrecisionAdapter:
         """Compute log-probability and entropy of each completion token: two (n, T)."""
         return token_logprobs(self.policy, batch, temperature)
 
-    def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    def make_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """Make the optimizer of the master weights."""
-        weights = self.master_weights.values()
-        return torch.optim.AdamW(weights, lr=learning_rate, weight_decay=weight_decay)
+        return torch.optim.Adam(self.master_weights.values(), lr=learning_rate)
 
     def fetch(self) -> None:
         """Do nothing: the master weights are here."""

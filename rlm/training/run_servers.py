@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_PROMPT = 2048  # default longest prompt of a server, in tokens
+LONGEST_PROMPT = 2048  # of a server, in tokens
 
 
 class RunServers:
@@ -41,7 +41,7 @@ class RunServers:
         if self._distributed.on_several_machines:
             raise UsageError(
                 "--sampler vllm starts servers that only this machine reaches; with several "
-                "machines start them yourself and name them: --sampler-url A,B"
+                "machines start them yourself and name them: --server A,B"
             )
         if self._distributed.is_main:
             command, config = self._command(), self._config
@@ -76,7 +76,7 @@ class RunServers:
         model = str(policy.get_base_model().name_or_path)
         if not Path(model).is_dir():  # the files that were loaded here, without the network
             model = snapshot_download(model, local_files_only=True)
-        length = (config.max_prompt_length or LONGEST_PROMPT) + config.max_new_tokens
+        length = LONGEST_PROMPT + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         rank = getattr(policy.peft_config["default"], "r")  # LoraConfig's  # noqa: B009
         options = server_options(policy, min(length, context or length), config.max_num_seqs, rank)
@@ -100,7 +100,7 @@ def make_vllm_sampler(
     """Make the sampler of --sampler vllm.
 
     Raises:
-        UsageError: no server answers at --sampler-url.
+        UsageError: no server answers at --server.
     """
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
@@ -118,9 +118,8 @@ def make_vllm_sampler(
         return path
 
     servers: RunServers | Sequence[APIClient] = RunServers(policy, config, distributed)
-    if config.sampler_url:
+    if urls := config.server_urls:
         key = "VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else None
-        urls = [url.strip() for url in config.sampler_url.split(",")]
         servers = [APIClient(url, concurrency=config.max_num_seqs, api_key_env=key) for url in urls]
     return VLLMSampler(
         servers,

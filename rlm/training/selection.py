@@ -159,17 +159,13 @@ class Choice:
     reason: str
 
 
-def choose_export(
-    validations: Validations, last_step: int, asked: str = "auto", stopped: str = ""
-) -> Choice:
-    """Choose between the best validated step and the last one.
+def choose_export(validations: Validations, last_step: int, stopped: str = "") -> Choice:
+    """Choose the last step, or the best validated one if the interval of its lead is above zero.
 
     Args:
         last_step: the number of steps that were run.
-        asked: the value of --export; "auto" takes the best only if the interval of its lead is
-            above zero.
         stopped: why the run was stopped early, if its last weights are not to be trusted; then
-            "auto" takes the best.
+            the best is chosen.
     """
     best, last = validations.best, validations.last
     the_last = f"the last step, {last_step}"
@@ -177,21 +173,17 @@ def choose_export(
         return Choice("last", last_step, f"{the_last}: nothing was validated")
     named = f"step {best.step}" if best.step else "the start"
     if last.step != last_step:  # resumed without validation problems
-        if asked == "best":
-            return Choice("best", best.step, f"{named}: --export best")
         return Choice("last", last_step, f"{the_last}: it was not validated")
     if best.step == last_step:
         return Choice("last", last_step, f"{the_last}: it is the best, too")
     lead = gain(last, best, validations.count - 1)  # the best of all but the last
     by, is_sure = describe(lead, validations.measure), lead.low > 0
-    if asked == "best" or (asked == "auto" and (stopped or is_sure)):
+    if stopped or is_sure:
         why = "more than chance" if best.step else "no step was better; try a lower --learning-rate"
-        why = "--export best" if asked == "best" else stopped or why
+        why = stopped or why
         return Choice("best", best.step, f"{named}: ahead of {the_last}, by {by}; {why}")
     why = "which may be chance"
-    if asked == "last":
-        why = "--export last"
-    elif math.isinf(lead.low):
+    if math.isinf(lead.low):
         why = f"fewer than {MIN_PROBLEMS} problems decide nothing"
     return Choice("last", last_step, f"{the_last}: {named} was ahead by {by}; {why}")
 

@@ -56,8 +56,7 @@ KEEP = 2  # checkpoints
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
     *("eval_samples", "micro_batch", "max_minutes"),
-    *("tracker", "wandb_project", "attn_implementation"),
-    *("output", "run_dir", "dry_run"),
+    *("tracker", "output", "run_dir", "dry_run"),
 }
 
 
@@ -72,8 +71,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the mean negative log-likelihood of the labels, equal to TRL's."""
-        flash = model.config._attn_implementation == "flash_attention_2"  # takes no mask
-        if return_outputs or flash or model is not self.model:
+        if return_outputs or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Other attentions compute masked positions, which are most of a packed sequence.
         packed = model.config._attn_implementation == ATTN_IMPLEMENTATION

@@ -12,8 +12,8 @@ from rlm.cli import check_values, flag, takes_aliases
 from rlm.data import FORMATS, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
-from rlm.runs import PROJECT, TRACKER_NAMES, check_project
-from rlm.training.config import ATTENTIONS, QUANTIZE_SWITCHES, TRACKER_SWITCHES
+from rlm.runs import TRACKER_NAMES
+from rlm.training.config import SWITCHES
 from rlm.training.resolve import check_start, resolve
 
 # What changes when the model is picked by the GPU's memory, on GSM8K.
@@ -30,7 +30,7 @@ class SFTConfig:
         *("epochs", "batch_size", "micro_batch", "learning_rate", "max_length"),
     )
 
-    OTHER_SPELLINGS: ClassVar = {**QUANTIZE_SWITCHES, **TRACKER_SWITCHES}
+    OTHER_SPELLINGS: ClassVar = SWITCHES
 
     model: str | None = flag(
         None,
@@ -102,11 +102,6 @@ class SFTConfig:
         "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
     )
     dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
-    attn_implementation: str = flag(
-        "auto",
-        "attention; auto: the fastest",
-        choices=(*ATTENTIONS, "flash_attention_2"),
-    )
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end; 0: none", min=0
     )
@@ -114,9 +109,6 @@ class SFTConfig:
         None, "stop after this many minutes, and save", above=0, default_text="no limit"
     )
     tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    wandb_project: str | None = flag(
-        None, "project name at the tracker", default_text=f"WANDB_PROJECT, else {PROJECT}"
-    )
     seed: int = flag(0, "random seed of the example order and a new adapter")
     output: Path = flag(Path("weights/sft_lora"), "folder for the adapter")
     run_dir: Path = flag(Path("runs/sft"), "folder for log and checkpoints")
@@ -127,7 +119,6 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_project(self.wandb_project, self.tracker)
         if self.batch_size % self.micro_batch:
             divisor = math.gcd(self.batch_size, self.micro_batch)
             raise ValueError(

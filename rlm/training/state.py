@@ -33,16 +33,12 @@ LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # Options that may differ when a run is resumed: what is learned does not depend on them, or (model,
 # data set) a hash of what they name is compared instead.
 MAY_CHANGE = {
-    *("resume", "accept_changes", "model", "dataset", "max_samples", "eval_samples"),
-    *("eval_group_size", "export"),
-    "max_prompt_length",  # the data's hash says it
-    *("run_dir", "output", "save_every", "keep_checkpoints", "sample_every", "max_minutes"),
-    *("max_num_seqs", "sampler", "sampler_url", "train_batch_size", "train_batch_tokens"),
-    *("checkpointing", "attn_implementation", "tracker", "wandb_project"),
-    *("vllm_command", "backend_url"),
+    *("resume", "model", "dataset", "max_samples", "eval_samples"),
+    *("run_dir", "output", "save_every", "max_minutes", "tracker"),
+    *("max_num_seqs", "sampler", "server", "train_batch_size"),
 }
 # Fields of the state in a checkpoint's JSON, beside the run's origin.
-SAVED = (*("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "kl_weight"),)
+SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,6 @@ class TrainingState:
     weights: Learner
     optimizer: torch.optim.Optimizer
     base_hash: str
-    kl_weight: float = 0.0  # changes if there is a KL target
     distributed: Distributed = field(default_factory=Distributed)
     validations: Validations = field(default_factory=Validations)
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -73,6 +68,7 @@ class TrainingState:
     consecutive_skips: int = 0
     last_finite: int = 0  # the last step that began with weights that gave a finite gradient
     updates: int = 0  # updates made, for the warm-up
+    keep: int = 2  # how many of the newest checkpoints are kept
     updated: bool = False  # whether the current step has changed the weights
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # config and data of the run
@@ -115,7 +111,7 @@ class TrainingState:
             # Adapter, best adapter and two moments; beside those kept, one that is protected, the
             # one that is being written, and the exported best and last.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
-            check_space("--run-dir", run.path, (config.keep_checkpoints + 3) * size + LOG_BYTES)
+            check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
         data = {
@@ -129,7 +125,7 @@ class TrainingState:
         if config.resume:
             step = self.restore(run, to_dict(type(config)()))
         else:
-            self.save(run, 0, keep=config.keep_checkpoints)
+            self.save(run, 0)
             step = 0
         run.begin(to_dict(config))  # only now, so that a refused run starts no tracker
         return step
@@ -202,26 +198,6 @@ class TrainingState:
             f"weights of step {loaded[1]['step']} with half the learning rate"
         )
 
-    def end_learning(self, kl: float | None, config: GRPOConfig) -> dict[str, float]:
-        """Return metrics of the updates so far, and adapt the weight of the KL term after them."""
-        metrics: dict[str, float] = {"optim/skipped": self.skipped_total}
-        if config.kl_weight:
-            metrics["loss/kl_weight"] = self.kl_weight
-            self.adapt_kl_weight(kl, config.kl_target)
-        return metrics
-
-    def adapt_kl_weight(self, kl: float | None, target: float | None) -> None:
-        """Raise the weight of the KL term where a step's KL is above its target, else lower it.
-
-        weight · (1 + 0.1 · clip(kl / target - 1, -0.2, 0.2)): at most 2 % a step (Ziegler et al.,
-        arXiv 1909.08593).
-
-        Args:
-            kl, target: nats per token; None without rollouts or without a target.
-        """
-        if kl is not None and target is not None:
-            self.kl_weight *= 1 + 0.1 * min(0.2, max(-0.2, kl / target - 1))
-
     def brake(self, step: int) -> str:
         """Print and return why the run must stop at this step (`Validations.fall`)."""
         fall = self.validations.fall()
@@ -245,7 +221,7 @@ class TrainingState:
             self.adapter[name].copy_(tensor)
         self.weights.copy_to_model()
 
-    def save(self, run: RunDirectory, next_step: int, keep: int) -> None:
+    def save(self, run: RunDirectory, next_step: int) -> None:
         """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
         if not run.writes:
             return
@@ -256,7 +232,8 @@ class TrainingState:
         state["validations"] = self.validations.to_dict()
         state["server_state"] = self.weights.save_state()
         state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
-        run.checkpoints.save(next_step, tensors, state, keep=keep, protect=self.last_finite)
+        protect = self.last_finite
+        run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
         """Load the newest checkpoint and return the step to continue with.
@@ -277,9 +254,6 @@ class TrainingState:
             setattr(self, name, state[name])
         self._seconds_before, self.updates = state["seconds"], state["updates"]
         self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
-        kl_weight = self.origin["config"]["kl_weight"]
-        if kl_weight != state["origin"]["config"]["kl_weight"]:
-            self.kl_weight = kl_weight  # changed, and accepted
         self._load(tensors, state)
         self._restore_validations(tensors, state)
         return state["step"]

@@ -137,7 +137,7 @@ def resolve_start(
     if config.batch_size < processes:
         too_small = f"--batch-size {config.batch_size} is too small"
         raise UsageError(f"{too_small}: {processes} processes need a problem each")
-    if config.sampler == "vllm" and not config.sampler_url:
+    if config.sampler == "vllm" and not config.server_urls:
         from rlm.sampling import split_command
 
         split_command(config.vllm_command)  # before loading the model, which may take minutes
@@ -173,12 +173,8 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
         return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
     gc.collect()  # SFT's trainer, a reference cycle of a gigabyte if it ran in this process
     release_memory()
-    base = load_base(
-        model,
-        device or pick_device(config.dtype),
-        quantize=config.quantize,
-        attn=config.attn_implementation,
-    )
+    device = device or pick_device(config.dtype)
+    base = load_base(model, device, quantize=config.quantize, attn="auto")
     if config.sft_adapter:
         return load_adapter(base, config.sft_adapter, trainable=True)
     torch.manual_seed(config.seed)  # random matrices of a new adapter
@@ -209,7 +205,7 @@ def make_engine(
         rank=config.lora_r,
         seed=config.seed,
         max_grad_norm=config.max_grad_norm,
-        url=config.backend_url,
+        url=config.server,
     )
     return engine, engine
 
@@ -235,7 +231,7 @@ def make_sampler(
         tokenizer,
         max_num_seqs=config.max_num_seqs,
         merged={"merged": True, "unmerged": False}.get(config.sampler),
-        dtype=sampling_dtype(policy, config.sampler_dtype),
+        dtype=sampling_dtype(policy, config.dtype),
         tool=tool,
     )
 
@@ -269,8 +265,8 @@ def fit_prompts(
     problems: Sequence[Problem],
     what: str = "problems",
 ) -> list[Problem]:
-    """Leave out the problems whose prompts are over --max-prompt-length, or leave no room for a
-    completion, and print how many these are.
+    """Leave out the problems whose prompts leave no room for a completion in the model's context
+    window, and print how many these are.
 
     Args:
         what: what the problems are for.
@@ -278,16 +274,10 @@ def fit_prompts(
     Raises:
         UsageError: all problems would be left out.
     """
-    limits: dict[str, int] = {}
-    if config.max_prompt_length is not None:
-        limits["--max-prompt-length"] = config.max_prompt_length
-    if (window := context_window(policy)) is not None:
-        room = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
-        limits[f"{room}; --max-prompt-length sets less"] = window - config.max_new_tokens
-    if not limits:
+    if (window := context_window(policy)) is None:
         return list(problems)
-    why, limit = min(limits.items(), key=lambda item: item[1])
-    return drop_long_prompts(problems, render, limit, why, what)
+    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
+    return drop_long_prompts(problems, render, window - config.max_new_tokens, why, what)
 
 
 @dataclass(frozen=True)
@@ -549,7 +539,8 @@ class TrainingRun:
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
     ) -> None:
-        """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl.
+        """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl;
+        print a completion of the first step and of those that are validated.
 
         Args:
             advantages: (P, G).
@@ -564,6 +555,8 @@ class TrainingRun:
                 terminal.line(f"warning: {warning}")
             if "eval/accuracy" in metrics and metrics["step"] + 1 < self.steps:
                 self._draw_curves(rows)
+        step, every = metrics["step"], config.eval_every
+        shown = step in (0, self.steps - 1) or (every > 0 and (step + 1) % every == 0)
         directory.log_samples(
             [
                 {
@@ -580,9 +573,10 @@ class TrainingRun:
                     "advantages": row,
                 }
                 for group, row in zip(groups, advantages.tolist(), strict=True)
-            ]
+            ],
+            shown=shown,
         )
-        if config.sample_every and metrics["step"] % config.sample_every == 0:
+        if shown:
             first = groups[0]
             reward = "none" if first.rewards[0] is None else f"{first.rewards[0]:g}"
             verdict = f"reward {reward}, reference answer {first.problem.answer}"
@@ -607,7 +601,7 @@ class TrainingRun:
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
         if control.should_save or self._stopped:
-            self.state.save(self.directory, step + 1, keep=self.config.keep_checkpoints)
+            self.state.save(self.directory, step + 1)
         if control.should_stop or self._stopped:
             return True
         self.directory.raise_if_interrupted(control.interrupted)
@@ -620,7 +614,7 @@ class TrainingRun:
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
-        choice = choose_export(validations, last_step, config.export, self._stopped)
+        choice = choose_export(validations, last_step, self._stopped)
         summary: dict[str, Any] = {
             "stage": "grpo",
             "base_model": config.model,

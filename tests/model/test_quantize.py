@@ -15,14 +15,13 @@ import eval as evaluate
 import inference
 import train_grpo
 import train_sft
-from rlm.cli.options import UsageError, parse
+from rlm.cli.options import UsageError
 from rlm.model import quantize as quantization
 from rlm.model.adapters import merged_weight, new_adapter
 from rlm.model.base import load_base
 from rlm.model.quantize import dequantized_weight, multiplies_int8_exactly
 from rlm.ops import use_fused_layers
 from rlm.sampling import Sampler, SamplingParams
-from rlm.training.config import GRPOConfig
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS, a_config, likes_letters
 from train_grpo import GRPOTrainer
@@ -217,13 +216,6 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(
     assert evaluated["config"]["quantize"] == quantize
     text = capsys.readouterr()
     assert "kernels" not in text.out + text.err
-
-
-def test_attention_that_cannot_be_had_is_one_line(model_dir):
-    with pytest.raises(UsageError, match=r"expected auto\|sdpa\|eager"):
-        parse(GRPOConfig, ["--attn-implementation", "flash_attention_2"])
-    with pytest.raises(UsageError, match="--attn-implementation flash_attention_2: "):
-        load_base(str(model_dir), CPU, attn="flash_attention_2")
 
 
 AVX512_MACHINE = """

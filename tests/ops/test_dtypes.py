@@ -125,7 +125,8 @@ def test_sampling_and_learning_may_differ(cpu):
 def test_a_type_that_somebody_chose_is_not_measured(cpu):
     timed = cpu(4.0, 1.0)
     assert pick_device("float32").dtype == torch.float32
-    assert sampling_dtype(tiny_model(), "bfloat16") == torch.bfloat16
+    assert sampling_dtype(tiny_model(), "float32") == torch.float32
+    assert sampling_dtype(tiny_model().bfloat16(), "bfloat16") == torch.bfloat16
     assert not timed
     assert sampling_dtype(tiny_model()) == torch.float32  # the model's own is not the fast one
 

@@ -42,7 +42,6 @@ from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device, Setup
 from rlm.sampling import SamplingParams
-from rlm.training.state import TrainingState
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.float32, "test")
@@ -93,7 +92,7 @@ def options(base, tmp_path, name="run", **more):
         "algorithm": "grpo",
         "steps": 3, "batch_size": 4, "group_size": 4, "max_new_tokens": 12, "agent_max_tokens": 6,
         "learning_rate": 3e-3, "kl_weight": 0.05, "warmup_steps": 0, "lr_schedule": "constant",
-        "lora_r": 8, "eval_every": 0, "eval_samples": 4, "sample_every": 0, "save_every": 1,
+        "lora_r": 8, "eval_every": 0, "eval_samples": 4, "save_every": 1,
     }  # fmt: skip
     return OrchestratorConfig(**quick | more)
 
@@ -300,7 +299,7 @@ def test_a_run_leaves_these_files(base, start, tmp_path, capsys):
 
 
 def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
-    more = {"sft_adapter": start, "steps": 6, "eval_every": 2, "kl_target": 1e-3}
+    more = {"sft_adapter": start, "steps": 6, "eval_every": 2}
     whole = options(base, tmp_path, "whole", **more)
     train(whole, validation=PROBLEMS[:4])
 
@@ -324,23 +323,6 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
         assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
     expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    weights = [row["loss/kl_weight"] for row in log_of(whole, "metrics")]
-    assert len(set(weights)) == 6  # and a changing weight of the KL term is carried over
-
-
-# --- the KL term --------------------------------------------------------------------------------
-
-
-def test_the_adapted_kl_weight_by_hand():
-    state = TrainingState(None, None, "", kl_weight=0.1)
-    state.adapt_kl_weight(0.5, None)
-    assert state.kl_weight == 0.1
-    state.adapt_kl_weight(0.11, 0.1)  # 10 % above: + 1 %
-    assert state.kl_weight == pytest.approx(0.101)
-    state.adapt_kl_weight(9.0, 0.1)  # far above: + 2 % and no more
-    assert state.kl_weight == pytest.approx(0.101 * 1.02)
-    state.adapt_kl_weight(0.0, 0.1)
-    assert state.kl_weight == pytest.approx(0.101 * 1.02 * 0.98)
 
 
 # --- who the agents are -------------------------------------------------------------------------
@@ -397,7 +379,7 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
 def test_layers_stay_checkpointed_when_the_agents_come(base, start, tmp_path):
     solver = a_solver(base, tmp_path / "solver")
     for wanted in (False, True):
-        config = options(base, tmp_path, str(wanted), sft_adapter=start, checkpointing=wanted)
+        config = options(base, tmp_path, str(wanted), sft_adapter=start)
         trainer = make_trainer(config, AgentModel(str(base), solver))
         policy = trainer.policy
         set_gradient_checkpointing(policy, wanted)  # as the run's memory plan does
@@ -448,13 +430,10 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     ("typed", "message"),
     [
         ("--graph-form plans", "questions"),
-        ("--max-agents 1", "at least 2"),
-        ("--max-agents 3", "at most 2"),
         ("--agent-url http://x", "--agent-model"),
         ("--agent-key KEY", "--agent-url"),
         ("--agent-temperature -1", "at least 0"),
         ("--agent-max-tokens 0", "at least 1"),
-        ("--kl-target 0.1 --kl-coef 0", "--kl-weight"),
         ("--trajectories 1", "--group-size"),
         ("--doctor", "--doctor is an option of train_grpo.py"),
         ("--plan", "--plan is an option of train_grpo.py"),

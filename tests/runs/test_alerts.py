@@ -119,9 +119,9 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
     with RunDirectory(tmp_path / "run", resume=False) as run:
         made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
         made.directory, made.steps = run, 20
-        made.config = GRPOConfig(steps=20, sample_every=0)
+        made.config = GRPOConfig(steps=20, eval_every=0)
         made.state = SimpleNamespace(minutes=0.0)
-        for step in range(WINDOW + 2):
+        for step in range(1, WINDOW + 3):  # nothing is printed of the first and the last
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
             made.log_step(metrics, [], torch.zeros(0, 2))

@@ -53,7 +53,7 @@ def train(model_dir, config):
 
 
 def test_a_run_is_shown_under_our_names_and_the_others(model_dir, tmp_path, recorder, capsys):
-    config = a_config(tmp_path, steps=3, use_wandb=True, eval_every=3, sample_every=2)
+    config = a_config(tmp_path, steps=3, use_wandb=True, eval_every=3)
     train(model_dir, config)
     (back_end,) = recorder
     assert "tracker: wandb; here" in capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_tracker_that_fails_is_left_out_and_training_goes_on(
         raise ConnectionError("the service\nis gone")
 
     monkeypatch.setattr(Recorder, method, fail)
-    config = a_config(tmp_path, tracker="wandb", sample_every=1)
+    config = a_config(tmp_path, tracker="wandb", eval_every=1)
     assert train(model_dir, config)["steps_run"] == 3
     lines = [
         line for line in capsys.readouterr().out.splitlines() if "tracker wandb failed" in line
@@ -113,13 +113,8 @@ def test_a_tracker_that_is_not_installed_or_does_not_start(
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-@pytest.mark.parametrize(
-    ("option", "variable", "project"),
-    [("mine", "theirs", "mine"), (None, "theirs", "theirs"), (None, None, "rlm")],
-)
-def test_the_project_is_the_option_or_the_variable_or_rlm(
-    name, option, variable, project, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("variable", "project"), [("theirs", "theirs"), (None, "rlm")])
+def test_the_project_is_the_variable_or_rlm(name, variable, project, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     if variable:
         monkeypatch.setenv("WANDB_PROJECT", variable)
@@ -127,14 +122,14 @@ def test_the_project_is_the_option_or_the_variable_or_rlm(
     run = SimpleNamespace(define_metric=lambda *_, **__: None, url="there", offline=False)
     module = SimpleNamespace(Settings=dict, init=lambda **given: asked.append(given) or run)
     monkeypatch.setitem(sys.modules, name, module)
-    config = to_dict(GRPOConfig(tracker=name, wandb_project=option, run_dir=tmp_path))
+    config = to_dict(GRPOConfig(tracker=name, run_dir=tmp_path))
     assert open_tracker(name, tmp_path, config) is not None
     assert [given["project"] for given in asked] == [project]
 
 
 def test_figures_that_are_not_finite_are_left_out():
     back_end = Recorder()
-    Tracker("wandb", back_end, 1).log({"step": 4, "loss/kl": float("nan"), "reward/mean": 0.5})
+    Tracker("wandb", back_end).log({"step": 4, "loss/kl": float("nan"), "reward/mean": 0.5})
     assert back_end.logged == [(4, {"reward/mean": 0.5, "rollouts/returns_mean": 0.5})]
     assert set(tracking.BACK_ENDS) == set(TRACKER_NAMES) - {"none"}
 
@@ -164,7 +159,7 @@ def alone(monkeypatch, tmp_path):
 
 def show(name, run_dir):
     """Two steps and a table, as a run would; the config that a tracker is given."""
-    tracker = open_tracker(name, run_dir, {"sample_every": 1, "learning_rate": 1e-4, "model": None})
+    tracker = open_tracker(name, run_dir, {"learning_rate": 1e-4, "model": None})
     assert tracker is not None
     for step in (0, 1):
         tracker.log({"step": step, "reward/mean": 0.25 * (step + 1)})

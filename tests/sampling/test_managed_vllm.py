@@ -169,7 +169,7 @@ def test_a_program_that_is_missing_is_one_line_that_says_how_to_install_it():
         split_command("no-such-vllm serve")
     assert "\n" not in str(caught.value)
     for wrong in ("", "vllm 'serve"):
-        with pytest.raises(UsageError, match="--vllm-command"):
+        with pytest.raises(UsageError, match="--server"):
             split_command(wrong)
 
 

@@ -81,9 +81,9 @@ def a_config(tmp_path: Path, url: str | None, **options) -> GRPOConfig:
     defaults = {
         "sft_adapter": None, "steps": 3, "batch_size": 4, "group_size": 4, "max_new_tokens": 6,
         "learning_rate": 1e-2, "warmup_steps": 0, "lr_schedule": "constant", "lora_r": 4,
-        "eval_every": 0, "sample_every": 0, "save_every": 1, "max_grad_norm": NO_CLIP,
+        "eval_every": 0, "save_every": 1, "max_grad_norm": NO_CLIP,
         "run_dir": tmp_path / "run", "output": tmp_path / "adapter", "backend": "tinker",
-        "backend_url": url,
+        "server": url,
     }  # fmt: skip
     return GRPOConfig(**defaults | options)
 
@@ -177,15 +177,16 @@ def test_another_adapter_from_the_server_is_refused(archive, model_dir, tmp_path
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"backend": "local", "backend_url": "http://x"}, "--backend-url needs --backend tinker"),
+        ({"backend": "local", "server": "http://x"}, "--server needs --sampler vllm or"),
         ({"kl_weight": 0.1}, "--kl-weight must be 0"),
         ({"temperature": 0.7}, "--temperature must be 1"),
         ({"lora_alpha": 16}, "--lora-alpha must be 32"),
         ({"tool": "calculator"}, "--tool does not work with --backend tinker"),
         ({"plan": True}, "--plan times this machine"),
+        ({"server": "vllm serve"}, "--server vllm serve is no URL"),
         ({"sft_adapter": Path("mine")}, "--sft-adapter mine cannot be sent"),
         ({"quantize": "4bit", "dtype": "bfloat16"}, "--quantize, --dtype: the server"),
-        ({"train_batch_tokens": 9, "sampler": "merged"}, "--sampler, --train-batch-tokens: the"),
+        ({"train_batch_size": 9, "sampler": "merged"}, "--sampler, --train-batch-size: the"),
     ],
 )
 def test_what_the_protocol_cannot_carry_is_refused_in_one_line(options, line):
@@ -343,7 +344,7 @@ def test_a_run_on_a_server_is_a_local_one_and_resumes(name, sdk, model_dir, tmp_
         resumed = replace(config, resume=True)
         GRPOTrainer(str(model_dir), resumed, reward_fn=likes_letters).train(PROBLEMS)
         paths = {"run_dir": tmp_path / "run2", "output": tmp_path / "adapter2"}
-        here = replace(config, backend="local", backend_url=None, sampler="unmerged", **paths)
+        here = replace(config, backend="local", server=None, sampler="unmerged", **paths)
         local = GRPOTrainer(str(model_dir), here, reward_fn=likes_letters, device=CPU)
         local.train(PROBLEMS)
     rows = [
@@ -486,7 +487,7 @@ def compare_with_a_local_run(model: str, config: GRPOConfig, reward) -> dict[str
     theirs = Recorder(remote)
     remote.train(PROBLEMS)
     paths = {"sft_adapter": start, "run_dir": here, "output": here / "adapter"}
-    local = replace(config, backend="local", backend_url=None, **paths)
+    local = replace(config, backend="local", server=None, **paths)
     trainer = GRPOTrainer(model, local, reward_fn=reward, device=CPU)
     ours = Recorder(trainer, theirs.sampled)
     trainer.train(PROBLEMS)
@@ -562,7 +563,7 @@ def test_another_base_is_refused(served, tmp_path):
 def test_the_exported_adapter_gives_the_servers_log_probabilities(family, served, tmp_path):
     """Those of the last validation, as `inference.py` loads it."""
     model, server = served(family)
-    config = a_config(tmp_path, server.url, algorithm="grpo", eval_group_size=2)
+    config = a_config(tmp_path, server.url, algorithm="grpo")
     trainer = GRPOTrainer(str(model), config, reward_fn=likes_letters)
     there = Recorder(trainer)
     trainer.train(PROBLEMS, PROBLEMS[:4])

@@ -36,8 +36,4 @@ def test_soft_overlong_penalty_is_dapos():
     ended = [Completion([1] * length, [], "stop") for length in lengths]
     cut = Completion([1] * 3, [], "length")  # no end token, whatever its length
     assert penalties(*ended, cut, overlong_buffer=5) == pytest.approx([*lengths.values(), -1])
-    doubled = [2 * penalty for penalty in [*lengths.values(), -1]]
-    assert penalties(*ended, cut, overlong_buffer=5, overlong_penalty=-2.0) == pytest.approx(
-        doubled
-    )
     assert penalties(*ended, cut, overlong_buffer=0) == [0] * 8

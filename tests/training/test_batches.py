@@ -25,7 +25,7 @@ from rlm.training.loss import policy_loss
 
 AGGREGATIONS = {
     "sequence": {"algorithm": "grpo"},
-    "constant": {"algorithm": "drgrpo", "fixed_length_normalizer": 8},
+    "constant": {"algorithm": "drgrpo", "max_new_tokens": 8},
     "token": {"algorithm": "dapo"},
 }
 
@@ -264,7 +264,7 @@ def test_equal_completions_are_computed_once():
     found = sorted((list(row.completion), round(row.advantage, 4), row.weight) for row in rows)
     assert [(ids, a) for ids, a, _ in found] == [([1, 2], -0.4167), ([1, 2], 2.5), ([3], 2.5)]
     assert [weight for *_, weight in found] == pytest.approx([3 / 10, 1 / 10, 1 / 5])
-    assert len(rollouts_of([group], advantages.tolist(), algorithm="topr", distinct=False)) == 5
+    assert len(rollouts_of([group], advantages.tolist(), algorithm="grpo")) == 5
 
 
 def test_copies_of_a_good_completion_lose_their_verdict():

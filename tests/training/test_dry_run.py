@@ -9,7 +9,7 @@ from rlm.sampling import Token
 from rlm.training import dry_run
 from rlm.training.config import GRPOConfig
 from rlm.training.dry_run import DryRun, SamplingTime, time_sampling
-from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
+from tests.test_train_grpo import PROBLEMS, a_config, a_trainer, force_checkpointing
 
 
 def state_of(trainer):
@@ -27,10 +27,10 @@ def dry_run_of(trainer, *problems):
     return DryRun(*trainer.prepare(*problems), *parts)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"kl_weight": 0.1, "sampler": "unmerged", "checkpointing": True}]
-)
-def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys):
+@pytest.mark.parametrize("options", [{}, {"kl_weight": 0.1, "sampler": "unmerged"}])
+def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatch):
+    if options:
+        force_checkpointing(monkeypatch)
     trainer = a_trainer(model_dir, a_config(tmp_path, plan=True, **options))
     before = state_of(trainer)
     dry_run_of(trainer, PROBLEMS, PROBLEMS[:3]).show()

@@ -184,7 +184,7 @@ def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     seconds = {"sample": 1.0, "score": 1.0, "learn": 1.0}
     kept = torch.ones(1, dtype=torch.bool)
     metrics = {"step": 0} | step_metrics([group], rewards, none, kept, seconds)
-    config = GRPOConfig(steps=1, reasoning_format="deepseek", sample_every=0)
+    config = GRPOConfig(steps=1, reasoning_format="deepseek")
     with RunDirectory(tmp_path / "run", resume=False) as run:
         made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
         made.directory, made.config, made.steps = run, config, 1

@@ -39,7 +39,7 @@ def asked(record: Path, path: str) -> list[dict]:
 
 
 a_config = partial(
-    test_train_grpo.a_config, sampler="vllm", vllm_command=f"{PROGRAM} serve --max-loras 3"
+    test_train_grpo.a_config, sampler="vllm", server=f"{PROGRAM} serve --max-loras 3"
 )
 
 
@@ -90,7 +90,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_last_lines(
 
 def test_an_error_in_the_run_ends_the_server(model_dir, tmp_path, record):
     with pytest.raises(UsageError, match="exceed the server's 30; leave that problem out"):
-        train(model_dir, a_config(tmp_path, vllm_command=f"{PROGRAM} serve --max-model-len 30"))
+        train(model_dir, a_config(tmp_path, server=f"{PROGRAM} serve --max-model-len 30"))
     assert not psutil.pid_exists(asked(record, "")[0]["pid"])
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_started_before_the_run_directory_is_ours(model_dir, tmp_path
         train(model_dir, config)
     assert not record.exists()
     with pytest.raises(UsageError, match="an environment of its own"):
-        train(model_dir, a_config(tmp_path, vllm_command="no-such-vllm serve"))
+        train(model_dir, a_config(tmp_path, server="no-such-vllm serve"))
 
 
 def test_two_processes_share_one_server_and_one_adapter(model_dir, tmp_path, record):
@@ -135,7 +135,7 @@ def test_each_card_that_trains_has_a_server(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,2,7")
     assert environments(2) == [{"CUDA_VISIBLE_DEVICES": card} for card in "42"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match=r"only this machine reaches.*--sampler-url A,B"):
+    with pytest.raises(UsageError, match=r"only this machine reaches.*--server A,B"):
         RunServers(None, a_config(tmp_path), Distributed(0, 4)).start()
 
 
@@ -143,7 +143,7 @@ def test_two_urls_and_a_packed_base(model_dir, tmp_path, tokenizer, capsys):
     """And a packed base is warned of: the server's is not packed, as far as anybody knows."""
     policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=END))
     with ScriptedServer() as one, ScriptedServer() as two:
-        options = {"sampler_url": f"{one.url}, {two.url}", "vllm_command": "vllm serve"}
+        options = {"server": f"{one.url}, {two.url}"}
         config = a_config(tmp_path, **options)
         sampler = make_sampler(policy, tokenizer, config, Distributed())
         assert sampler.description == f"vLLM at {one.url} and {two.url}"
@@ -153,6 +153,6 @@ def test_two_urls_and_a_packed_base(model_dir, tmp_path, tokenizer, capsys):
         assert (
             "warning: --quantize 4bit changes the model that is trained" in capsys.readouterr().out
         )
-    packed = a_config(tmp_path, quantize="4bit", vllm_command="vllm serve --quantization x")
+    packed = a_config(tmp_path, quantize="4bit", server="vllm serve --quantization x")
     make_sampler(policy, tokenizer, packed, Distributed())
     assert "warning" not in capsys.readouterr().out
