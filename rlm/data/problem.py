@@ -271,6 +271,10 @@ def _decode(line: bytes) -> Row:
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8 text") from error
     except json.JSONDecodeError as error:
+        if line.strip() == b"{":
+            raise ValueError(
+                "not JSON: an object over several lines; write each on one (jq -c . FILE)"
+            ) from error
         raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
