@@ -96,7 +96,7 @@ def parse_rows(
     rows: Iterable[tuple[int, bytes | Row | Problem]],
     source: str,
     prefix: str,
-    parse: Callable[[Row, str], Sequence[Problem]],
+    parse: Callable[..., Sequence[Problem]],
     limit: int | None = None,
     quiet: bool = False,
     columns: Mapping[str, str] | None = None,
