@@ -224,6 +224,8 @@ def main(config: EvaluateConfig) -> int:
         terminal.line(f"{' and '.join(pair)} hold the same weights: their rows will be the same")
     tokenizer, journal = load_tokenizer(model_name), open_journal(config.output, config.resume)
     base = load_base(model_name, device, quantize=config.quantize)
+    for path in config.adapters.values():  # what does not fit is refused before a row is computed
+        base = take_adapters_off(load_adapter(base, path, trainable=False))
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
     data = f"{dataset}, {split}, n = {len(problems)}"

@@ -239,6 +239,17 @@ def test_adapters_with_the_same_weights_are_named(trained, tmp_path, capsys):
     assert "SFT and GRPO hold the same weights" in capsys.readouterr().out
 
 
+def test_evaluate_refuses_an_adapter_before_the_bases_row(trained, tmp_path, monkeypatch, capsys):
+    shutil.copytree(trained / "sft", tmp_path / "dora")
+    file = tmp_path / "dora/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    monkeypatch.setattr(evaluate, "evaluate_row", lambda *_, **__: pytest.fail("too late"))
+    options = ("--max-samples", 1, "--few-shot", 0, "--output", tmp_path / "out")
+    adapters = ("--sft-adapter", trained / "sft", "--adapter", tmp_path / "dora")
+    assert run(evaluate, *adapters, *DATA, *options) == 2
+    assert f"adapter {tmp_path / 'dora'} is more than plain LoRA" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "reward", "said"),
     [

@@ -320,6 +320,14 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
 
+# Names of other programs → an option of the same purpose here, and how its value differs.
+OTHER_UNITS = {
+    "warmup_ratio": ("warmup_steps", "a number of updates"),
+    "warmup_steps": ("warmup_share", "a share of the steps"),
+    "gradient_accumulation_steps": ("batch_size", "all that an update learns from"),
+    "val_size": ("eval_samples", "a number of problems"),
+    "val_set_size": ("eval_samples", "a number of problems"),
+}
 CUTOFF = 0.75  # difflib's ratio; below it a guess is seldom what was meant
 
 
@@ -341,12 +349,15 @@ def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
 
 
 def hint(word: str, known: Mapping[str, str]) -> str:
-    """Return what to say behind an unknown name: which one is like it, if any.
+    """Return what to say behind an unknown name: which option does the same or has a name like it.
 
     Args:
         known: every name of a script, with underscores → the option that it names.
     """
     name = with_underscores(word)
+    option, unit = OTHER_UNITS.get(name, ("", ""))
+    if option in known:
+        return f"; here it is {known[option]}, {unit}"
     own = [key for key, option in known.items() if with_underscores(option) == key]
     begun = [key for key in own if name and key.startswith(name)]
     close = begun or difflib.get_close_matches(name, known, 1, CUTOFF)

@@ -23,6 +23,8 @@ CHOICE_PREFIXES = ("option", "option_", "choice", "choice_", "ending", "sol", "o
 CHAT_FIELDS = ("messages", "conversations")  # the latter in ShareGPT's form
 BOOLEANS = ("true", "false")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# answerA in SocialIQA, answer0 in CosmosQA; answer1 may be one of several references.
+ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
@@ -286,20 +288,24 @@ def read_answer(row: Row) -> Row:
     return row if name is None or value is row[name] else {**row, name: value}
 
 
-def read_choices(row: Row) -> Row:
+def read_choices(row: Row, first: int | None = None) -> Row:
     """Return a row with answers to choose from as a question that shows them, and a letter.
 
     Published layouts are read: a list `choices` or `options` of texts (MMLU, ScienceQA; AQuA's
     begin with their letters), an object of `text` and `label` lists (ARC, CommonsenseQA), and a
-    column for each letter. The answer is a letter or a label, the text of a choice, or an index
-    from 0. The question gets a line for each choice, `A. …`. A row whose answer is true or false,
-    and that names no answer_type, chooses between these. Other rows come back as they are.
+    column for each letter. The answer is a letter or a label, the text of a choice, or its number.
+    The question gets a line for each choice, `A. …`. A row whose answer is true or false, and that
+    names no answer_type, chooses between these. Other rows come back as they are.
+
+    Args:
+        first: the number of the first choice (`first_number` of the file's rows), if known; else a
+            number is a label, or counts from 0.
 
     Raises:
         ValueError: the choices are no texts, or the answer is none of them.
     """
     labels, texts = _choices(row)
-    answer = next((row[name] for name in ANSWER_FIELDS if row.get(name) is not None), None)
+    answer = _answer(row)
     question = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
     lowered = answer.strip().lower() if isinstance(answer, str) else None
     if lowered in BOOLEANS and not texts and row.get("answer_type") in (None, "choice"):
@@ -308,7 +314,7 @@ def read_choices(row: Row) -> Row:
         return row
     if len(texts) > len(LETTERS):
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
-    place = _place_of(answer, labels, texts)
+    place = _place_of(answer, labels, texts, first)
     if place is None:
         raise ValueError(f"the answer is none of the choices: {str(answer)[:40]!r}")
     shown = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
@@ -324,6 +330,34 @@ def read_choices(row: Row) -> Row:
         "answer_type": "choice",
         "choices": texts,
     }
+
+
+def first_number(row: Row) -> int | None:
+    """What a row's answer says of the number of a file's first choice: 0 is an index from 0, the
+    number of choices one from 1. None: it says nothing.
+
+    >>> first_number({"question": "?", "sol1": "a", "sol2": "b", "answer": "0"})
+    0
+    >>> first_number({"question": "?", "answerA": "a", "answerB": "b", "answer": "2"})
+    1
+
+    Raises:
+        ValueError: the choices are no texts.
+    """
+    texts, number = _choices(row)[1], _whole(_answer(row))
+    if not texts or number is None or str(number) in texts:
+        return None
+    return {0: 0, len(texts): 1}.get(number)
+
+
+def _answer(row: Row) -> Any:
+    return next((row[name] for name in ANSWER_FIELDS if row.get(name) is not None), None)
+
+
+def _whole(answer: object) -> int | None:
+    """The whole number that an answer is; 1.0 is one, in a column of a data frame with a gap."""
+    text = str(answer).strip().removesuffix(".0" if isinstance(answer, float) else "")
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 _LABEL = re.compile(r"\s*\(?([A-Za-z])\s*[).:]\s*")
@@ -373,7 +407,8 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
 def _lettered(row: Row) -> list[str]:
     """The columns A, B, C, … of a row that has at least two of them, or option1, option2, …"""
     numbered = itertools.product(CHOICE_PREFIXES, (LETTERS, LETTERS.lower(), "123456789", "012345"))
-    for prefix, marks in (("", LETTERS), *numbered):
+    named = (("", LETTERS), *ANSWER_COLUMNS, *numbered)
+    for prefix, marks in named:
         names = [prefix + mark for mark in marks]
         found = [*itertools.takewhile(lambda name: row.get(name) is not None, names)]
         if len(found) > 1:
@@ -381,20 +416,22 @@ def _lettered(row: Row) -> list[str]:
     return []
 
 
-def _place_of(answer: object, labels: Sequence[str], texts: Sequence[str]) -> int | None:
-    """The index of the choice that an answer names: its text, its label or letter, its index."""
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # a column of a data frame with a gap
-    text = str(answer).strip()
+def _place_of(
+    answer: object, labels: Sequence[str], texts: Sequence[str], first: int | None
+) -> int | None:
+    """The index of the choice that an answer names: its text, its label or letter, its number."""
+    number = _whole(answer)
+    text = str(answer if number is None else number).strip()
+    if number is not None and first is not None and text not in texts:
+        return number - first if first <= number < first + len(texts) else None
     if isinstance(answer, str):
         for names in (labels, texts):
             if text in names:
                 return names.index(text)
         if (letter := read_choice(text)) and letter in LETTERS[: len(texts)]:
             return LETTERS.index(letter)
-    is_index = text.isascii() and text.isdigit() and int(text) < len(texts)
-    if is_index:
-        return int(text)
+    if number is not None and number < len(texts):
+        return number
     lowered = [text.lower() for text in texts]  # "True" among the choices, true in the data
     return lowered.index(text.lower()) if text.lower() in lowered else None
 

@@ -128,10 +128,10 @@ def split_config(dataset: str) -> tuple[str, str | None]:
     return path, config
 
 
-def _parse_hub(row: Row, default_id: str) -> list[Problem]:
+def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:
     """As of a file, but answers that cannot be verified are no mistake of the user's."""
     try:
-        return parse_row(row, default_id)
+        return parse_row(row, default_id, first=first)
     except NotAnAnswer as error:
         reason = str(error).partition(": ")[0]
         raise LeftOut(f"{reason} (--columns answer_type=text takes words)") from error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlm.cli import UsageError
@@ -21,6 +24,7 @@ from rlm.data.columns import (
     Row,
     column_names,
     describe_layout,
+    first_number,
     has_system_message,
     read_answer,
     read_chat,
@@ -50,6 +54,7 @@ NEEDED = (
 # `rlm.data.columns.read_chat` finds the answer in these.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
+HEAD = 1000  # rows that are looked at for the number of the first choice
 ANOTHER_ANSWER = "with another answer"
 
 
@@ -91,7 +96,7 @@ def parse_rows(
     rows: Iterable[tuple[int, bytes | Row | Problem]],
     source: str,
     prefix: str,
-    parse: Callable[[Row, str], Sequence[Problem]],
+    parse: Callable[..., Sequence[Problem]],
     limit: int | None = None,
     quiet: bool = False,
     columns: Mapping[str, str] | None = None,
@@ -105,11 +110,18 @@ def parse_rows(
         limit: stop at so many problems.
         quiet: report nothing: it was said of the same rows.
         columns: of a user's own data, field → column (`rename_columns`). The report then names the
-            columns that are used, repeated questions, and system messages that are not used.
+            columns that are used, repeated questions, and system messages that are not used, and
+            `parse` is told the number of the `first` choice.
 
     Raises:
         UsageError: no good row, or a larger share of bad ones than MAX_BAD_SHARE.
     """
+    first = None
+    if columns is not None:
+        rows = iter(rows)
+        head = [*itertools.islice(rows, min(HEAD, limit or HEAD))]
+        first, rows = _first_number(head, columns), itertools.chain(head, rows)
+        parse = partial(parse, first=first)
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
     row: bytes | Row | Problem = {}
@@ -147,11 +159,25 @@ def parse_rows(
         said += _repeats(found) if columns is not None else []
         if with_system:
             said.append(f"{with_system} with a system message of their own, which is not used")
-        said += [layout] if layout else []
+        said += [layout + "; choices are numbered from 1" * (first == 1)] if layout else []
         is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)
         level = logging.WARNING if is_odd else logging.INFO
         logger.log(level, "%s: %s", source, "; ".join(said))
     return found
+
+
+def _first_number(
+    rows: Iterable[tuple[int, bytes | Row | Problem]], columns: Mapping[str, str]
+) -> int | None:
+    """The number of the first choice, as the first row has it that says one (`first_number`)."""
+    for _, row in rows:
+        with suppress(ValueError, RecursionError):  # a bad row is reported when it is parsed
+            row = _decode(row) if isinstance(row, bytes) else row
+            if isinstance(row, Problem):
+                continue
+            if (first := first_number(rename_columns(row, columns))) is not None:
+                return first
+    return None
 
 
 def _repeats(problems: Sequence[Problem]) -> list[str]:
@@ -245,6 +271,10 @@ def _decode(line: bytes) -> Row:
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8 text") from error
     except json.JSONDecodeError as error:
+        if line.strip() == b"{":
+            raise ValueError(
+                "not JSON: an object over several lines; write each on one (jq -c . FILE)"
+            ) from error
         raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
@@ -266,9 +296,15 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     return text
 
 
-def parse_row(row: Row, default_id: str, calculator_marks: bool = False) -> list[Problem]:
-    """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields."""
-    row = read_choices(read_answer(read_chat(row)))
+def parse_row(
+    row: Row, default_id: str, calculator_marks: bool = False, first: int | None = None
+) -> list[Problem]:
+    """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields.
+
+    Args:
+        first: the number of the first choice, if answers are numbers of choices (`read_choices`).
+    """
+    row = read_choices(read_answer(read_chat(row)), first)
     kind, solution = _text(row, "answer_type", default="number"), ""
     if kind not in ANSWER_TYPES:
         raise ValueError(f"answer_type is none of {', '.join(ANSWER_TYPES)}: {kind!r}")

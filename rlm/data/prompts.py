@@ -137,9 +137,11 @@ def _render_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
 ) -> str:
     if not tokenizer.chat_template:
+        todo = "use an instruct model"
+        if (Path(tokenizer.name_or_path) / "chat_template.json").is_file():  # older processors'
+            todo = "copy the text in its chat_template.json to chat_template.jinja there"
         raise UsageError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
-            "use an instruct model"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; {todo}"
         )
     from jinja2 import TemplateError
 

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from rlm.cli import UsageError, command_of, print_stderr
+from rlm.cli import UsageError, command_of, print_once, print_stderr
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 from rlm.model.base import (
     base_model_hash,
@@ -256,15 +256,19 @@ def _plain_config(path: Path) -> LoraConfig:
     except (OSError, ValueError, TypeError) as error:
         message = f"adapter {path} does not fit this base: {file.name}: {error}"
         raise UsageError(message) from error
-    if (kind := settings.get("peft_type")) != "LORA":
+    if str(kind := settings.get("peft_type")).upper() != "LORA":
         raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(value := settings.get(name, 8), int | float):  # 8: PEFT's default
+            what = f"{name} of {file.name} is {value!r}"
+            raise UsageError(f"adapter {path}: {what}, which is no number")
     plain, known = LoraConfig().to_dict(), {}
     for name, value in settings.items():
         says_no = value in (None, False, "none", "", [], {})
         if name not in plain:
             if not says_no:
                 left_out = f"PEFT {version('peft')} does not know {name} of {file.name}: left out"
-                print_stderr(f"adapter {path}: {left_out}")
+                print_once(f"adapter {path}: {left_out}")
             continue
         known[name] = value
         allowed = PLAIN_LORA.get(name, [plain[name]])

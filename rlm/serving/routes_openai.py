@@ -171,6 +171,7 @@ class ChatRequest(Strict):
     functions: Annotated[Any, Only([], what="a function")] = None
     function_call: Annotated[Any, Only("none", "auto", what="a function")] = None
     modalities: Annotated[Any, Only(["text"], what="another modality")] = None
+    audio: Annotated[Any, Only(what="audio")] = None
     prediction: Annotated[Any, Only(what="a prediction")] = None
     reasoning: Annotated[Any, Only({}, what="it (send thinking_budget)")] = None  # OpenRouter's
     reasoning_effort: Annotated[Any, Only(what="it (send thinking_budget)")] = None
@@ -194,6 +195,7 @@ class ChatRequest(Strict):
     length_penalty: Annotated[Any, Only(1, what="a penalty")] = None
     min_tokens: Annotated[Any, Only(0, what="it")] = None
     best_of: Annotated[Any, Only(1, what="it")] = None
+    use_beam_search: Annotated[Any, Only(False, what="it")] = None
     top_k: Annotated[Any, Only(-1, 0, what="it")] = None
     min_p: Annotated[Any, Only(0, what="it")] = None
     repetition_penalty: Annotated[Any, Only(1, what="a penalty")] = None

@@ -119,6 +119,25 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
     assert refusal(GRPOConfig, typed) == f"unknown option {typed}{hint}"
 
 
+@pytest.mark.parametrize(
+    ("cls", "name", "said"),
+    [
+        (GRPOConfig, "warmup_ratio", "warmup_steps, a number of updates"),
+        (SFTConfig, "warmup_steps", "warmup_share, a share of the steps"),
+        (SFTConfig, "gradient_accumulation_steps", "batch_size, all that an update learns from"),
+        (SFTConfig, "val_size", "eval_samples, a number of problems"),
+    ],
+)
+def test_an_option_that_has_another_unit_here_is_named(cls, name, said, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name}: 0.1\n")
+    in_file = f"{file}:1: unknown key '{name}'; here it is {said}"
+    assert refusal(cls, "--config", str(file)) == in_file
+    option, _, unit = said.partition(",")
+    typed = f"; here it is --{option.replace('_', '-')},{unit}"
+    assert refusal(cls, f"--{name}", "0.1") == f"unknown option --{name}{typed}"
+
+
 def test_a_value_of_a_switch_says_so():
     said = refusal(GRPOConfig, "--resume_from_checkpoint", "runs/x")
     assert said == "unknown option runs/x: --resume takes no value"

@@ -129,6 +129,7 @@ def test_golds_that_are_no_numbers(write):
 
 BAD_LINES = {
     "not JSON (Expecting value)": b"oops",
+    "an object over several lines; write each on one (jq -c . FILE)": b"{ ",
     "not a JSON object": b"[1, 2]",
     "no field question or prompt or problem": {"answer": "1"},
     "no field answer or response": {"question": "?", "answer": None},

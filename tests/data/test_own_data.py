@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -239,10 +240,55 @@ def test_a_published_layout(tmp_path, layout):
     assert problem.answer_type == kind
 
 
+SOCIAL = {"question": STEM, "answerA": "water", "answerB": "rock", "answerC": "air"}
+COSMOS = {"question": STEM, "answer0": "water", "answer1": "rock", "answer2": "air"}
+PIQA = {"question": STEM, "sol1": "water", "sol2": "rock"}
+LIST = {"question": STEM, "choices": ["water", "rock", "air"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "labels", "letters"),
+    [
+        (SOCIAL, "1231", "ABCA"),  # from 1, and no row says 0
+        (COSMOS, "0120", "ABCA"),
+        (PIQA, "0110", "ABBA"),  # from 0, though the columns are from 1
+        (PIQA, "1221", "ABBA"),
+        (LIST, "0120", "ABCA"),
+        (LIST, [2, 1, 3], "BAC"),
+        (LIST, [2.0, 1.0, 0.0], "CBA"),
+        (LIST, [1, 1], "BB"),  # nothing says more: an index
+        ({"question": STEM, "choices": ["3", "8", "5"]}, ["3", "5"], "AC"),  # the texts
+    ],
+)
+def test_a_file_says_from_where_its_choices_are_numbered(tmp_path, row, labels, letters):
+    rows = [row | {"label": label} for label in labels]
+    file = write_jsonl(tmp_path / "m.jsonl", rows)
+    problems = load_problems(file, "test", columns="answer=label")
+    assert "".join(problem.answer for problem in problems) == letters
+
+
+@pytest.mark.parametrize(
+    ("row", "labels", "is_said"), [(SOCIAL, "123", True), (COSMOS, "01", False)]
+)
+def test_the_report_says_that_choices_are_numbered_from_1(tmp_path, row, labels, is_said, caplog):
+    caplog.set_level(logging.INFO, logger="rlm")
+    rows = [row | {"label": label} for label in labels]
+    load_problems(write_jsonl(tmp_path / "m.jsonl", rows), "test", columns="answer=label")
+    first, last = [name for name in row if name != "question"][::2]
+    assert f"choices from {first}, " in caplog.text
+    assert (f"{last}; choices are numbered from 1" in caplog.text) == is_said
+
+
+def test_a_number_outside_the_choices_of_its_file_is_refused(tmp_path):
+    rows = [SOCIAL | {"label": label} for label in (3, 0, 1)]
+    said = refusal(write_jsonl(tmp_path / "m.jsonl", rows), "test", columns="answer=label")
+    assert "line 2: the answer is none of the choices: '0'" in said
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"choices": ["water", "rock"], "answer": 2}, "the answer is none of the choices: '2'"),
+        ({"choices": ["water", "rock"], "answer": 3}, "the answer is none of the choices: '3'"),
         ({"choices": ["water", "rock"], "answer": "C"}, "the answer is none of the choices: 'C'"),
         ({"choices": "water or rock", "answer": 1}, "the choices are one text; write a list"),
         ({"choices": [["water"], ["rock"]], "answer": 1}, "no list of two or more texts"),

@@ -342,6 +342,14 @@ def test_a_template_that_cannot_be_used_is_one_line(template, message):
         render_prompt(byte_tokenizer(template=template), "x", DEEPSEEK, examples=[("1", "2")])
 
 
+def test_a_template_of_a_processor_is_pointed_to(tmp_path):
+    tokenizer = byte_tokenizer(template=None)
+    tokenizer.name_or_path = str(tmp_path)
+    (tmp_path / "chat_template.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"copy the text in its chat_template.json to .*\.jinja"):
+        render_prompt(tokenizer, "x", DEEPSEEK)
+
+
 def test_bytes_that_are_no_text_are_one_line(tokenizer):
     with pytest.raises(UsageError, match="no UTF-8 text"):
         render_prompt(tokenizer, b"2 \xff".decode(errors="surrogateescape"), DEEPSEEK)

@@ -222,6 +222,8 @@ def without(part):
         (renamed("lora_A", "base_layer"), {}, {}, "2 of its 4 tensors are no LoRA matrices"),
         (str, {"target_modules": ["q_proj", "v_proj"]}, {}, "4 of 8 LoRA matrices"),
         (str, {"layers_to_transform": [0]}, {}, "2 of 4 tensors of the file"),
+        (str, {"r": "2"}, {}, "r of adapter_config.json is '2', which is no number"),
+        (str, {"lora_alpha": None}, {}, "lora_alpha of adapter_config.json is None"),
         (str, {"r": 4}, {}, r"4 of 4 tensors have another shape .*\(2, 32\), here \(4, 32\)"),
         (str, {}, {"num_hidden_layers": 4}, "4 of 8 LoRA matrices"),
         (str, {}, {"num_hidden_layers": 1}, "2 of 4 tensors of the file"),
@@ -229,6 +231,7 @@ def without(part):
         (str, {"base_model_name_or_path": "org/b"}, {"num_hidden_layers": 1}, "made for org/b"),
         # These go on loading.
         (renamed(".weight", ".default.weight"), {}, {}, None),
+        (str, {"peft_type": "lora"}, {}, None),
         (str, {"new_in_peft_9": {"a": 1}, "also_new": None}, {}, None),
         (str, {"target_modules": FULL_NAMES}, {"num_hidden_layers": 4}, None),
     ],

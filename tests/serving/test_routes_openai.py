@@ -124,6 +124,7 @@ def test_a_body_full_of_mistakes_is_answered_briefly(client, content):
 OF_VLLM = {"best_of": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "seed": -1}
 OF_VLLM |= {"length_penalty": 1.0, "ignore_eos": False, "min_tokens": 0, "chat_template_kwargs": {}}
 OF_VLLM |= {"web_search_options": None, "skip_special_tokens": True, "stop_token_ids": []}
+OF_VLLM |= {"audio": None, "use_beam_search": False}
 OF_VLLM |= {"add_generation_prompt": True, "continue_final_message": False, "reasoning": {}}
 NEUTRAL = {
     "logit_bias": {}, "top_logprobs": None, "functions": [], "function_call": "none",
