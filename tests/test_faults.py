@@ -631,8 +631,11 @@ def test_what_is_a_change_and_what_is_none():
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}
     assert differences(old, origin, MAY_CHANGE, {"dtype": "auto"}) == []  # an option since then
     assert differences(old, origin, MAY_CHANGE, {"dtype": "float32"}) == ["--dtype: float32 → auto"]
-    for schedule, expected in (("linear", ["--steps: 20 → 21"]), ("constant", [])):
-        begun, now = (GRPOConfig(steps=n, lr_schedule=schedule) for n in (20, 21))
+    fewer = ["--steps: 20 → 19"]
+    for schedule, steps, expected in (
+        ("linear", 19, fewer), ("linear", 21, []), ("constant", 19, []),
+    ):  # fmt: skip
+        begun, now = (GRPOConfig(steps=n, lr_schedule=schedule) for n in (20, steps))
         both = ({"config": to_dict(config), "data": {}, "start": "aa"} for config in (begun, now))
         assert differences(*both, MAY_CHANGE, {}) == expected
 

@@ -90,7 +90,9 @@ def resume_run(
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
         raise UsageError(f"{where} was trained on another model or adapter")
     run.truncate(state["step"])
-    terminal.line(f"resumed {run.path} before step {state['step'] + 1}")
+    steps, asked = began["config"].get("steps"), origin["config"].get("steps")
+    longer = f"; {asked} steps instead of {steps}" if asked != steps else ""
+    terminal.line(f"resumed {run.path} before step {state['step'] + 1}{longer}")
     return tensors, state
 
 
@@ -110,11 +112,15 @@ def differences(
 ) -> list[str]:
     """List the differences between two runs as "what: old → new".
 
+    More steps are none: the rate of the steps to come then falls over all of them.
+
     Args:
         old, new: `run_origin` then and now.
     """
     was, now = {**defaults, **old["config"]}, new["config"]
-    free = {*may_change, *(["steps"] if now.get("lr_schedule") == "constant" else [])}
+    is_longer = (now.get("steps") or 0) > (was.get("steps") or 0)
+    is_free = is_longer or now.get("lr_schedule") == "constant"
+    free = {*may_change, *(["steps"] if is_free else [])}
     found = [
         f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
         for name in now
