@@ -243,7 +243,7 @@ def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
     if free < 1.2 * weights:
         raise UsageError(
             f"vLLM would need {1.2 * weights / 2**30:.1f} GB beside the model that is trained, "
-            f"{free / 2**30:.1f} are free: take a smaller --model, --sampler auto, or another "
+            f"{free / 2**30:.1f} GB are free: take a smaller --model, --sampler auto, or another "
             "card (docs/how-to/vllm.md)"
         )
     return math.floor(100 * (weights + KV_SHARE * (free - weights)) / total) / 100
