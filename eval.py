@@ -84,7 +84,9 @@ def fit_window(
     examples = worked_examples(config, problems)
     if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
         return problems, examples
-    terminal.line(f"no few-shot row: prompts over {limit} tokens ({why}); lower --few-shot")
+    terminal.line(
+        f"the few-shot row is left out: its prompts exceed {limit} tokens ({why}); lower --few-shot"
+    )
     return problems, []
 
 

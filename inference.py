@@ -78,7 +78,7 @@ class InferenceConfig:
     )
     answer_type: str | None = flag(
         None,
-        "what the answer is to be",
+        "kind of answer that is expected",
         choices=ANSWER_TYPES,
         default_text="as in training; number for a base alone",
     )
@@ -88,7 +88,7 @@ class InferenceConfig:
         default_text="any text",
     )
     regex: str | None = flag(
-        None, "the answer has to match this regular expression, whole", default_text="any text"
+        None, "the whole answer has to match this regular expression", default_text="any text"
     )
     choice: str | None = flag(
         None, "the answer has to be one of these: yes,no", default_text="any text"
@@ -107,7 +107,7 @@ class InferenceConfig:
     )
     top_p: float = flag(
         1.0,
-        "sample only from the likeliest tokens that together have this probability",
+        "nucleus sampling: only the likeliest tokens that together have this probability",
         above=0,
         max=1,
     )

@@ -216,7 +216,7 @@ class GRPOTrainer:
                 seeds = distributed.shard(rollout_seeds(drawn, config.seed, step, refill))
                 with terminal.progress("sampling", len(mine) * size) as advance:
                     sampled = self.sampler.sample(prompts, size, params, seeds, advance)
-            with timer(seconds, "score"):  # 2. score: one call for all of them
+            with timer(seconds, "score"):  # 2. score: one call for all completions
                 texts = [[decode(c.token_ids) for c in group] for group in sampled]
                 truncated = [[c.truncated for c in group] for group in sampled]
                 token_ids = [[c.token_ids for c in group] for group in sampled]

@@ -32,7 +32,7 @@ from rlm.evaluation import percent, show_table, summarize_scores
 from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, load_tokenizer
 
 KINDS = ("f16", "q8_0")
-SECONDS = 600  # for one answer of llama.cpp
+SECONDS = 600  # that llama.cpp may take for one answer
 PROBLEMS, COMPARED = 100, 20  # that exported models answer; of these, base and adapter too
 MAX_NEW_TOKENS = 96
 

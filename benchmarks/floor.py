@@ -110,8 +110,8 @@ def sampling_seconds(
     """Return the least seconds of all decode steps of groups that are sampled together.
 
     Args:
-        prompts: tokens of each; prefill is not counted.
-        lengths: of the completions of each.
+        prompts: tokens of each group's prompt; prefill is not counted.
+        lengths: tokens of each group's completions.
     """
     seconds = 0.0
     for new in range(max(map(max, lengths))):
@@ -137,7 +137,7 @@ def learning_seconds(
 
     Args:
         prompts: tokens of each group's prompt.
-        lengths: of its completions, whose last tokens are only predicted.
+        lengths: tokens of each group's completions, whose last tokens are only predicted.
     """
     flops = 0
     for prompt, group in zip(prompts, lengths, strict=True):

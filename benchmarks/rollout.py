@@ -76,8 +76,8 @@ class Bench:
         """Measure tokens per second of each arm in turns, and print a line for each.
 
         Args:
-            name: the cell's.
-            lengths: of each prompt's rows.
+            name: the name of the cell, for the printed lines.
+            lengths: for each prompt, the lengths of its completions.
         """
         rest = SERVER_REST if self.config.vllm_url else 0
         tokens = sum(map(sum, lengths))

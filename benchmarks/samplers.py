@@ -192,7 +192,7 @@ class VLLM:
                 "prompt": list(prompt),
                 "n": n,
                 "max_tokens": max_tokens,
-                "seed": seed % 2**31,  # what a server takes
+                "seed": seed % 2**31,  # the range that a server accepts
                 "temperature": 1.0,
                 "top_p": 1.0,
                 "top_k": -1,  # "off" in every version of it; 0 only in the newer ones

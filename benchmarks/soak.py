@@ -40,7 +40,7 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signa
 ACCIDENTS = (*SIGNALS, "full disk", "damaged checkpoint", "torn metrics")
 SMALL_FILE = 2_000_000  # bytes: the checkpoint of an adapter does not fit, its log does
 EXIT_OF_AN_ERROR = 2
-LEAST_SECONDS, MOST_SECONDS = 8, 90  # from an accident to the next
+LEAST_SECONDS, MOST_SECONDS = 8, 90  # between two accidents
 ACCIDENTS_A_RUN = 12
 FAILURES_SHOWN = 20
 # What must be refused, and with what: (method, path, body, content type, status).
@@ -102,7 +102,7 @@ class Training:
                 stdout=log,
                 stderr=log,
                 preexec_fn=limit,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},  # what exact resume is promised for
+                env=os.environ | {"OMP_NUM_THREADS": "1"},  # resume is exact on one thread only
             )
 
     def digest(self, name: str) -> str:
@@ -221,7 +221,7 @@ class Serving:
         body = {"prompt": prompt, "n": draw.choice((1, 1, 3)), "max_new_tokens": 64}
         body |= {"stream": draw.random() < 0.4, "seed": draw.randrange(1000)}
         if draw.random() < 0.1:
-            with suppress(httpx2.TimeoutException):  # a client that leaves
+            with suppress(httpx2.TimeoutException):  # the client disconnects before the reply
                 await http.post("/phase1/reasoning", json=body, timeout=draw.random())
             self.statuses["left"] += 1
             return

@@ -68,10 +68,10 @@ class ScriptedReward:
         ]
 
     def result(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the result of an arm's process.
+        """Return the result that the arm's process reports.
 
         Args:
-            steps: seconds of sample, score and learn, and length_mean, of each step.
+            steps: for each step, the seconds of sample, score and learn, and length_mean.
         """
         totals = [step["sample"] + step["score"] + step["learn"] for step in steps]
         return {

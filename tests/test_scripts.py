@@ -674,7 +674,7 @@ def test_a_few_shot_row_whose_prompts_are_too_long_is_left_out(model_dir, tmp_pa
     arguments = ["--base-only", "--model", model_dir, *DATA, "--max-samples", 2, "--few-shot", 9]
     assert run(evaluate, *arguments, "--max-new-tokens", 8, "--output", tmp_path) == 0
     said = capsys.readouterr().out
-    assert "no few-shot row: prompts over 1016 tokens" in said
+    assert "the few-shot row is left out: its prompts exceed 1016 tokens" in said
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert (list(report["greedy"]["rows"]), report["left_out"]) == (["base"], 0)
 

@@ -28,8 +28,8 @@ from rlm.training import trainer as training
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
-from rlm.training.selection import Validations, choose_export
 from rlm.training.sft_config import SFTConfig
+from rlm.training.validation import Validations, choose_export
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")

@@ -62,7 +62,7 @@ class Results:
 
     @property
     def left_out(self) -> list[str]:
-        """Test sets that not every cell was judged on."""
+        """The test sets on which at least one cell was not judged."""
         return [name for name in self._all_sets if name not in self.sets]
 
     @property

@@ -202,10 +202,10 @@ class Agent:
 
         Args:
             stage: the prompt's name.
-            seed: whatever tells this request from others; a number made of it is sent.
+            seed: any value that tells this request from others; a hash of it is sent as the seed.
             examples: earlier turns, (question, answer).
-            schema: what the reply has to be, as JSON schema, where the endpoint can see to that.
-            values: for the prompt's placeholders; a $ inside a value stays what it is.
+            schema: JSON schema that the reply must match, if the endpoint can enforce one.
+            values: what replaces the prompt's placeholders; a $ inside a value stays a $.
 
         Raises:
             APIError: no reply; for the caller to record.

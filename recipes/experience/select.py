@@ -261,7 +261,7 @@ def main(config: SelectConfig) -> int:
     drawn = [answer_all(agents[n], practise, (), config.samples, **options) for n in GENERATORS]
     attempts = [[*chain(*each)] for each in zip(*drawn, strict=True)]
     groups = differing_groups(practise, attempts, config.groups)
-    terminal.line(f"{len(groups)} problems with right and wrong attempts")
+    terminal.line(f"{len(groups)} problems have both right and wrong attempts")
     asker, critic = (replace(agents[name], temperature=0.0) for name in (names[0], "critic"))
     candidates = make_candidates(critic, groups, config.kinds)
     trials = try_all(asker, candidates, held_out, config) if candidates else []

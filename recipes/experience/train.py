@@ -227,7 +227,7 @@ def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tupl
 
 
 def train_at_once(trainers: Sequence[Trainer], tasks: Sequence[Task]) -> None:
-    """Train all of them; what ends one, or Ctrl-C, ends all after the problem in hand."""
+    """Run the trainers in threads. If one fails, or on Ctrl-C, all stop after their problem."""
     stop = threading.Event()
     with ThreadPoolExecutor(len(GENERATORS)) as pool:
         running = [pool.submit(trainer.train, tasks, stop) for trainer in trainers]

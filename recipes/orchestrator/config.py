@@ -49,7 +49,11 @@ class OrchestratorConfig(GRPOConfig):
     max_new_tokens: int = flag(400, "longest graph, in tokens", min=1)
     learning_rate: float = flag(1e-4, "peak learning rate", aliases=("lr",), min=0)
     kl_weight: float = flag(
-        0.1, "weight of the KL term toward the start; 0: off", aliases=("kl-coef",), min=0
+        0.1,
+        "coefficient of the KL penalty (TRL's beta); the reference model is the policy before "
+        "training; 0: off",
+        aliases=("kl-coef",),
+        min=0,
     )
     eval_samples: int = flag(50, "validation problems, always the same", min=1)
     test_samples: int = flag(100, "test problems that are evaluated at the end; 0: none", min=0)

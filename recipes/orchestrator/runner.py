@@ -231,7 +231,7 @@ class Runner:
         """Run each graph on the problem beside it: as many batches as a graph has agents.
 
         Args:
-            seed: of agents that sample at a temperature.
+            seed: the seed for agents that sample at a temperature.
             numbers: tells the graphs of a problem apart, for that seed; by default their places.
         """
         runs = [

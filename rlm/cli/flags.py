@@ -32,12 +32,12 @@ class Flag:
     """An option of the command line and YAML."""
 
     help: str = ""
-    choices: Sequence[Any] | None = None  # for each item of a tuple field
+    choices: Sequence[Any] | None = None  # of a tuple field: allowed for each of its items
     aliases: Sequence[str] = ()  # other names; those of TRL and others are in synonyms.yaml
     # Of another spelling (`OTHER_SPELLINGS` of a config): the fields that its value sets.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
-    bare: object = None  # its value where it is typed without one
+    bare: object = None  # the value if the option is typed without one
     default_text: str = ""  # text of the default in --help
     hidden: bool = False  # accepted, but not in --help
     group: str | None = None  # its heading in --help

@@ -83,7 +83,7 @@ def _score(
 
     Args:
         rewards: (P, G).
-        logprobs: the old ones and the sampler's.
+        logprobs: the old log-probabilities, then the sampler's.
     """
     rows = len(completions)
     rewards = torch.zeros(1, rows) if rewards is None else rewards

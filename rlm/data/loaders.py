@@ -82,11 +82,11 @@ def load_problems(
     """Load what `dataset` names (see the module's docstring); no network unless it names the hub.
 
     Args:
-        split: of a file or hub data set also with a slice of its rows, as in test[:200].
-        columns: of files and hub data sets: which column is which field, as in
+        split: its name; for a file or hub data set also a slice of its rows, as in test[:200].
+        columns: which column of a file or hub data set is which field, as in
             "question=prompt,answer=target".
-        rows: of files and hub data sets: what train and validation are made of, as in
-            train[:500]; None is all of train.
+        rows: which rows of a file or hub data set make train and validation, as in train[:500];
+            None is all of train.
         max_samples: at most so many of each data set; None is all, and of word-problems 2000
             (train) or 500, of elementary 8000 or 500.
         keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.

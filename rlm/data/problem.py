@@ -109,7 +109,7 @@ def parse_rows(
             one that is not wanted.
         limit: stop at so many problems.
         quiet: report nothing: it was said of the same rows.
-        columns: of a user's own data, field → column (`rename_columns`). The report then names the
+        columns: field → column in a user's own data (`rename_columns`). The report then names the
             columns that are used, repeated questions, and system messages that are not used, and
             `parse` is told the number of the `first` choice.
 

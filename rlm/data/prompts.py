@@ -48,7 +48,7 @@ ASKED_FOR: dict[AnswerType, str] = {
 }
 # Stands where a message goes while the chat template is rendered; no template contains it.
 _PLACE = "\ue000{}\ue001"
-_NO_TEXT = re.compile("[\ud800-\udfff]")  # what Python makes of a command line's broken UTF-8
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # how Python decodes broken UTF-8 of a command line
 # Whether special tokens are split is not an argument of the tokenizer that transformers wraps but
 # its state: of two threads, one would encode a user's text with what the other has set.
 _ENCODING = threading.Lock()

@@ -1,4 +1,7 @@
-"""Sources of rows: JSONL, CSV and parquet files, and the Hugging Face hub."""
+"""Read rows from JSONL, CSV and parquet files, and from the Hugging Face hub.
+
+`rlm.data.loaders` decides which of these the text after `--dataset` names.
+"""
 
 from __future__ import annotations
 
@@ -193,9 +196,10 @@ def read_dataset(
     """The rows that `datasets.load_dataset` finds, numbered from 1, read one by one.
 
     Args:
-        name: for messages.
-        arguments: of load_dataset; path is a name on the hub, or a directory laid out as there.
-        choose: returns which rows, from 0, of so many; None: all.
+        name: the data set's name in messages.
+        arguments: what `load_dataset` gets; path is a name on the hub, or a directory laid out as
+            there.
+        choose: takes the number of rows and returns the indices to read; None reads all.
     """
     import datasets
 

@@ -25,7 +25,7 @@ from rlm.evaluation.statistics import wilson_interval
 from rlm.runs import read_log, replace_json
 
 TIME_LIMIT = 5.0  # seconds for one answer
-START_LIMIT = 60.0  # for importing sympy
+START_LIMIT = 60.0  # seconds that importing sympy may take
 EXAMPLES = 5  # examples kept of each kind of disagreement
 LONGEST = 20_000  # characters handed to math-verify
 

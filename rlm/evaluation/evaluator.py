@@ -44,7 +44,7 @@ class Evaluation:
     Figures with an interval are dicts of mean, low and high (`summarize_scores`). Accuracy is over
     the problems that have a reference answer.
 
-    rewards: of each completion by a custom reward; None without a verdict.
+    rewards: what a custom reward gave each completion; None if it gave no verdict.
     """
 
     problems: Sequence[Problem]

@@ -29,7 +29,7 @@ def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
     """Return the README.md for an upload: the folder's own, unless it is a placeholder.
 
     Args:
-        folder: the adapter's.
+        folder: the folder of the adapter.
         merged: the weights include the base.
     """
     own = folder / "README.md"

@@ -182,10 +182,10 @@ def _claim(token: str, before: str, after: str) -> Claim:
 
 
 def _claims(text: str) -> tuple[list[Claim], list[str]]:
-    """Yield each claimed value with the token kinds between it and the previous one.
+    """Return the values that a text claims, and for each the token kinds since the previous one.
 
-    Numbers joined by operators are one expression, which claims its right-hand side if that is one
-    number, else None.
+    Numbers joined by operators are one expression. It claims the number to the right of its last
+    equals sign; if there is no such number, it claims None.
     """
     kinds, tokens = _lex(text)
     where = [-1, *(i for i, kind in enumerate(kinds) if kind == "N")][-MAX_CLAIMS - 1 :]

@@ -25,7 +25,7 @@ ADAPTER = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
-OUR_FOLDERS = ("weights", "runs")  # what is missing there is no model on the hub
+OUR_FOLDERS = ("weights", "runs")  # a missing path in these is not a name on the hub
 
 
 def check_adapter(path: Path, how_to_make: str) -> Path:
@@ -76,7 +76,7 @@ def _is_base(path: Path) -> bool:
 class AdapterInfo:
     """An adapter's base model and how it was trained; defaults where another tool made it.
 
-    base_model: from run.json, else from PEFT's adapter_config.json.
+    base_model: read from run.json, else from PEFT's adapter_config.json.
     quantize: how the base was quantized. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
     system_prompt: the user's; None is the format's. tool: its name for --tool.
     answer_types: kinds of its answers, the most frequent first.

@@ -42,7 +42,7 @@ from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 LFS_POINTER = b"version https://git-lfs"
-READ_FILES = ("*.safetensors", "tokenizer*")  # of a model's directory, and large
+READ_FILES = ("*.safetensors", "tokenizer*")  # large files of a model's directory that are read
 WEIGHTS = "model*.safetensors"  # files of a hub model that are read
 
 

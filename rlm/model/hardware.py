@@ -106,8 +106,8 @@ def _nvidia_driver() -> str | None:
 class Setup:
     """The model and data that a training script takes when no flag names them.
 
-    reason: what of this machine, or of the start adapter, decides.
-    about_model, about_dataset: what else speaks for each.
+    reason: the property of this machine, or of the start adapter, that decides.
+    about_model, about_dataset: a further reason for each.
     """
 
     model: str
@@ -166,8 +166,8 @@ def default_values(
     """Choose model and data if none are given, print why, and add them to the values.
 
     Args:
-        given: what a preset, YAML and the command line set, of a script's config with the fields
-            model, dataset and quantize.
+        given: the values that a preset, YAML and the command line set. The script's config has the
+            fields model, dataset and quantize.
         start: the adapter that training starts from; the model and data of its run win.
         gpu_defaults: other values that change when a GPU's model is chosen.
     """

@@ -77,8 +77,8 @@ class _CompiledAttention(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=1)
 def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a mask hides, and which blocks it shows, as `Kernels.attention` takes them. The
-    latest mask's are cached, as by `_blocks`."""
+    """Return which positions a mask hides and in which blocks it shows any, in the form that
+    `Kernels.attention` takes. The result for the latest mask is cached, as in `_blocks`."""
     visible = mask[:, 0] > torch.finfo(mask.dtype).min  # (B, queries, keys)
     missing = -visible.shape[-1] % ATTENTION_BLOCK
     visible = F.pad(visible, (0, missing, 0, missing))

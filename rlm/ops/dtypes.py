@@ -92,7 +92,7 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
         scratch = file.with_name(f".{file.name}.{os.getpid()}")
         all_known = (known if isinstance(known, dict) else {}) | {key: seconds}
         scratch.write_text(json.dumps(all_known, indent=2), encoding="utf-8")
-        scratch.replace(file)  # whole or not at all
+        scratch.replace(file)  # atomic: no reader sees half a file
     return seconds
 
 

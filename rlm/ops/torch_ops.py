@@ -79,7 +79,7 @@ class TorchOps:
         """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
 
         Args:
-            stores: of the shared prefix, and the one to write to.
+            stores: keys and values of the shared prefix, and the store to write to.
             prefix: tokens of the shared prefix that stand before the prompts (0 for none).
         """
         (before_keys, before_values), (keys, values) = stores
@@ -121,8 +121,8 @@ class TorchOps:
         Args:
             stores: keys and values of each segment; the new token's are written to the last, at
                 its length less one.
-            slots: in each segment, where each row reads; in the last, rows 0…N-1.
-            lengths: in each segment, how many tokens each row reads.
+            slots: for each segment, the slot that each row reads; in the last, rows 0…N-1.
+            lengths: for each segment, how many tokens each row reads.
         """
         own_keys, own_values = stores[-1]
         device, heads = own_keys.device, own_keys.shape[2]
@@ -136,8 +136,8 @@ class TorchOps:
         # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
         products = [_shared_product(where, heads, device) for where in slots[:-1]]
         products.append(torch.bmm)
-        # Of all layers at once, because a thousand views a step take as long as some products:
-        # of each layer (P·H, D, T), and values (P·H, T, D).
+        # Views of all layers are made at once, because a thousand views a step take as long as some
+        # products. For each layer: keys (P·H, D, T) and values (P·H, T, D).
         segments = []
         for product, store, where, size in zip(products, stores, slots, sizes, strict=True):
             if size:

@@ -110,7 +110,7 @@ def ask(
     """Sample n answers to a question and vote.
 
     Args:
-        model: from `load_rlm_model`.
+        model: what `load_rlm_model` returns.
         budget: most reasoning tokens; None: as many as leave room for an answer.
         examples: earlier turns, (question, completion).
         answer_type: None: as in training.

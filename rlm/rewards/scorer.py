@@ -88,7 +88,7 @@ class Scorer:
 
         Args:
             truncated: whether each completion lacks an end token.
-            token_ids: of each completion, passed to the reward as `completion_ids`.
+            token_ids: the ids of each completion, passed to the reward as `completion_ids`.
         """
         truncated = truncated or [[False] * len(group) for group in groups]
         token_ids = token_ids or [[[] for _ in group] for group in groups]

@@ -2,9 +2,10 @@
 
     checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
-A checkpoint is written under another name, synced to disk, its manifest of hashes last, then
-renamed. The newest valid one is loaded; damaged ones are set aside, never deleted. Loading executes
-nothing: tensors are safetensors.
+A checkpoint is written under a temporary name and synced to disk. The manifest, which holds the
+hashes of the other files, is written last; then the folder is renamed. A load takes the newest
+valid checkpoint; damaged ones are set aside, never deleted. Loading executes no code: tensors are
+safetensors.
 """
 
 from __future__ import annotations

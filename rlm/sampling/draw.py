@@ -87,7 +87,7 @@ def sample_tokens(
     """Draw token ids (N,), with their log-probabilities (N,), from logits (N, V).
 
     Args:
-        ops: what computes in the number type of the logits.
+        ops: the `Ops` for the number type of the logits.
 
     Raises:
         UsageError: a row's logits are not finite: nothing can be drawn from them.

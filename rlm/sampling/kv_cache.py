@@ -78,7 +78,7 @@ class KVCache:
     ) -> None:
         """
         Args:
-            ops: what computes for this config and number type.
+            ops: the `Ops` for this config and number type.
         """
         self.config, self._ops = cache_config, ops
         layers, heads = config.num_hidden_layers, num_key_value_heads(config)

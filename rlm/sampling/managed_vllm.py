@@ -205,10 +205,10 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
 def server_options(
     policy: PreTrainedModel | PeftModel, max_model_len: int, max_num_seqs: int, rank: int
 ) -> dict[str, object]:
-    """Return what the server of a run needs, as `server_command` takes it.
+    """Return the options that the server of a run needs, for `server_command`.
 
     Args:
-        rank: the adapter's.
+        rank: the LoRA rank of the adapter.
 
     Raises:
         UsageError: the adapter's rank is more than vLLM takes, or there is too little memory.
@@ -243,7 +243,7 @@ def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
     if free < 1.2 * weights:
         raise UsageError(
             f"vLLM would need {1.2 * weights / 2**30:.1f} GB beside the model that is trained, "
-            f"{free / 2**30:.1f} are free: take a smaller --model, --sampler auto, or another "
+            f"{free / 2**30:.1f} GB are free: take a smaller --model, --sampler auto, or another "
             "card (docs/how-to/vllm.md)"
         )
     return math.floor(100 * (weights + KV_SHARE * (free - weights)) / total) / 100

@@ -91,7 +91,7 @@ class Token:
 class Completion:
     """A completion of a prompt.
 
-    token_ids: with the end token if there is one. logprobs: one per token, under the
+    token_ids: the ids, with the end token if there is one. logprobs: one per token, under the
     distribution that was sampled, over the `allowed_tokens` alone (under the plain softmax
     of these where temperature is 0); NaN where none was drawn. tool_mask: one per token, as in TRL:
     False where a tool wrote it, True where the model did; empty where there was no tool.

@@ -198,8 +198,8 @@ class GrammarCompiler:
         """Compile the grammar of answers in this format.
 
         Raises:
-            UsageError: the schema or regex is invalid, too complex, asks for what llguidance does
-                not support, or nothing can fit it.
+            UsageError: the schema or regex is invalid or too complex, llguidance does not support
+                it, or no text matches it.
         """
         grammar = structured.grammar(format)
         matcher = LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=LIMITS)

@@ -50,8 +50,9 @@ def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
     `importance_sampling` has that gradient at the current weights.
 
     Args:
-        divided_by: what the server divides a token's loss by. Tinker's own is a sum over tokens;
-            SkyRL's is a mean over a sequence's tokens, then over the sequences of an update.
+        divided_by: the number by which the server divides a token's loss. Tinker's loss is a sum
+            over tokens; SkyRL's is a mean over a sequence's tokens, then over the sequences of an
+            update.
     """
     return (-gradient * divided_by).tolist()
 
@@ -117,8 +118,8 @@ class TinkerEngine:
 
         Args:
             policy: an adapter on a base without weights (`rlm.model.adapter_without_base`).
-            seed: of a new adapter's matrices.
-            url: None: Thinking Machines' service.
+            seed: the seed for the matrices of a new adapter.
+            url: the server's; None is Thinking Machines' service.
         """
         try:
             import tinker
@@ -308,15 +309,20 @@ class TinkerEngine:
         self.invalidate_weights()
 
     def _client(self) -> tinker.TrainingClient:
-        """Return what trains the adapter; make a new adapter where none was loaded. A server of
-        one's own is refused unless it returns what SkyRL's JAX backend does: others sum the loss in
-        another way."""
+        """Return the client that trains the adapter; make a new adapter if none was loaded.
+
+        A server of the user's is refused unless it returns what SkyRL's JAX backend returns: others
+        sum the loss in another way.
+        """
         if self._training is None:
             create, (rank, seed) = self._service.create_lora_training_client, self._new
             options = {"rank": rank, "seed": seed, "train_unembed": False}
             made = self._ask("make an adapter", lambda: create(self._base, **options))
             if self._is_skyrl and "elementwise_loss" not in self._score(made, [([0], [0])])[0]:
-                raise UsageError(f"{self.where} must be SkyRL's with --backend jax, and is another")
+                raise UsageError(
+                    f"{self.where} does not return losses as SkyRL's JAX backend does: start "
+                    "SkyRL's server with --backend jax"
+                )
             self._training = made
         return self._training
 

@@ -37,10 +37,10 @@ class Limits:
 
     prompt_tokens: int
     new_tokens: int
-    requests: int  # accepted, unfinished requests
-    tokens: int  # the most tokens of these
+    requests: int  # most accepted, unfinished requests
+    tokens: int  # most tokens of all accepted, unfinished requests together
     seconds: float  # seconds from acceptance to the last token
-    request_tokens: int | None = None  # most tokens of one; None: n times new_tokens
+    request_tokens: int | None = None  # most tokens of one request; None: n times new_tokens
 
 
 @dataclass(eq=False)

@@ -91,9 +91,9 @@ def find_models(
     """Find the default adapter, the other adapters in a folder, and their base.
 
     Args:
-        quantize: of the base; auto: as in training.
+        quantize: how the base is loaded; auto: as in training.
         base: leave the adapter out; its run.json still decides base and tags.
-        tool: for all adapters, as in --tool; auto: each adapter's own.
+        tool: the tool of all adapters, as in --tool; auto: each adapter's own.
 
     Raises:
         UsageError: an adapter is missing, could execute code, or belongs to another base.

@@ -34,9 +34,6 @@ from .mixed_precision import Learner as Learner
 from .mixed_precision import MixedPrecisionAdapter as MixedPrecisionAdapter
 from .resolve import follow_adapter as follow_adapter
 from .resolve import resolve as resolve
-from .selection import ProblemScores as ProblemScores
-from .selection import choose_export as choose_export
-from .selection import validation_facts as validation_facts
 from .sft import CheckpointCallback as CheckpointCallback
 from .sft import SFTTrainer as SFTTrainer
 from .sft import make_trainer as make_trainer
@@ -61,3 +58,6 @@ from .trainer import make_engine as make_engine
 from .trainer import make_sampler as make_sampler
 from .trainer import resolve_start as resolve_start
 from .trainer import validation_measure as validation_measure
+from .validation import ProblemScores as ProblemScores
+from .validation import choose_export as choose_export
+from .validation import validation_facts as validation_facts

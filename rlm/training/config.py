@@ -42,7 +42,7 @@ DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 # What changes when the model is picked by the GPU's memory, on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default on the command line without --steps
-REFILL_ROUNDS = 3  # of replacing groups without signal in a step
+REFILL_ROUNDS = 3  # a step replaces groups without signal at most so often
 LAST_RATE = 0.1  # where schedules end, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
 LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
@@ -177,7 +177,12 @@ class GRPOConfig:
         default_text=ALGORITHMS_OWN,
     )
     mask_truncated: bool = flag(False, "leave completions that were cut off out of the loss")
-    kl_weight: float = flag(0.0, "weight of the KL term toward the start; 0: off", min=0)
+    kl_weight: float = flag(
+        0.0,
+        "coefficient of the KL penalty (TRL's beta); the reference model is the policy before "
+        "training; 0: off",
+        min=0,
+    )
 
     steps: int | None = flag(
         None,
@@ -236,7 +241,7 @@ class GRPOConfig:
     )
     warmup_steps: int = flag(
         None,
-        "optimizer updates in which the learning rate rises to its peak",
+        "warm-up: optimizer updates in which the learning rate rises to its peak",
         min=0,
         default_text=ALGORITHMS_OWN,
     )
@@ -245,7 +250,7 @@ class GRPOConfig:
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch", min=1, default_text="as many as fit"
     )
-    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
 
     eval_every: int = flag(

@@ -70,7 +70,7 @@ class DryRun:
         """Plan the memory.
 
         Args:
-            config: with the number of steps.
+            config: the config of the run; its `steps` is set.
         """
         if not isinstance(sampler, Sampler):
             raise UsageError("--plan times our own sampler; leave out --sampler vllm")

@@ -87,7 +87,7 @@ def set_constant_logprobs(
     the step. With a single mini-batch the first pass sets them.
 
     Args:
-        score: by the policy as it is, wherever it computes.
+        score: computes log-probabilities by the current policy, here or on a server.
         matches_trainer: whether the sampler draws as the trainer scores.
 
     Returns:
@@ -118,7 +118,7 @@ def score_tokens(
         hidden: (M, hidden), contiguous.
         head: the output embeddings, frozen.
         targets: (M,) of token ids.
-        ops: what computes for the model.
+        ops: the `Ops` for the model.
     """
     chunks = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     scored = [

@@ -102,7 +102,7 @@ def plan_memory(
     policy = weights.policy
     sampler.start()  # this run's servers take memory, so they start before it is measured
     longest = max(map(len, prompts))
-    served = getattr(sampler, "max_model_len", None)  # by a server
+    served = getattr(sampler, "max_model_len", None)  # the limit of a vLLM server
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
@@ -181,7 +181,7 @@ def _fit_micro_batch(
     smallest micro-batch would not fit into `room` without it.
 
     Args:
-        tokens: of SFT's micro-batch; None: as many as fit.
+        tokens: a micro-batch of SFT has this many; None: as many as fit.
 
     Returns:
         Both, and the bytes that they take.

@@ -18,7 +18,7 @@ from rlm.training.batches import MicroBatch
 from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.selection import validation_facts
+from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # in this order
 RECENT_STEPS = 5  # steps from which the remaining time is estimated

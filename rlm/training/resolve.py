@@ -89,7 +89,7 @@ def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
     """
     options = {option.name: getattr(config, option.name) for option in fields(config)}
     unset = {option.name for option in fields(config) if options[option.name] == option.default}
-    unset -= {"quantize", "tool"}  # whose defaults mean: none
+    unset -= {"quantize", "tool"}  # their default "none" is a value, not "unset"
     given = {name: value for name, value in options.items() if name not in unset}
     return replace(config, **resolve(given, start))
 

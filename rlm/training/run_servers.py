@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_PROMPT = 2048  # of a server, in tokens
+LONGEST_PROMPT = 2048  # tokens that a server accepts
 
 
 class RunServers:

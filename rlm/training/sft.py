@@ -120,7 +120,7 @@ def make_trainer(
         warmup_steps=round(config.warmup_share * steps),
         max_grad_norm=1.0,
         logging_steps=max(1, steps // 20),
-        logging_first_step=True,  # its line estimates the whole run
+        logging_first_step=True,  # the first line estimates the time of the run
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

@@ -90,12 +90,15 @@ class SFTConfig:
         default_text=f"0.001, or {GPU_DEFAULTS['learning_rate']:g} if a GPU picks the model",
     )
     warmup_share: float = flag(
-        0.05, "share of the steps in which the learning rate rises to its peak", min=0, max=1
+        0.05,
+        "warm-up: share of the steps in which the learning rate rises to its peak",
+        min=0,
+        max=1,
     )
     adapter: Path | None = flag(
         None, "adapter to continue training", default_text="a new one is made"
     )
-    lora_r: int = flag(16, "rank of a new adapter", min=1)
+    lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "dropout inside a new adapter", min=0, max=1)
     quantize: str = flag(

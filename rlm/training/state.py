@@ -26,7 +26,7 @@ from rlm.runs import (
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.mixed_precision import Learner
-from rlm.training.selection import ProblemScores, Validations
+from rlm.training.validation import ProblemScores, Validations
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run

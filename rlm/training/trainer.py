@@ -63,14 +63,14 @@ from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run, step_line, time_left, timer
 from rlm.training.mixed_precision import Learner, MixedPrecisionAdapter
 from rlm.training.resolve import follow_adapter
-from rlm.training.selection import (
+from rlm.training.state import StepControl, TrainingState
+from rlm.training.validation import (
     ProblemScores,
     Validation,
     choose_export,
     describe_mean,
     sample_count,
 )
-from rlm.training.state import StepControl, TrainingState
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -288,7 +288,7 @@ class TrainingData:
     eval_problems: list[Problem]
     longest_prompts: list[list[int]]  # as token ids
     answer_types: tuple[AnswerType, ...]  # in the training problems, most frequent first
-    measure: str  # what chooses the adapter: "accuracy" or "reward"
+    measure: str  # "accuracy" or "reward": the export is chosen by it
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -366,7 +366,7 @@ class Validator:
     tokenizer: PreTrainedTokenizerBase
     format: Format
     scorer: StepScorer
-    measure: str = "accuracy"  # what chooses the adapter
+    measure: str = "accuracy"  # the export is chosen by it
 
     def sample(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
@@ -410,8 +410,9 @@ class Validator:
 class TrainingRun:
     """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
 
-    config: with the number of steps. first_step: 0, or where a resumed run continues.
-    start_metrics: those of the validation before training. memory_plan: the micro-batch that fits.
+    config: its `steps` is set. first_step: 0, or where a resumed run continues.
+    start_metrics: metrics of the validation before training.
+    memory_plan: the micro-batch that fits.
     """
 
     def __init__(

@@ -219,5 +219,5 @@ def test_what_the_server_of_a_run_needs(monkeypatch):
     with pytest.raises(UsageError, match="rank 512 at most, not 513"):
         options(rank=513)
     free = 16 * gib
-    with pytest.raises(UsageError, match=r"vLLM would need 18.3 GB .* 16.0 are free"):
+    with pytest.raises(UsageError, match=r"vLLM would need 18.3 GB .* 16.0 GB are free"):
         options(rank=8)

@@ -1,4 +1,4 @@
-"""Choose the step of a GRPO run to export, by a paired interval over validation problems.
+"""Compare the validations of a GRPO run, and choose the step to export by a paired interval.
 
 The best of several validations looks better than it is: with six problems chance alone moves the
 mean by tens of points. So the last step is exported, unless the best is ahead of it beyond chance.
@@ -223,7 +223,7 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the closing lines of a run: start, best and last, the gains, what was exported.
 
     Args:
-        summary: of `TrainingRun.export`.
+        summary: what `TrainingRun.export` returns.
     """
     said = summary["validation"]
     if said is None:
