@@ -84,9 +84,8 @@ def test_details_and_trace_show_people_no_marks_and_the_reasoning_keeps_them(ser
 def test_a_structured_answer_votes_and_is_told_whole_and_streamed(server):
     body = {"prompt": "overruled", "n": 3, "expected_answer": "5", "return_samples": True}
     body |= {"structured_outputs": {"choice": ["5", "7", "6"]}}
-    streamed = events(server.post(body | {"stream": True}).text)
-    whole = server.post(body).json()
-    for reply in (whole, streamed[-1][1] if isinstance(streamed[-1][1], dict) else whole):
+    streamed = json.loads(events(server.post(body | {"stream": True}).text)[-1][1])
+    for reply in (server.post(body).json(), streamed):
         assert (reply["answer"], reply["answer_type"]) == ("5", "text")
         assert reply["vote"]["counts"] == {"5": 2, "6": 1}
         assert reply["verifier"]["correct"]
