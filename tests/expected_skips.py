@@ -58,6 +58,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"8-bit products are wrong on this CPU": multiplies_int8_wrongly,
     r"this is no x86 CPU": lambda: os.uname().machine not in ("x86_64", "AMD64"),
     r"not installed: ": lacks_programs("cc", "qemu-aarch64", "aarch64-linux-gnu-gcc"),
+    r"needs cc": lacks_programs("cc"),
     r"needs curl": lacks_programs("curl"),
     r"needs git": lacks_programs("git"),
     r"no Chromium": lacks_programs("chromium"),

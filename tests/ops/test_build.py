@@ -1,6 +1,7 @@
 """The library is compiled once for a compiler, source and CPU, and never taken from a stranger."""
 
 import shlex
+import shutil
 import stat
 
 import pytest
@@ -20,10 +21,9 @@ def compiler(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("CC", shlex.quote(str(script)))
     monkeypatch.setenv("RLM_CACHE", str(tmp_path))
-    try:
-        load_library(MACROS)
-    except BuildError as error:
-        pytest.skip(str(error))
+    if shutil.which("cc") is None:
+        pytest.skip("needs cc")
+    load_library(MACROS)
     if not build.CPU_INFO.is_file():
         pytest.skip("nothing is kept where the CPU is not known")
 
