@@ -79,7 +79,7 @@ class ServerConfig:
     )
     requests_per_minute: int | None = flag(
         None,
-        "most requests a minute of each key, or of each address with --public",
+        "rate limit: requests per minute for each key, or for each address with --public",
         min=1,
         default_text=f"{REQUESTS}, or {PUBLIC_REQUESTS} with --public",
     )
@@ -248,8 +248,8 @@ async def _watch(
             await asyncio.sleep(0.1)
         if service.engine.state == "dead":
             return
-        # What is loaded stays: the collector need not look through it, and then looks more often
-        # through what requests leave behind (it waits until that is a quarter of what there is).
+        # Loaded objects stay, so the garbage collector need not visit them. It then visits the
+        # objects of requests more often (it waits until these are a quarter of all).
         gc.collect()
         gc.freeze()
         port = listening.getsockname()[1]

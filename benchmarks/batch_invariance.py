@@ -39,7 +39,7 @@ from rlm.ops import Ops, ops_for
 from rlm.sampling import Completion, Sampler, SamplingParams, fused_linear, prompt_seed
 
 GROUP = 8  # completions of a prompt
-COMPARED_ROWS = 64  # the reference: products of other row counts are compared with its product
+COMPARED_ROWS = 64  # rows of the reference product, with which those of other rows are compared
 MAX_NUM_SEQS = (64, 16, 1)
 DTYPES = ("float32", "bfloat16")
 ONEDNN = "oneDNN"

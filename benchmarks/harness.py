@@ -46,7 +46,7 @@ class BenchmarkConfig:
 
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory (of benchmarks.shapes, too)")
     dataset: str = flag("word-problems:1", "where the prompts come from")
-    seed: int = flag(0, "of problems and sampling")
+    seed: int = flag(0, "random seed of problems and sampling")
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:

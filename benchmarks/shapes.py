@@ -31,7 +31,7 @@ SHAPES = {
 
 @dataclass
 class ShapeConfig:
-    shape: str = flag("qwen2.5-0.5b", "of which model", choices=tuple(SHAPES), positional=True)
+    shape: str = flag("qwen2.5-0.5b", "model to imitate", choices=tuple(SHAPES), positional=True)
     output: Path = flag(Path("runs/random"), "where the model goes", positional=True)
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the one that is shipped
 
 
-# Of run.json: what loading needs, and what was measured. The rest names places on this machine.
+# The fields of run.json that loading needs or that were measured; the rest names local paths.
 PUBLISHED = (
     "stage", "base_model", "base_hash", "quantize", "dataset", "answer_types", "step", "examples",
     "commit", "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on",

@@ -43,7 +43,7 @@ EXIT_OF_AN_ERROR = 2
 LEAST_SECONDS, MOST_SECONDS = 8, 90  # between two accidents
 ACCIDENTS_A_RUN = 12
 FAILURES_SHOWN = 20
-# What must be refused, and with what: (method, path, body, content type, status).
+# Requests that must be refused: (method, path, body, content type, expected status).
 HOSTILE: tuple[tuple[str, str, bytes, str, int], ...] = (
     ("POST", "/phase1/reasoning", b"{", "application/json", 400),
     ("POST", "/phase1/reasoning", b'{"prompt": NaN}', "application/json", 400),
@@ -65,7 +65,7 @@ class SoakConfig(harness.BenchmarkConfig):
     minutes: float = flag(60.0, "how long", above=0)
     clients: int = flag(8, "that ask the server at the same time", min=1)
     adapter: str = flag("weights/final_rlm_lora", "what training starts from and the server has")
-    steps: int = flag(8, "of each GRPO run", min=2)
+    steps: int = flag(8, "steps of each GRPO run", min=2)
     run_dir: Path = flag(Path("runs/soak"), "where the runs are made")
 
 

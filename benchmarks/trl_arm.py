@@ -38,7 +38,7 @@ from rlm.rewards import CorrectnessReward
 from rlm.runs import append_lines, read_lines
 from rlm.training import GRPOConfig, problems_for_step
 
-# What a user of TRL can choose without changing what is learned: `--trl-…` of grpo_step.
+# TRL's settings that do not change what is learned: `--trl-…` of grpo_step.
 SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
 STEPS = "steps.jsonl"  # each step's seconds, which so outlive a kill
 

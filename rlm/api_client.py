@@ -180,7 +180,7 @@ class APIClient:
     ) -> None:
         """
         Args:
-            url: as in http://127.0.0.1:8000/v1; /v1 is added where there is no path.
+            url: base URL, such as http://127.0.0.1:8000/v1; /v1 is added if it has no path.
             api_key_env: the environment variable that holds the key. With neither it nor
                 `api_key`, no key is sent.
             key_source: where the user sets `api_key`, for messages.

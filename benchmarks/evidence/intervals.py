@@ -33,7 +33,8 @@ class Interval:
 
     @property
     def percent(self) -> str:
-        """
+        """The mean and the interval in percent.
+
         >>> Interval(0.465, 0.421, 0.509, 3, 100).percent
         '46.5 (42.1–50.9)'
         """
@@ -41,7 +42,8 @@ class Interval:
 
     @property
     def points(self) -> str:
-        """
+        """The mean and the interval of a difference, in percentage points.
+
         >>> Interval(0.038, -0.005, 0.08, 3, 100).points
         '+3.8 (−0.5 to +8.0)'
         """

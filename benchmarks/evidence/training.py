@@ -61,7 +61,8 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
     }
     started, commit = time.monotonic(), harness.code_commit()  # the tree may change while this runs
     record = kinds[ARMS[cell.arm].kind](config, cell)
-    # Of this process: less than `seconds` after a kill, and with what is not training.
+    # `wall` counts this process only, so after a kill it is less than `seconds`. It includes time
+    # that is not training.
     wall, peak = time.monotonic() - started, harness.peak_memory_gb()
     return record | {"wall": wall, "peak_memory_gb": peak, "commit": commit}
 

@@ -34,7 +34,7 @@ OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-# What parsing and computing a formula of a model's raise where it has no exact value.
+# Errors raised while a model's formula is parsed or computed, if it has no exact value.
 NOT_COMPUTABLE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
     TypeError, ValueError,
@@ -112,8 +112,8 @@ def _list_of(items: Any, most: int = 8) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
 
 
-# What an endpoint with structured outputs is asked for: a plan that `parse_plan` reads, and that
-# ends (a small model would list quantities until it is cut off).
+# The JSON schema sent to an endpoint with structured outputs. `parse_plan` reads its plans, and
+# their lists are bounded (a small model would list quantities until it is cut off).
 PLAN_SCHEMA = _object(
     target_variable=_NAME,
     knowns={"type": "object", "additionalProperties": {"type": ["number", "null"]}},

@@ -138,7 +138,7 @@ class OrchestratorConfig(GRPOConfig):
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(
                 f"the agents use the bare model: {DEFAULT_AGENT_ADAPTER} does not exist "
-                "(train_grpo.py)"
+                "(train_grpo.py makes it)"
             )
             values["agent_adapter"] = None
         return values

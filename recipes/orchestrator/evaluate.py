@@ -217,7 +217,10 @@ def start_row(rows: Mapping[str, Row]) -> str:
 
 
 def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
-    """Print the first problems whose graph training has changed, with both graphs, of one run."""
+    """Print the first problems that have another graph after training, with both graphs.
+
+    Only the first run is shown.
+    """
     pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
     of_first = [(before, after) for (before, *_), (after, *_) in pairs]
     changed = [(before, after) for before, after in of_first if before.graph != after.graph]

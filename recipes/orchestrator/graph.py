@@ -36,7 +36,7 @@ REASONS = (
 
 @dataclass(frozen=True)
 class InvalidGraph:
-    """Says why a completion holds no graph: one without agents."""
+    """Says why a completion holds no valid graph. It stands in for one, without agents."""
 
     reason: str  # one of REASONS
     detail: str

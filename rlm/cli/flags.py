@@ -32,9 +32,9 @@ class Flag:
     """An option of the command line and YAML."""
 
     help: str = ""
-    choices: Sequence[Any] | None = None  # of a tuple field: allowed for each of its items
+    choices: Sequence[Any] | None = None  # allowed values; for a tuple field, of each item
     aliases: Sequence[str] = ()  # other names; those of TRL and others are in synonyms.yaml
-    # Of another spelling (`OTHER_SPELLINGS` of a config): the fields that its value sets.
+    # Makes the fields that another spelling (`OTHER_SPELLINGS` of a config) sets from its value.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
     bare: object = None  # the value if the option is typed without one
@@ -352,7 +352,7 @@ def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
 
 
 def hint(word: str, known: Mapping[str, str]) -> str:
-    """Return what to say behind an unknown name: which option does the same or has a name like it.
+    """Suggest an option for an unknown name: one that does the same or has a similar name.
 
     Args:
         known: every name of a script, with underscores → the option that it names.

@@ -41,13 +41,13 @@ class MissingColumn(ValueError):
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Return field → column of a `--columns`.
+    """Parse the text of `--columns` into field → column.
 
     >>> parse_columns("question=prompt, answer=target")
     {'question': 'prompt', 'answer': 'target'}
 
     Raises:
-        UsageError: it is written otherwise, or names a field that there is not.
+        UsageError: the text is not FIELD=COLUMN,…, or it names an unknown field, or one twice.
     """
     pairs = [[side.strip() for side in part.split("=")] for part in text.split(",")] if text else []
     if not all(len(pair) == 2 and pair[0] in FIELDS and pair[1] for pair in pairs):
@@ -333,8 +333,10 @@ def read_choices(row: Row, first: int | None = None) -> Row:
 
 
 def first_number(row: Row) -> int | None:
-    """What a row's answer says of the number of a file's first choice: 0 is an index from 0, the
-    number of choices one from 1. None: it says nothing.
+    """Infer from a row's answer whether the file counts its choices from 0 or from 1.
+
+    An answer of 0 means from 0; an answer equal to the number of choices means from 1. Other
+    answers do not tell: None.
 
     >>> first_number({"question": "?", "sol1": "a", "sol2": "b", "answer": "0"})
     0

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
 HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
-# Of a larger split of the hub so many problems are read, where --max-samples asks for no more;
+# Problems that are read of a larger split on the hub, unless --max-samples asks for more;
 # validation is held out of these.
 POOL = 5000
 SMALL_FILE = 2**22  # bytes
@@ -26,7 +26,7 @@ FILE_SPLITS = ("train", "validation", "test")
 
 
 def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
-    """Of a user's file: test is all of it, validation a tenth, train the rest."""
+    """Load a split of a user's file: test is all of it, validation a tenth, train the rest."""
     (role, bounds), (source, cut) = split_slice(split), split_slice(rows or "train")
     if role not in FILE_SPLITS:
         raise UsageError(f"{dataset} has no split {role!r}; it has {', '.join(FILE_SPLITS)}")
@@ -57,9 +57,9 @@ def load_hub(
     rows: str | None,
     max_samples: int | None = None,
 ) -> list[Problem]:
-    """Of a hub data set, or of a directory laid out as one.
+    """Load a split of a hub data set, or of a directory laid out as one.
 
-    Where it has no validation split, that is held out of the rows to train on.
+    A data set without a validation split gets one that is held out of the training rows.
 
     Args:
         max_samples: so many problems are enough. A split of more than POOL rows is then not read
@@ -129,7 +129,7 @@ def split_config(dataset: str) -> tuple[str, str | None]:
 
 
 def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:
-    """As of a file, but answers that cannot be verified are no mistake of the user's."""
+    """Parse a row as of a file, but leave it out if its answer cannot be verified."""
     try:
         return parse_row(row, default_id, first=first)
     except NotAnAnswer as error:

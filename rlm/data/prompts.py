@@ -80,7 +80,7 @@ class Format:
 
     @property
     def tags(self) -> dict[str, str]:
-        """As `rlm.grading.grade` takes them."""
+        """Both tags as keyword arguments of `rlm.grading.grade`."""
         return {"reasoning_tag": self.reasoning_tag, "answer_tag": self.answer_tag}
 
     @property
@@ -164,10 +164,10 @@ def _render_template(
 
 
 def read_system_prompt(text: str | None) -> str | None:
-    """What --system-prompt says: a file's text if it names a file, else itself.
+    """Read the value of --system-prompt: a file's text if it names a file, else itself.
 
     Raises:
-        UsageError: it looks like a file's name, and there is none, or no text is in it.
+        UsageError: the named file does not exist or cannot be read as text.
     """
     if text is None or len(text) > MAX_FILE_NAME or "\n" in text:
         return text
@@ -326,8 +326,11 @@ def _marks(tokenizer: PreTrainedTokenizerBase, template: Set[int]) -> dict[int, 
 def _encode_without(
     tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[str]
 ) -> list[int]:
-    """Encode a text in which these tokens stay plain text. Of those that are not special no option
-    does it, so they are cut behind their first character."""
+    """Encode a text in which these tokens stay plain text.
+
+    The tokenizer has no option for tokens that are not special, so the text is cut behind the
+    first character of each.
+    """
     found = re.finditer("|".join(map(re.escape, tokens)), text) if tokens else ()
     cuts = [0, *(match.start() + 1 for match in found), len(text)]
     return [*chain(*(encode_text(tokenizer, text[a:b]) for a, b in pairwise(cuts)))]

@@ -117,7 +117,7 @@ class ReasoningParser:
         """Take the held text that cannot begin a tag or stop, without trailing spaces."""
         self._held = self._stripped(self._held)
         end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
-        # What may begin a tag may vanish, and a stop text then go on behind it.
+        # Text that may begin a tag may vanish; a stop text may then continue behind it.
         begun = (end - _overlap(self._held[:end], stop) for stop in stops)
         whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
         certain = self._held[: min((end, *begun, *whole))].rstrip()

@@ -86,8 +86,8 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
     """Check that problems have the columns that a reward names.
 
     Raises:
-        UsageError: a parameter without a default has no column, or a reward compares answers and
-            an open answer is compared with nothing.
+        UsageError: a parameter without a default has no column, or the data has open answers and
+            the reward compares answers.
     """
     if any(problem.answer_type == "open" for problem in problems) and _compares(reward):
         raise UsageError(

@@ -34,7 +34,8 @@ from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
 TIME_LIMIT = 300.0  # seconds that one call may take: a judge may answer slowly
 MAX_TIMEOUTS = 3  # in a step; the remaining calls then get no verdict
-MAX_FAILED_STEPS = 3  # steps in a row without a successful call end the run; at the start one does
+# The run ends after this many steps in a row without a successful call; at the start, after one.
+MAX_FAILED_STEPS = 3
 
 
 @dataclass
@@ -134,11 +135,11 @@ class Scorer:
         self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 
     def check_columns(self, problems: Sequence[Problem]) -> None:
-        """Check that the data has what a reward function asks for by name, before work begins.
+        """Check before work begins that the data has the columns that a reward function names.
 
         Raises:
-            UsageError: a parameter without a default has no column, or a reward compares answers
-                and an open answer is compared with nothing.
+            UsageError: a parameter without a default has no column, or the data has open answers
+                and the reward compares answers.
         """
         check_columns(self.reward, problems)
 

@@ -66,7 +66,7 @@ def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 class KVCache:
-    """Preallocated storage; `Ops` has the attention over it."""
+    """Preallocated storage for keys and values; `Ops` computes the attention over it."""
 
     def __init__(
         self,

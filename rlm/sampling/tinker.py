@@ -40,7 +40,7 @@ HOSTED = "Thinking Machines' service"
 
 
 class Batch(Protocol):
-    """What is scored: `rlm.training.MicroBatch`."""
+    """A batch to score, such as `rlm.training.MicroBatch`."""
 
     def sequences(self) -> Sequences: ...
 
@@ -144,7 +144,7 @@ class TinkerEngine:
         self._new, self._max_grad_norm = (rank, seed), max_grad_norm
         self._sdk, self._is_skyrl, self._is_closed = tinker, url is not None, False
         self._training: tinker.TrainingClient | None = None
-        self._sampling: tinker.SamplingClient | None = None  # of the adapter as it is
+        self._sampling: tinker.SamplingClient | None = None  # samples with the current adapter
         self._is_fetched = False
         self._service = tinker.ServiceClient(base_url=url, api_key=key or "tml-local")
         found = self._ask("answer", self._service.get_server_capabilities).supported_models

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
 
 DECODED_ROWS = 64  # rows at which the number types are compared
 _SWITCH = threading.Lock()  # held while a model's config names another attention
-# What `_through_cache` calls. No argument of the forward pass: not all models hand these on.
+# `_through_cache` calls this function. Not all models hand on an argument of the forward pass.
 _ATTEND: ContextVar[AttentionFunction] = ContextVar("attend")
 
 
@@ -241,7 +241,9 @@ def choose_weights(
     """
     reason = "as asked" if merged is False else why_not_fused(model)
     if merged and reason:
-        raise UsageError(f"--sampler merged: no fast path for this model, {reason}")
+        raise UsageError(
+            f"--sampler merged cannot run this model: {reason}; use --sampler unmerged"
+        )
     size, free = copy_bytes(model, dtype), share * available_memory(model.device.type)
     gb = f"{size / 2**30:.1f} GB"
     if merged is None and reason is None and size > free / 2:

@@ -57,7 +57,7 @@ _SAID = {
     "too_long": "has more than {max_length} entries",
     "too_short": "is empty",
 }
-_NO_PATH = {  # of the router → what a client of another protocol, or path, needs to know
+_NO_PATH = {  # the router's message → the advice for a client of another protocol or path
     "Not Found": "there is no such path here; ask by POST /phase1/reasoning, or, as OpenAI's "
     "clients do, by POST /v1/chat/completions (their base_url ends with /v1)",
     "Method Not Allowed": "this path takes another method: questions are sent by POST, lists are "
@@ -129,7 +129,7 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     """
     found = list(islice(errors, _MAX_ERRORS))
     kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in found]
-    # Of a field that may be of several types, the type that it has is at fault.
+    # pydantic reports each type that a field may have; show the error of the type that it has.
     same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
     shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
     param = ".".join(str(part) for part in kept[shown]["loc"] if part not in ("body", "?"))

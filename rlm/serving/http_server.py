@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen()  # only now would another server be told that the port is taken
+        listening.listen()  # bind alone succeeds for two servers; listen fails for the second
     except OSError as error:
         reason = f"cannot listen on {host} port {port}: {error.strerror}"
         raise UsageError(f"{reason}; type another --port or --host") from error

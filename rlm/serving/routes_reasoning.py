@@ -80,7 +80,7 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     asked = request.expected_answer
-    expected = None if asked is None else str(asked)  # a text since its check
+    expected = None if asked is None else str(asked)  # the request's check has made it a text
     format, warnings = running.stream.format, length_warnings(running.stream)
     verifier = None
     if expected and (why := _incomparable(expected, format.answer_type)):

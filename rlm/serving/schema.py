@@ -95,7 +95,7 @@ class ReasoningRequest(Strict):
         None, ge=0, le=2, description="0 takes the most likely token (none: 0, or 0.7 if n > 1)"
     )
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass")
-    seed: int = Field(0, ge=0, lt=2**63, description="of sampling: equal seeds, equal answers")
+    seed: int = Field(0, ge=0, lt=2**63, description="sampling seed: equal seeds, equal answers")
     stop: list[Stop] = Field([], max_length=4, description="texts that end the answer")
     adapter: str | None = Field(
         None, min_length=1, max_length=128, description="one of /phase1/info, or base for none"

@@ -41,10 +41,11 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
 
         std      (r - mean) / (std + 1e-4), std with n - 1, as in TRL
         centred  r - mean                                                  Dr. GRPO
-        mean     (r - mean) / mean, of rewards that are shifted up to 0 where some are below: at
-                 most G - 1                                                MaxRL
-        share    G · (r - mean) / Σ |r - mean| of those on its side of the mean: +G / K for each of
-                 K right ones and -G / W for each of W wrong ones, with rewards 0 and 1     TOPR
+        mean     (r - mean) / mean, at most G - 1. If a reward is negative, all rewards of the
+                 group are first shifted up until the lowest is 0.         MaxRL
+        share    G · (r - mean) / Σ |r - mean|, summed over the rollouts on the same side of the
+                 mean. With rewards 0 and 1, each of K right rollouts gets +G / K and each of W
+                 wrong ones -G / W.                                        TOPR
 
     Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
     stays out of the group's mean and std and gets 0; so does the rest of a group that has fewer

@@ -36,10 +36,10 @@ from rlm.training.resolve import (
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
 VLLM_COMMAND = "vllm serve"
-# What is decided where base and sampler are.
+# Options that the server decides with --backend tinker: base and sampler are there.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-# What changes when the model is picked by the GPU's memory, on GSM8K.
+# Defaults when the GPU's memory picks the model, which then trains on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default on the command line without --steps
 REFILL_ROUNDS = 3  # a step replaces groups without signal at most so often

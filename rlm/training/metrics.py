@@ -161,7 +161,7 @@ class LearnMetrics:
     grad_norms: list[float] = field(default_factory=list)  # one per update
     sums: list[LossSums] = field(default_factory=list)  # last pass only
     entropy: list[float] = field(default_factory=list)  # first pass only
-    # Of the first update: summed and largest gap to the sampler's log-probabilities, and tokens.
+    # First update only: sum and maximum of the gap to the sampler's log-probabilities, and tokens.
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(

@@ -30,13 +30,15 @@ def resolve(
     start: AdapterInfo | None,
     gpu_defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the given options of a training config, completed by the start adapter or else the
-    machine: model, data, quantization, tool, rank, tags, system prompt.
+    """Return the given options of a training config, with the missing ones filled in.
+
+    Those come from the start adapter, or else from the machine: model, data, quantization, tool,
+    rank, tags, system prompt.
 
     Args:
         given: field → value.
-        gpu_defaults: other defaults for the model that a GPU picks; None (Python): the caller
-            names model and data.
+        gpu_defaults: defaults that replace the usual ones if the GPU's memory picks the model.
+            None, for calls from Python, picks no model and no data.
 
     Raises:
         UsageError: a given value contradicts the adapter.

@@ -16,9 +16,9 @@ from rlm.runs import TRACKER_NAMES
 from rlm.training.config import SWITCHES
 from rlm.training.resolve import check_start, resolve
 
-# What changes when the model is picked by the GPU's memory, on GSM8K.
 MAX_SAMPLES = 400  # unless the data is a file of the user's
 ENOUGH_STEPS = 20  # 11 examples taught nothing in one step, and a text task in twenty
+# Defaults when the GPU's memory picks the model, which then trains on GSM8K.
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
