@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from rlm.ops import build
-from rlm.ops.build import BuildError, load_library
+from rlm.ops.build import load_library
 
 MACROS = ["QUERIES=1", "WIDTH=8", "DRAWN=256"]
 
