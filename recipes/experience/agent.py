@@ -193,19 +193,19 @@ class Agent:
         self,
         stage: str,
         seed: str,
+        values: Mapping[str, str],
         *,
         examples: Sequence[tuple[str, str]] = (),
         schema: Mapping[str, Any] | None = None,
-        **values: str,
     ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same was asked before.
 
         Args:
             stage: the prompt's name.
             seed: whatever tells this request from others; a number made of it is sent.
+            values: for the prompt's placeholders; a $ inside a value stays what it is.
             examples: earlier turns, (question, answer).
             schema: what the reply has to be, as JSON schema, where the endpoint can see to that.
-            values: for the prompt's placeholders; a $ inside a value stays what it is.
 
         Raises:
             APIError: no reply; for the caller to record.
