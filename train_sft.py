@@ -19,7 +19,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlm.cli import check_command_line, run_main
 from rlm.training import SFTConfig
@@ -141,7 +141,7 @@ def learn(
     held_out: Sequence[Example] = (),
     about: Mapping[str, object] = MappingProxyType({}),
     left_out: int = 0,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Learn examples of token ids, write the adapter, and return what its run.json says.
 
     Args:

@@ -49,7 +49,7 @@ class Price:
     prompt: float = 0.0
     completion: float = 0.0
 
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+    def cost(self, prompt_tokens: float, completion_tokens: float) -> float:
         return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
 

@@ -193,19 +193,19 @@ class Agent:
         self,
         stage: str,
         seed: str,
+        values: Mapping[str, str],
         *,
         examples: Sequence[tuple[str, str]] = (),
         schema: Mapping[str, Any] | None = None,
-        **values: str,
     ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same was asked before.
 
         Args:
             stage: the prompt's name.
             seed: any value that tells this request from others; a hash of it is sent as the seed.
+            values: what replaces the prompt's placeholders; a $ inside a value stays a $.
             examples: earlier turns, (question, answer).
             schema: JSON schema that the reply must match, if the endpoint can enforce one.
-            values: what replaces the prompt's placeholders; a $ inside a value stays a $.
 
         Raises:
             APIError: no reply; for the caller to record.

@@ -99,8 +99,8 @@ def answer_all(
 
     def task(problem: Problem, sample: int) -> tuple[str, Callable[[], ChatReply]]:
         asked = apply_experiences(problem.question, library, nearest)
-        options = {"examples": asked.examples, "problem": asked.question}
-        return problem.id, partial(agent.ask, stage, f"{problem.id} {sample}", **options)
+        values, seed = {"problem": asked.question}, f"{problem.id} {sample}"
+        return problem.id, partial(agent.ask, stage, seed, values, examples=asked.examples)
 
     replies = run_all(agent, [task(p, i) for p in problems for i in range(samples)])
     return [replies[i : i + samples] for i in range(0, len(replies), samples)]

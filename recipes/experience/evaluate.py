@@ -20,7 +20,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
 from recipes.experience.answers import (
@@ -50,6 +50,7 @@ BASELINE = "no library"
 VOTE, CRITIC = "vote of the generators", "critic on their attempts"
 
 Score = Callable[[Sequence[ChatReply], Problem], float]
+T = TypeVar("T")
 
 
 @dataclass
@@ -96,7 +97,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
             selection = selection or {"config": json.loads(options.read_text(encoding="utf-8"))}
         if not selection:
             raise UsageError(f"{config.run_dir} holds no run of {config.role}; give a --dataset")
-        practised = selection["config"]["dataset"]
+        practised: str = selection["config"]["dataset"]
         dataset = OTHER_SET.get(practised, practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
     seen = {row["problem_text"] for rows in records for row in rows} | {*selection.get("seen", ())}
@@ -158,7 +159,7 @@ def last_score(k: int, replies: Sequence[ChatReply], problem: Problem) -> float:
     return mean_score(replies[-k:], problem)
 
 
-def _threes(replies: Sequence[ChatReply | None]) -> list[Sequence[ChatReply | None]]:
+def _threes(replies: Sequence[T]) -> list[Sequence[T]]:
     """Cut them into one reply of each generator."""
     size = len(GENERATORS)
     return [replies[i : i + size] for i in range(0, len(replies), size)]
@@ -167,10 +168,11 @@ def _threes(replies: Sequence[ChatReply | None]) -> list[Sequence[ChatReply | No
 def _ask_critic(
     critic: Agent, problem: Problem, attempts: Sequence[ChatReply | None], sample: int
 ) -> ChatReply | None:
-    if None in attempts:
+    given = [reply for reply in attempts if reply]
+    if len(given) < len(attempts):
         return None
-    values = {"problem": problem.question, "attempts": format_attempts(attempts, problem)}
-    return critic.ask("critic_answer", f"{problem.id} {sample}", **values)
+    values = {"problem": problem.question, "attempts": format_attempts(given, problem)}
+    return critic.ask("critic_answer", f"{problem.id} {sample}", values)
 
 
 def compare(
@@ -184,7 +186,9 @@ def compare(
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
         rate = score.get(name, mean_score)
-        scores = {problems[i].id: rate(row[i], problems[i]) for i in whole}
+        scores = {
+            problems[i].id: rate([reply for reply in row[i] if reply], problems[i]) for i in whole
+        }
         rows[name] = {
             "problems": len(whole),
             "accuracy": summarize_scores([*scores.values()]),

@@ -110,7 +110,7 @@ class Library:
         kind = "critic" if self.role == "critic" else "generator"
         try:
             reply = agent.ask(
-                f"{kind}_experience_extraction", problem.id, schema=self.schema, **values
+                f"{kind}_experience_extraction", problem.id, values, schema=self.schema
             )
             operations = find_object(reply.text, "operations")["operations"]
             if not isinstance(operations, list):
@@ -139,7 +139,7 @@ class Library:
             else:
                 reason = self._refusal(action, old, content, category, problem)
             if reason is None and action == "delete":
-                self.items.remove(old)
+                self.items = [item for item in self.items if item is not old]
             elif reason is None:
                 name = self._write(old, content, category, problem, now)
             outcome = {"action": action, "id": name, "content": content}
@@ -165,7 +165,7 @@ class Library:
         return "duplicate" if any(_similar(content, other) for other in others) else None
 
     def _write(
-        self, old: Lesson | None, content: str, category: str, problem: Problem, now: str
+        self, old: Lesson | None, content: Any, category: Any, problem: Problem, now: str
     ) -> str:
         """Change a lesson or add one; return its id."""
         if old:

@@ -200,25 +200,26 @@ def plan_value(plan: Plan) -> Fraction | None:
     None where that is not possible: something is not known, a formula is none, or it needs more
     than + - * / // % ** and a few functions that give exact numbers.
     """
-    values = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
+    known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
+    values = {name: value for name, value in known.items() if value is not None}
     rules = {link.effect: link.rule for link in plan.causal_graph}
     try:
         for step in plan.computation_plan:
-            (statement,) = ast.parse(rules[step.target].strip()).body
-            values[step.target] = values[step.id] = _evaluate(statement.value, values)
+            formula = _formula(rules[step.target])
+            values[step.target] = values[step.id] = _evaluate(formula, values)
         return values[plan.target_variable]
     except NOT_COMPUTABLE:
         return None
 
 
-def _evaluate(node: ast.AST, values: Mapping[str, Fraction | None]) -> Fraction:
+def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
     """The value of an expression over names; an exception where it has none."""
     of = partial(_evaluate, values=values)
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))
         case ast.Name(id=name):
-            return Fraction(values[name])  # a TypeError for None
+            return values[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -of(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
@@ -234,9 +235,18 @@ def _evaluate(node: ast.AST, values: Mapping[str, Fraction | None]) -> Fraction:
 
 
 def is_arithmetic(rule: str) -> bool:
-    """Tell whether `a * b`, or the right-hand side of `c = a * b`, is arithmetic over names."""
-    try:
-        (statement,) = ast.parse(rule.strip()).body if len(rule) <= MAX_RULE else ()
-        return all(isinstance(node, ARITHMETIC) for node in ast.walk(statement.value))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, AttributeError):
+    """Tell whether a rule, or its right-hand side, is arithmetic over names."""
+    if len(rule) > MAX_RULE:
         return False
+    try:
+        return all(isinstance(node, ARITHMETIC) for node in ast.walk(_formula(rule)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _formula(rule: str) -> ast.expr:
+    """Parse `a * b`, or the right-hand side of `c = a * b`."""
+    (statement,) = ast.parse(rule.strip()).body
+    if not isinstance(statement, ast.Expr | ast.Assign):
+        raise ValueError(f"{rule} is no formula")
+    return statement.value

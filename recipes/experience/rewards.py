@@ -77,9 +77,10 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     verdict = grade(text, problem.answer, strict=False)
     answer = verdict.answer or ""
     if verdict.reason == "wrong" and tolerance:
-        gold = parse_number(problem.answer)
-        if abs(verdict.value - gold) <= Fraction(tolerance) * abs(gold):
-            return True, answer, "correct"
+        value, gold = verdict.value, parse_number(problem.answer)
+        if isinstance(value, Fraction) and gold is not None:
+            near = abs(value - gold) <= Fraction(tolerance) * abs(gold)
+            return near, answer, "correct" if near else "wrong"
     return verdict.correct, answer, verdict.reason
 
 
@@ -201,9 +202,9 @@ def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
 def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed: str) -> float:
     """Average the judge's five scores, all of which must be there and be scores."""
     values = {"problem": problem.question, "scaffold": plan.text(), "solution": solution}
-    reply = judge.ask("judge_logic", seed, schema=LOGIC_SCHEMA, **values)
+    reply = judge.ask("judge_logic", seed, values, schema=LOGIC_SCHEMA)
     found = find_object(reply.text, LOGIC_SCORES[0])
-    scores = [found.get(name) for name in LOGIC_SCORES]
+    scores: list[Any] = [found.get(name) for name in LOGIC_SCORES]
     if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
         raise ReplyError(f"not five scores from 0 to 1: {str(scores)[:200]}")
     return fmean(scores)

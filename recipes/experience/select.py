@@ -158,16 +158,17 @@ def _rule(critic: Agent, group: Group) -> Candidate | None:
     problem, pair = group.problem, (group.right[0], group.wrong[0])
     right, wrong = (format_attempt(reply, problem) for reply in pair)
     values = {"problem": problem.question, "right": right, "wrong": wrong}
-    text = shorten(split_completion(critic.ask("rule", problem.id, **values).text)[1])
-    is_lesson = text and not reveals_gold(text, problem)
-    return Candidate("rule", problem, text) if is_lesson else None
+    text = shorten(split_completion(critic.ask("rule", problem.id, values).text)[1])
+    if text is None or reveals_gold(text, problem):
+        return None
+    return Candidate("rule", problem, text)
 
 
 def _fusion(critic: Agent, group: Group) -> Candidate | None:
     problem = group.problem
     attempts = format_attempts([*group.wrong, *group.right], problem)
     values = {"problem": problem.question, "attempts": attempts}
-    reply = critic.ask("critic_answer", problem.id, **values)
+    reply = critic.ask("critic_answer", problem.id, values)
     if not is_right(reply, problem):
         return None
     return Candidate("fusion", problem, format_attempt(reply, problem))
@@ -257,8 +258,10 @@ def main(config: SelectConfig) -> int:
     announce_cost(estimate(config, [*practise, *held_out]), agents.values(), config.max_cost)
     if config.plan:
         return 0
-    options = {"stage": config.stage}
-    drawn = [answer_all(agents[n], practise, (), config.samples, **options) for n in GENERATORS]
+    drawn = [
+        answer_all(agents[name], practise, (), config.samples, stage=config.stage)
+        for name in GENERATORS
+    ]
     attempts = [[*chain(*each)] for each in zip(*drawn, strict=True)]
     groups = differing_groups(practise, attempts, config.groups)
     terminal.line(f"{len(groups)} problems have both right and wrong attempts")

@@ -118,7 +118,7 @@ class Trainer:
         propose = self._fuse_plans if self.is_critic else self._write_plan
         try:
             plan, text, r_fusion = propose(row, seed, values | {"experiences": lessons}, *proposals)
-            reply = self.agent.ask("answer", seed, scaffold=text, **values)
+            reply = self.agent.ask("answer", seed, values | {"scaffold": text})
             about = (problem, plan, reply.text, self.weights)
             solved = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
             thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
@@ -136,7 +136,7 @@ class Trainer:
     def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
         """Ask for a plan; text that is none is followed as it is."""
         row["scaffold"] = _plan_text(None, "")
-        text = self.agent.ask("scaffold", seed, schema=PLAN_SCHEMA, **values).text
+        text = self.agent.ask("scaffold", seed, values, schema=PLAN_SCHEMA).text
         plan, row["scaffold_error"] = _read_plan(text)
         row["scaffold"] = _plan_text(plan, text)
         return plan, plan.text() if plan else text, {}
@@ -160,7 +160,7 @@ class Trainer:
                 for number, (plan, answer) in enumerate(proposals, 1)
             ]
             values |= {"proposals": "\n\n".join(shown)}
-            reply = self.agent.ask("fusion", seed, schema=PLAN_SCHEMA, **values)
+            reply = self.agent.ask("fusion", seed, values, schema=PLAN_SCHEMA)
             fused, row["scaffold_error"] = _read_plan(reply.text, acyclic=True)
             r_fusion = fusion_reward(fused, plans) if fused else 0.0
             if fused:
@@ -198,7 +198,7 @@ class Trainer:
         self.records += rows
         self.library.save()
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> Row:
         """Count what became of rollouts, groups, operations and calls, resumes included.
 
         Numbers, and dicts of numbers; `learned` alone is a sentence.
@@ -312,8 +312,8 @@ def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
     What a failed call or a failed judge left open compares with nothing. Without any rollout
     μ is None; fewer than two do not differ: σ is 0.
     """
-    rewards = [_rewards(row) for row in group]
-    totals = [each["r_total"] for each in rewards if None not in each.values()]
+    whole = [each for row in group if None not in (each := _rewards(row)).values()]
+    totals = [total for each in whole if (total := each["r_total"]) is not None]
     return (statistics.fmean(totals), statistics.pstdev(totals)) if totals else (None, 0.0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import Orchestrator
-from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.cli import UsageError, check_values, flag, required, run_main, terminal
 from rlm.data import Problem
 from rlm.model import prepare_process
 
@@ -33,21 +33,23 @@ def main(config: AskConfig) -> int:
     prepare_process()
     orchestrator = Orchestrator.load(config.run)
     # The gold does not matter: the verdict also carries the answer as it was found.
-    problem = Problem("asked", config.question, "0")
+    problem = Problem("asked", required(config.question, "question"), "0")
     for attempt in range(config.tries):
         (run,) = orchestrator.solve([problem], temperature=min(attempt, 1), seed=attempt)
+        written = run.written
+        assert written is not None  # by `solve`
         if isinstance(run.graph, Graph):
             break
         terminal.line(f"no valid graph ({run.graph.reason}: {run.graph.detail})")
     else:
-        last = run.written.text[:200]
+        last = written.text[:200]
         raise UsageError(f"no valid graph in {config.tries} tries; the last: {last}")
     if run.error:
         raise UsageError(run.error)
     for agent, reply in zip(run.graph.agents, run.replies, strict=True):
         terminal.line(f"{agent.id}, told: {agent.system_prompt}\n{reply.text}\n")
     terminal.line(
-        f"answer: {run.verdict.answer or 'none found'}  (graph {run.written.completion_tokens} "
+        f"answer: {run.verdict.answer or 'none found'}  (graph {written.completion_tokens} "
         f"tokens, agents {run.completion_tokens})"
     )
     return 0

@@ -16,7 +16,7 @@ from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
 from recipes.orchestrator.plans import random_plan
-from rlm.cli import Interrupted, terminal, to_dict
+from rlm.cli import Interrupted, required, terminal, to_dict
 from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
 from rlm.model import AdapterInfo, check_adapter, load_tokenizer
 from rlm.training import Example, SFTConfig, follow_adapter, mask_prompt
@@ -69,7 +69,7 @@ def train_start_adapter(
     if config.start_from:
         check_adapter(config.start_from, "--start-from none begins with a new one")
         config = follow_adapter(config, AdapterInfo.load(config.start_from))
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(required(config.model, "--model"))
     examples = make_examples(tokenizer, problems, config, format)
     sft = SFTConfig(
         model=config.model,
@@ -81,7 +81,7 @@ def train_start_adapter(
         epochs=1,
         learning_rate=LEARNING_RATE,
         seed=config.seed,
-        output=config.sft_adapter,
+        output=required(config.sft_adapter, "--sft-adapter"),
         run_dir=config.run_dir.with_name(f"{config.run_dir.name}_cold_start"),
     )
     terminal.line(

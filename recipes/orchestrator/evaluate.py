@@ -18,12 +18,12 @@ from itertools import compress
 from pathlib import Path
 from statistics import fmean
 
-from recipes.orchestrator.graph import Graph
+from recipes.orchestrator.graph import Graph, InvalidGraph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.api_client import Price
-from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
+from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
 from rlm.data import Problem, is_local_file, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
@@ -227,7 +227,8 @@ def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
     for pair in changed[:count]:
         terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
         for when, run in zip(("before", "after"), pair, strict=True):
-            told = " | ".join(run.graph.texts) or run.graph.reason
+            graph = run.graph
+            told = graph.reason if isinstance(graph, InvalidGraph) else " | ".join(graph.texts)
             terminal.line(f"  {when}, {'right' if run.verdict.correct else 'wrong'}: {told}")
 
 
@@ -252,7 +253,7 @@ def main(config: EvaluateConfig) -> int:
     prepare_process()
     check_writable("--output", config.output)  # before the hours, not after them
     orchestrator = Orchestrator.load(config.run[0])
-    dataset = orchestrator.config.dataset
+    dataset = required(orchestrator.config.dataset, "--dataset")
     split = config.split or ("validation" if is_local_file(dataset) else "test")
     problems = load_problems(dataset, split, max_samples=config.max_samples)
     policy, render = orchestrator.policy, orchestrator.render

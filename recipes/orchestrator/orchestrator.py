@@ -18,7 +18,7 @@ from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import parse_graph
 from recipes.orchestrator.runner import Call, LocalLLM, RemoteLLM, Runner, Trajectory
 from rlm.api_client import APIClient
-from rlm.cli import UsageError, command_of, parse
+from rlm.cli import UsageError, command_of, parse, required
 from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.model import (
     AdapterInfo,
@@ -37,6 +37,7 @@ from rlm.tools import load_tool
 if TYPE_CHECKING:
     from peft import PeftModel
 
+    from rlm.sampling import RolloutSampler
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
 SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # by --graph-form
@@ -78,10 +79,12 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
     """
     if config.agent_url:
         limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
-        return RemoteLLM(APIClient(config.agent_url, **limits), config.agent_model)
+        name = required(config.agent_model, "--agent-model")
+        return RemoteLLM(APIClient(config.agent_url, **limits), name)
     if config.agent_adapter:
         check_adapter(config.agent_adapter, f"run: {command_of('train_grpo')}")
-    return AgentModel(config.agent_model or config.model, config.agent_adapter, config.quantize)
+    name = config.agent_model or required(config.model, "--model")
+    return AgentModel(name, config.agent_adapter, config.quantize)
 
 
 def load_agents(
@@ -127,7 +130,7 @@ class Orchestrator:
         agents: AgentModel | RemoteLLM,
         policy: PeftModel,
         tokenizer: PreTrainedTokenizerBase,
-        sampler: Sampler,
+        sampler: RolloutSampler,
     ) -> None:
         self.config, self.agents, self.policy = config, agents, policy
         self.writer = LocalLLM(sampler, tokenizer)
@@ -148,11 +151,12 @@ class Orchestrator:
                 f"{run_dir} holds no run; python -m recipes.orchestrator.train makes one"
             )
         config = parse(OrchestratorConfig, ["--config", str(file)])
-        check_adapter(config.output, "the run has not ended: train with --resume")
-        check_base(config.output, config.model, base_model_hash(config.model))
-        tokenizer = load_tokenizer(config.model)
-        base = load_base(config.model, pick_device(), quantize=config.quantize)
-        policy = load_adapter(base, config.output, trainable=False)
+        model, output = required(config.model, "--model"), required(config.output, "--output")
+        check_adapter(output, "the run has not ended: train with --resume")
+        check_base(output, model, base_model_hash(model))
+        tokenizer = load_tokenizer(model)
+        base = load_base(model, pick_device(), quantize=config.quantize)
+        policy = load_adapter(base, output, trainable=False)
         if config.sft_adapter:
             check_adapter(config.sft_adapter, "it is what the run began with")
             load_adapter(policy, config.sft_adapter, trainable=False, name="start")

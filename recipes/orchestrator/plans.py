@@ -29,11 +29,11 @@ def oracle_plan(problem: Problem) -> Graph | None:
     The second agent takes the last step, and the first one the last of the steps before it whose
     result that needs. What else is needed is written out.
     """
-    *before, last = steps_of(problem) or [None]
-    for number in reversed(range(len(before))):
-        second = _write_out(last.left, before, number)
+    steps = steps_of(problem)
+    for number in reversed(range(len(steps) - 1)):
+        second = _write_out(steps[-1].left, steps[:-1], number)
         if "{agentA}" in second:
-            first = _write_out(before[number].left, before[:number])
+            first = _write_out(steps[number].left, steps[:number])
             return Graph.plan(f"What is {first}?", f"What is {second}?")
     return None
 

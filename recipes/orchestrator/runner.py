@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,7 +33,10 @@ from rlm.api_client import APIClient, APIError
 from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.grading import Verdict, grade
 from rlm.rewards import Scores
-from rlm.sampling import Sampler, SamplingParams, VLLMSampler, prompt_seed
+from rlm.sampling import Sampler, SamplingParams, prompt_seed
+
+if TYPE_CHECKING:
+    from rlm.sampling import RolloutSampler
 
 _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
@@ -63,7 +66,7 @@ class Reply:
 class LocalLLM:
     """Answers calls with a model of ours, through the sampling engine."""
 
-    sampler: Sampler | VLLMSampler
+    sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
     use_adapter: Callable[[], AbstractContextManager] = nullcontext  # while it writes
 
@@ -83,7 +86,7 @@ class LocalLLM:
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return [
             Reply(
-                decode(c.token_ids),
+                str(decode(c.token_ids)),
                 len(prompt),
                 len(c.token_ids),
                 logprobs=c.logprobs,
@@ -163,7 +166,7 @@ class Trajectory:
         if self.error:
             return Verdict(False, "agent_failed", None)
         text, tags = self.replies[-1].text, self.format.tags
-        return grade(text, self.problem.answer, strict=False, **tags)
+        return grade(text, self.problem.answer, strict=False, kind="number", **tags)
 
     @property
     def leak(self) -> bool:
@@ -271,7 +274,8 @@ class GraphReward:
         self,
         problems: Sequence[Problem],
         groups: Sequence[Sequence[str]],
-        *_: Sequence[Sequence[object]],
+        truncated: Sequence[Sequence[bool]] | None = None,
+        token_ids: Sequence[Sequence[list[int]]] | None = None,
     ) -> Scores:
         """Score each graph by its text alone: one that was cut off is no JSON."""
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]

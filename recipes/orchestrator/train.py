@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ from recipes.orchestrator.config import DEFAULT_START, Config, OrchestratorConfi
 from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_agents, render
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
-from rlm.cli import UsageError, run_main, terminal
+from rlm.cli import UsageError, required, run_main, terminal
 from rlm.data import Problem, is_local_file, load_problems, require_numeric_answers
 from rlm.model import (
     ADAPTER_FILES,
@@ -47,7 +47,7 @@ from rlm.training import (
 )
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
 
 # Column of train_logs.csv → metric of a step.
 LOGS = {
@@ -71,6 +71,9 @@ Log = dict[str, float | None]
 class OrchestratorTrainer(GRPOTrainer):
     """Trains with GRPO; completions are graphs, and the agents' answers are the reward."""
 
+    config: OrchestratorConfig  # narrower than the trainer's own
+    scorer: GraphReward
+
     def __init__(
         self,
         config: OrchestratorConfig,
@@ -81,7 +84,7 @@ class OrchestratorTrainer(GRPOTrainer):
     ) -> None:
         """Load the orchestrator, unless tokenizer and policy are `loaded`, and the agents."""
         self._loaded = loaded
-        super().__init__(config.model, config, device=device)
+        super().__init__(required(config.model, "--model"), config, device=device)
         models = (self.policy, self.tokenizer, self.sampler)
         self.orchestrator = Orchestrator(self.config, agents, *models)
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
@@ -97,7 +100,7 @@ class OrchestratorTrainer(GRPOTrainer):
 
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
-    ) -> dict[str, Sequence[float | None]]:
+    ) -> dict[str, list[float]]:
         """Return 1 for each problem that its greedy graph solves, else 0; k is 1."""
         runs = self.orchestrator.solve(problems, seed=self.config.seed, on_finish=advance)
         if failed := sum(run.error is not None for run in runs):
@@ -155,7 +158,7 @@ class OrchestratorTrainer(GRPOTrainer):
         train: Sequence[Problem],
         validation: Sequence[Problem] = (),
         test: Sequence[Problem] = (),
-    ) -> tuple[list[Log], dict[str, object]]:
+    ) -> tuple[list[Log], dict[str, Any]]:
         """Train, test what is exported, and return the lines of train_logs.csv and the summary."""
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
@@ -212,10 +215,12 @@ def make_lora_orchestrator(
 ) -> PeftModel:
     """Load the base with the adapter to train: a given one, or one that changes nothing yet."""
     model = load_agent_model(orchestrator_id)
-    origin = {"model": model.name, "quantize": model.quantize, "sft_adapter": start_adapter}
+    origin: dict[str, Any] = {"model": model.name, "quantize": model.quantize}
+    origin |= {"sft_adapter": start_adapter}
     policy = load_policy(OrchestratorConfig(**origin, seed=seed), model.name, None)
-    lora = policy.peft_config["default"]
-    policy.origin = origin | {"lora_r": lora.r, "lora_alpha": lora.lora_alpha}
+    lora = cast("LoraConfig", policy.peft_config["default"])
+    origin |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha}
+    policy.origin = origin  # pyright: ignore[reportArgumentType]  # torch's stub
     return policy
 
 
@@ -259,14 +264,15 @@ def main(config: OrchestratorConfig) -> int:
     start = config.sft_adapter
     start_is_missing = start is not None and not (start / ADAPTER_FILES[0]).is_file()
     agents = choose_agents(config)
+    dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_local_file(config.dataset):  # whose test split is all of it
+    if config.test_samples and not is_local_file(dataset):  # whose test split is all of it
         own = {"columns": config.columns, "max_samples": config.test_samples}
-        test = load_problems(config.dataset, "test", **own)
-    require_numeric_answers(config.dataset, [*train, *validation, *test])
-    check_output(config.output)
-    if start_is_missing:
+        test = load_problems(dataset, "test", **own)
+    require_numeric_answers(dataset, [*train, *validation, *test])
+    check_output(output)
+    if start and start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(f"{start} is not there: make it in one process first (--steps 1)")
         if config.run_dir in start.parents:
@@ -286,7 +292,7 @@ def main(config: OrchestratorConfig) -> int:
         "test accuracy": tested,
         "time": terminal.duration(summary["seconds"]),
         "peak memory": f"{summary['peak_memory_gb']:.1f} GB",
-        "adapter": config.output,
+        "adapter": output,
         "next": f"python -m recipes.orchestrator.evaluate --run {config.run_dir}",
     }
     terminal.table("Done", facts)

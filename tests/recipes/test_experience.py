@@ -178,6 +178,8 @@ def test_r_logic_without_a_judge(changes, failed):
         ("pens.bit_length()", None),
         ("(" * 5000, None),
         ("pens; boxes", None),
+        ("total = pens * boxes", Fraction(2232)),
+        ("total -= pens", None),  # no rule of total alone
     ],
 )
 def test_a_plan_is_computed_exactly_or_not_at_all(rule, value):
@@ -207,7 +209,8 @@ def test_r_logic_asks_whether_the_answer_follows_from_the_plan(question, answer,
     [
         "", "multiply them", "a < b", "a = b = c < d", "x.y", "().__class__", "[1, 2]", "lambda: 1",
         "1 if 1 else 2", "import os", "1; 2", "f'{1}'", "(" * 250 + "1" + ")" * 250, "1" * 301,
-        "\x00", "3 = 4", "a: int", "max(1, key=abs)",
+        "\x00", "3 = 4", "a: int", "a: b = 1", "a += b", "return a",
+        "max(1, key=abs)",
     ],
 )  # fmt: skip
 def test_what_is_no_arithmetic_does_not_parse(rule):

@@ -178,7 +178,7 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
 def test_ctrl_c_sends_no_queued_request():
     asked = []
 
-    def ask(stage, seed, **values):
+    def ask(stage, seed, values, examples):
         asked.append(seed)
         if len(asked) == 1:
             raise KeyboardInterrupt
