@@ -279,10 +279,11 @@ def test_the_report_says_that_choices_are_numbered_from_1(tmp_path, row, labels,
     assert (f"{last}; choices are numbered from 1" in caplog.text) == is_said
 
 
-def test_a_number_outside_the_choices_of_its_file_is_refused(tmp_path):
-    rows = [SOCIAL | {"label": label} for label in (3, 0, 1)]
+@pytest.mark.parametrize("outside", [0, 4])  # of three, numbered from 1
+def test_a_number_outside_the_choices_of_its_file_is_refused(tmp_path, outside):
+    rows = [SOCIAL | {"label": label} for label in (3, outside, 1)]
     said = refusal(write_jsonl(tmp_path / "m.jsonl", rows), "test", columns="answer=label")
-    assert "line 2: the answer is none of the choices: '0'" in said
+    assert f"line 2: the answer is none of the choices: '{outside}'" in said
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,19 @@ def test_a_draw_stops_at_a_step_that_gives_no_positive_integer(step):
 
 
 @pytest.mark.parametrize(
+    ("entry", "numbers"),
+    [
+        ("2 to 4", [2, 3, 4]),
+        ("10 to 30 by 10", [10, 20, 30]),
+        ("0.5 to 2 by 0.5", [Fraction(1, 2), 1, Fraction(3, 2), 2]),
+        ("1.1 to 1.6 by 0.2", [Fraction(11, 10), Fraction(13, 10), Fraction(3, 2)]),
+    ],
+)
+def test_a_range_holds_its_last_number(entry, numbers):
+    assert list(word_problems._options(entry, Path("table.yaml"))) == numbers
+
+
+@pytest.mark.parametrize(
     ("value", "spec", "text"),
     [
         (2345, "", "2345"),

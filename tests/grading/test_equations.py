@@ -43,6 +43,7 @@ def test_equations_are_found(text, values):
         # rounded to the decimals that are written, or wrong
         ("1/3 = 0.33, 2/3 = 0.67, 10 / 3 = 3.333, 1/3 = 33.3%, 1/8 = 0.13", [True] * 5),
         ("2/3 = 0.66, 10 / 3 = 3, 7 / 2 = 4, 1/3 = 0.3333 + 0, 1 / 3 = 0.34", [False] * 4),
+        ("1/3 = 36.1%, 1/3 = 33.4%, 2/3 = 66%", [False] * 3),  # decimals of the percentage
         # the mark, and what is written around it
         ("3 + 5 = <<3+5=8>>8", [True, True]),
         ("3 + 5 = $<<3+5=8>>9", [False, True]),

@@ -227,6 +227,10 @@ def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenize
         assert drawn() == first
     merged.release()
     assert drawn() == second
+    with torch.no_grad():  # one tensor alone is a change, too
+        tensor.normal_(0, 1)
+        before[name] = tensor.clone()
+    assert drawn() != second
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.named_parameters())
 
 
@@ -544,6 +548,8 @@ def test_top_k_and_top_p_are_exact():
     assert kept(top_p=0.6) == [False, True, False, True]
     assert kept(top_p=0.81) == [True, True, False, True]
     assert kept(top_p=1e-300) == [False, True, False, False]  # zero in single precision
+    halves = apply_top_k_top_p(torch.zeros(1, 4), SamplingParams(1, top_p=0.5))
+    assert halves.isfinite().sum() == 2  # two quarters reach a half: no third
     _, logprob = sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1, top_k=1), TorchOps())
     assert logprob.item() == pytest.approx(0)  # under the distribution that was drawn from
 

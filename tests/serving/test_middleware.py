@@ -20,7 +20,7 @@ from rlm.cli.options import UsageError
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts, Bucket, Keys, load_keys, new_key
 from rlm.serving.errors import HTTPProblem, invalid
-from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
+from rlm.serving.middleware import SecurityMiddleware, SecuritySettings, read_body
 
 AUTH = f"Authorization: Bearer {KEY}"
 
@@ -45,6 +45,29 @@ def lines(server_log):
         return written
 
     return wait_for
+
+
+# What is sent
+
+
+def test_the_parts_of_a_body_count_together():
+    """However the server cuts it: here each part alone is within the limit."""
+    settings = SecuritySettings(Keys([]), AllowedHosts(), max_body=5)
+
+    async def read(size: int) -> bytes:
+        sent = [b"12", b"34", b"5" * (size - 4)]
+        parts = iter({"body": part, "more_body": part is not sent[-1]} for part in sent)
+
+        async def receive():
+            return {"type": "http.request", **next(parts)}
+
+        replay = await read_body({}, receive, Headers({}), settings)
+        return (await replay())["body"]
+
+    assert asyncio.run(read(5)) == b"12345"
+    with pytest.raises(HTTPProblem) as caught:
+        asyncio.run(read(6))
+    assert caught.value.status == 413
 
 
 # Errors

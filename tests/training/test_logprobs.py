@@ -15,7 +15,13 @@ from rlm.ops.kernels import Kernels
 from rlm.training.advantages import group_advantages
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import make_micro_batches, row_weights
-from rlm.training.logprobs import attention_mask, score_tokens, token_logprobs
+from rlm.training.config import GRPOConfig
+from rlm.training.logprobs import (
+    attention_mask,
+    score_tokens,
+    set_constant_logprobs,
+    token_logprobs,
+)
 from rlm.training.loss import policy_loss
 from rlm.training.mixed_precision import MixedPrecisionAdapter
 from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
@@ -71,6 +77,34 @@ def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm, t
         assert torch.allclose(gradients(policy, rollouts, rows, **options), expected, atol=1e-6)
     shuffled = random.Random(1).sample(rollouts, len(rollouts))
     assert torch.allclose(gradients(policy, shuffled, 4, **options), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "updates", "matches_trainer", "old"),
+    [
+        ("grpo", 1, True, None),
+        ("grpo", 1, False, None),
+        ("grpo", 2, True, "sampler"),
+        ("grpo", 2, False, "scored"),
+        ("topr", 1, False, "sampler"),
+    ],
+)
+def test_where_the_old_logprobs_come_from(policy, algorithm, updates, matches_trainer, old):
+    """With several mini-batches, before the first update; with one, the first pass sets them."""
+    batches = [make_micro_batches(some_rollouts(seed=i), 4, 10_000, "cpu") for i in range(updates)]
+    config = GRPOConfig(algorithm=algorithm, kl_weight=0)
+
+    def score(micro, temperature):
+        return micro.sampler_logprobs - 1, micro.sampler_logprobs
+
+    corrects = set_constant_logprobs(policy, score, config, batches, matches_trainer)
+    assert corrects == (old != "sampler" and not matches_trainer)
+    for micro in (micro for micro_batches in batches for micro in micro_batches):
+        if old is None:
+            assert micro.old_logprobs is None
+        else:
+            expected = micro.sampler_logprobs - (1 if old == "scored" else 0)
+            assert torch.equal(micro.old_logprobs, expected)
 
 
 def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):
