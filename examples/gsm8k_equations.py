@@ -201,7 +201,8 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
     is no variant if a number could be both of the first two, if one comes from nowhere (computed
     without the calculator, it may depend on what is drawn anew), if the question writes one that no
     equation uses (a total that would not fit any more), if an equation is not exact, or if the
-    largest of something is asked for.
+    largest of something is asked for. Nor is there one if the solution's text has a number that is
+    in no equation, or counts in words what the question does not.
     """
     equations = solution.equations
     written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]  # all, 5:8 too
@@ -223,8 +224,8 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
         values = {number: str(draw_near(int(number), rng)) for number in free}
         changed = recompute(equations, values)
         if changed and any(number != Fraction(drawn) for number, drawn in values.items()):
-            results = zip(equations, changed, strict=True)
-            known = values | {Fraction(old): new for (_, old), (_, new) in results}
+            renewed = zip(equations, changed, strict=True)
+            known = values | {Fraction(old): new for (_, old), (_, new) in renewed}
             texts = [
                 _put_in(known, _NUMBER, re.sub(r"(?<=\d),(?=\d)", "", t)) for t in solution.texts
             ]

@@ -324,9 +324,10 @@ def _letters(text: str) -> str:
 OTHER_UNITS = {
     "warmup_ratio": ("warmup_steps", "a number of updates"),
     "warmup_steps": ("warmup_share", "a share of the steps"),
-    "num_train_epochs": ("steps", "problems times passes, divided by the batch size"),
-    "num_epochs": ("steps", "problems times passes, divided by the batch size"),
-    "epochs": ("steps", "problems times passes, divided by the batch size"),
+    **dict.fromkeys(
+        ("num_train_epochs", "num_epochs", "epochs"),
+        ("steps", "problems times passes, divided by the batch size"),
+    ),
     "gradient_accumulation_steps": ("batch_size", "all that an update learns from"),
     "val_size": ("eval_samples", "a number of problems"),
     "val_set_size": ("eval_samples", "a number of problems"),

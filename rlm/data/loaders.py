@@ -60,8 +60,8 @@ CONFIGS = {"gsm8k": ("main", "socratic")}
 # OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
 # (or max_samples, if that is more), and train is a sample of these.
 OPENMATH_POOL = 5000
+ALL_LEVELS, SENTENCES = "1-4", "sentences"  # what may stand behind word-problems:
 # Made if max_samples is None: of train, and of every other split.
-ALL_LEVELS, SENTENCES = "1-4", "sentences"
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,9 +118,7 @@ def parse_rows(
     """
     first = None
     if columns is not None:
-        rows = iter(rows)
-        head = [*itertools.islice(rows, min(HEAD, limit or HEAD))]
-        first, rows = _first_number(head, columns), itertools.chain(head, rows)
+        first, rows = _first_number(iter(rows), columns, min(HEAD, limit or HEAD))
         parse = partial(parse, first=first)
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
@@ -167,17 +165,22 @@ def parse_rows(
 
 
 def _first_number(
-    rows: Iterable[tuple[int, bytes | Row | Problem]], columns: Mapping[str, str]
-) -> int | None:
-    """The number of the first choice, as the first row has it that says one (`first_number`)."""
-    for _, row in rows:
+    rows: Iterator[tuple[int, bytes | Row | Problem]], columns: Mapping[str, str], count: int
+) -> tuple[int | None, Iterator[tuple[int, bytes | Row | Problem]]]:
+    """Look at the first `count` rows for one that tells the number of the first choice.
+
+    Returns:
+        `first_number` of that row, or None, and all rows.
+    """
+    head, first = [*itertools.islice(rows, count)], None
+    for _, row in head:
         with suppress(ValueError, RecursionError):  # a bad row is reported when it is parsed
             row = _decode(row) if isinstance(row, bytes) else row
-            if isinstance(row, Problem):
-                continue
-            if (first := first_number(rename_columns(row, columns))) is not None:
-                return first
-    return None
+            if not isinstance(row, Problem):
+                first = first_number(rename_columns(row, columns))
+        if first is not None:
+            break
+    return first, itertools.chain(head, rows)
 
 
 def _repeats(problems: Sequence[Problem]) -> list[str]:

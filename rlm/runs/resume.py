@@ -81,6 +81,7 @@ def resume_run(
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
+    may_change = {*may_change, *free_steps(began["config"], origin["config"])}
     if changes := differences(began, origin, may_change, defaults):
         raise UsageError(
             f"{where} was started with other options or data ({'; '.join(changes)}); type what it "
@@ -94,6 +95,16 @@ def resume_run(
     longer = f"; {asked} steps instead of {steps}" if asked != steps else ""
     terminal.line(f"resumed {run.path} before step {state['step'] + 1}{longer}")
     return tensors, state
+
+
+def free_steps(was: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return {"steps"} if a resumed run may have another number of steps than it began with.
+
+    It may have more: the learning rate of the steps to come then falls over all of them. At a
+    constant rate it may have any number.
+    """
+    is_longer = (now.get("steps") or 0) > (was.get("steps") or 0)
+    return {"steps"} if is_longer or now.get("lr_schedule") == "constant" else set()
 
 
 def data_id(what: str, rows: Sequence[object]) -> str:
@@ -112,19 +123,14 @@ def differences(
 ) -> list[str]:
     """List the differences between two runs as "what: old → new".
 
-    More steps are none: the rate of the steps to come then falls over all of them.
-
     Args:
         old, new: `run_origin` then and now.
     """
     was, now = {**defaults, **old["config"]}, new["config"]
-    is_longer = (now.get("steps") or 0) > (was.get("steps") or 0)
-    is_free = is_longer or now.get("lr_schedule") == "constant"
-    free = {*may_change, *(["steps"] if is_free else [])}
     found = [
         f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
         for name in now
-        if name not in free and was.get(name) != now[name]
+        if name not in may_change and was.get(name) != now[name]
     ]
     if old["start"] != new["start"]:
         found.append("the adapter that training started from: other tensors under its name")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_PROMPT = 2048  # tokens that a server accepts
+LONGEST_PROMPT = 2048  # tokens of the longest prompt that a started server accepts
 
 
 class RunServers:
