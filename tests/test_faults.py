@@ -616,8 +616,11 @@ def test_other_options_and_data_are_shown_and_refused(runs, monkeypatch):
     assert "--max-num-seqs" not in ended.text  # how fast, not what
     assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
 
+    ended = runs.run("run", "--resume", steps=3, lr_schedule="linear")
+    assert (ended.code, "before step 3; 3 steps instead of 2" in ended.text) == (0, True)
+
     monkeypatch.setattr("tests.test_faults.PROBLEMS", PROBLEMS[1:])
-    ended = runs.run("run", "--resume", steps=2)
+    ended = runs.run("run", "--resume", steps=3, lr_schedule="linear")
     assert ended.code == 2
     assert "training data: 40 problems, sha256 " in ended.text
     assert "→ 39 problems, sha256 " in ended.text
