@@ -5,7 +5,6 @@
 # make test    everything but the slow tests (2 to 6 minutes on two cores)
 # make test-faults  kill runs at every point, and see them go on (about 6 minutes)
 # make test-isa    what depends on numbers, as on other CPUs: AVX2, AVX-512, AVX512-BF16, AMX, no compiler
-# make test-tiles  matrix products with AMX tiles on a CPU that has them: bits, and speed beside oneDNN's
 # make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
@@ -28,7 +27,7 @@ TORCH_INDEX ?=
 # Without setuptools' box about folder names, which reads like a failure.
 INSTALL_CHECKOUT := PYTHONWARNINGS='ignore:Editable installation' $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: help install demo demo-orchestrator demo-experience test test-slow test-isa test-tiles test-gpu test-faults test-browser test-load test-schema test-clients test-trackers test-engine soak docs reference lock lint clean
+.PHONY: help install demo demo-orchestrator demo-experience test test-slow test-isa test-gpu test-faults test-browser test-load test-schema test-clients test-trackers test-engine soak docs reference lock lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -71,12 +70,6 @@ test-slow: $(STAMP)
 # QUICK=--quick: a part of the tests.
 test-isa: $(STAMP)
 	PYTHONPATH=. $(PYTHON) tests/isa.py $(QUICK) --numprocesses 2 --dist loadfile
-
-TILES_TESTS := tests/ops tests/sampling/test_engine.py tests/test_inference.py
-test-tiles: $(STAMP)
-	grep -q amx_bf16 /proc/cpuinfo || { echo "this CPU has no AMX (amx_bf16): make test checks tiles in plain C"; exit 1; }
-	RLM_TILES=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TILES_TESTS)
-	RLM_TILES=1 $(PYTHON) -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "slow or not slow" tests/test_faults.py tests/test_several_machines.py tests/runs/test_checkpoints.py

@@ -3,7 +3,6 @@
 All matrix products of a decoding step, ours and oneDNN's in turns, for several numbers of rows and
 threads: milliseconds, and the share of values that differ from those with 64 rows. Then completions
 are sampled again with other batches and threads. Exits with 1 if any bit of ours differs.
-RLM_TILES=1 uses AMX for bf16.
 
     python -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 """

@@ -112,7 +112,6 @@ def tile_kernels(queries: int, width: int) -> Kernels:
     stand_in = f"{compiler} -include {shlex.quote(str(TILES))}"
     for command in [compiler] * torch.cpu._is_amx_tile_supported() + [stand_in]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RLM_TILES", "1")
             patch.setenv("CC", command)
             made = load_ops.__wrapped__(torch.bfloat16, queries, width)
         if made.has_tiles:

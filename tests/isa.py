@@ -38,7 +38,7 @@ SETTINGS = {
         "avx512_bf16 avx512_vnni",
         {"RLM_MARCH": "cooperlake", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     ),
-    "amx": ("", {"RLM_TILES": "1"}),  # in plain C on a CPU without
+    "amx": ("", {}),  # in plain C on a CPU without
     "no-compiler": ("", {"CC": "none"}),
 }
 # Kernels, sampling, the learning pass, goldens, answers, the choice of a number type.

@@ -34,7 +34,7 @@ ROUNDS, SECONDS = 3, 0.04  # number and least seconds of the turns in which each
 # programs make them disagree; so many timings are made at most.
 AGREEMENT, TIMINGS = 1.2, 6
 # These decide which instructions oneDNN, torch and our own products use.
-VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "RLM_TILES")
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def fast_dtype(

@@ -1,8 +1,7 @@
 """Calls the compiled C functions with tensors; one table holds their signatures.
 
 decode.c has the operations between the products of a decoding step, learn.c and attention.c those
-of a learning pass; logits.c samples and scores tokens; products.c multiplies. On a CPU with AMX
-it does so in bf16 only if RLM_TILES=1 is set.
+of a learning pass; logits.c samples and scores tokens; products.c multiplies.
 Without a compiler `TorchOps` does the same in many small passes, and oneDNN the products: equal up
 to rounding, and slower.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -118,7 +116,7 @@ def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
         return TorchOps(f"no code for {str(dtype).removeprefix('torch.')}")
     macros = [f"QUERIES={queries}", f"WIDTH={head_dim}", f"DRAWN={VOCAB_BLOCK}"]
     if dtype == torch.bfloat16:
-        macros += ["BF16", "TILES"] if os.environ.get("RLM_TILES") == "1" else ["BF16"]
+        macros.append("BF16")
     try:
         library = load_library(macros)
     except BuildError as error:
@@ -152,14 +150,8 @@ class Kernels:
         """Why a row's numbers may depend on other rows; None where no bit of them does."""
         if self.has_linear:
             return None
-        if self.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported():
-            return "this CPU has no fused multiply-add, so products are not compiled"
-        if os.environ.get("RLM_TILES") == "1":
-            return "neither compiler nor system give AMX tiles, so oneDNN multiplies bf16 numbers"
-        return (
-            "oneDNN multiplies bf16 numbers on this CPU with AMX; RLM_TILES=1 lets our own code do "
-            "it, which `make test-tiles` checks"
-        )
+        missing = "fused multiply-add" if self.dtype == torch.float32 else "usable AMX tiles or FMA"
+        return f"there is no {missing} here, so products are not compiled"
 
     def linear(
         self,

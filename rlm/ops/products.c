@@ -12,14 +12,12 @@
  */
 #include "numbers.h"
 
-/* Tiles multiply if -DTILES asks for them; tests define the instructions by themselves. Without it a
- * CPU with AMX is left to oneDNN in bf16, which uses tiles. */
-#if defined(TILES) && !(defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps)))
-#undef TILES
+/* AMX tiles multiply bf16 numbers where the CPU has them; tests define their instructions. */
+#if defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps))
+#define TILES
 #endif
 
-#if defined(TILES) || ((defined(__FMA__) || defined(__ARM_FEATURE_FMA)) && \
-                       !(defined(BF16) && defined(__AMX_BF16__)))
+#if defined(TILES) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 
 #if defined(TILES)
 #define LANES 16

@@ -62,19 +62,16 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", ["limit", "tiles", "features", "compiler", "source", "threads", "torch"]
+    "changed", ["limit", "features", "compiler", "source", "threads", "torch"]
 )
 def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch, changed):
     monkeypatch.setenv("CC", shlex.quote(sys.executable))  # a program that has a --version
-    monkeypatch.delenv("RLM_TILES", raising=False)
     cpu(4.0, 1.0)
     assert pick_device().dtype == torch.bfloat16
     cpu(1.0, 4.0)
     with monkeypatch.context() as patch:
         if changed == "limit":  # which leaves bf16 in
             patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-        elif changed == "tiles":
-            patch.setenv("RLM_TILES", "1")
         elif changed == "features":
             patch.setattr(build, "CPU_INFO", tmp_path / "cpuinfo")
             build.CPU_INFO.write_text("flags : others")
