@@ -61,9 +61,11 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
             break
         base, active = layer.get_base_layer(), layer.active_adapters
         names = [] if layer.disable_adapters else [n for n in active if n in layer.lora_A]
-        adapter = [m[name].weight for name in names for m in (layer.lora_A, layer.lora_B)]
-        dtypes = {tensor.dtype for tensor in (x, base.weight, *adapter)}
-        if type(base) is not nn.Linear or len(names) > 1 or len(dtypes) > 1:
+        # In SFT the adapter is fp32 beside a base in bf16; its gradients become fp32 again.
+        adapter = [
+            m[name].weight.to(x.dtype) for name in names for m in (layer.lora_A, layer.lora_B)
+        ]
+        if type(base) is not nn.Linear or len(names) > 1 or base.weight.dtype != x.dtype:
             break
         parts.append((base.weight, base.bias, layer.scaling[names[0]] if names else 0.0))
         factors += adapter or [None, None]
