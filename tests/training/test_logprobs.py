@@ -219,7 +219,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
 
 
 def test_an_fp32_adapter_of_a_bf16_base_is_fused(monkeypatch):
-    """As in SFT: it multiplies in bf16, which is several times as fast, and its gradient is fp32."""
+    """As in SFT: it multiplies in bf16, which is much faster, and its gradient is fp32."""
     (micro,) = make_micro_batches(some_rollouts(), 99, 9999, "cpu")
 
     def gradient(dtype):
