@@ -23,10 +23,10 @@ MODULES = (
 )
 OPTIONS = """# Options
 
-Made from the code by `make reference`; `--help` prints the same. Defaults stand in brackets at the
-end; `--no-NAME` turns a switch off. Every script takes `--config`: the command line wins over
-`--config FILE.yaml`, this over a `--preset`, this over the default. Names may have dashes or
-underscores; [many names of TRL](../how-to/coming-from.md) are taken too.
+Made from the code by `make reference`; `--help` prints the same, with types. Defaults stand in
+brackets at the end; `--no-NAME` turns a switch off. Every script takes `--config`: the command line
+wins over `--config FILE.yaml`, this over a `--preset`, this over the default. Names may have dashes
+or underscores; [many names of TRL](../how-to/coming-from.md) are taken too.
 """
 API = """## Signatures and docstrings
 
@@ -113,9 +113,10 @@ def _options_of(script: str) -> dict[str, list[str]]:
 
 
 def _row(option: str, text: str) -> str:
-    """An option without its --no- form, its meaning, and its default."""
+    """An option without its --no- form and plain type, its meaning, and its default."""
+    name = re.sub(r"(, --no-.*| (str|path|int|float)(\|none)?)$", "", option)
     said = re.sub(r"\(default: (.*)\)$", r"(\1)", text)
-    return f"- `{option.partition(', --no-')[0]}`: {said}".replace("<", "&lt;")
+    return f"- `{name}`: {said}".replace("<", "&lt;")
 
 
 def api_section() -> str:
@@ -123,7 +124,7 @@ def api_section() -> str:
     for module, name, methods in OBJECTS:
         found = getattr(importlib.import_module(module), name)
         where = "rlm" if name in ("GRPOTrainer", "load_gsm8k") else module
-        title = f"### `{name}`\n\nfrom `{where}`"
+        title = f"### `{where}.{name}`"
         if not methods:
             parts.append(f"{title}\n\n{_documented(name, found)}")
             continue
@@ -138,7 +139,7 @@ def _documented(name: str, found: object) -> str:
     signature = re.sub(r"(?<=: |> )'([^']*)'", r"\1", str(inspect.signature(found)))
     signature = re.sub(r"\(self(?:, )?", "(", signature)
     signature = re.sub(r"<function \w+ at 0x\w+>", "…", signature)
-    documentation = inspect.getdoc(found) or ""
+    documentation = (found.__doc__ and inspect.getdoc(found)) or ""
     return f"```python\n{name}{signature}\n```\n\n{_block(documentation)}"
 
 
