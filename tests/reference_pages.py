@@ -138,6 +138,7 @@ def api_section() -> str:
 def _documented(name: str, found: object) -> str:
     signature = re.sub(r"(?<=: |> )'([^']*)'", r"\1", str(inspect.signature(found)))
     signature = re.sub(r"\(self(?:, )?", "(", signature)
+    signature = signature.removesuffix(" -> None")
     signature = re.sub(r"<function \w+ at 0x\w+>", "…", signature)
     documentation = (found.__doc__ and inspect.getdoc(found)) or ""
     return f"```python\n{name}{signature}\n```\n\n{_block(documentation)}"
