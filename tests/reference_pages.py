@@ -23,10 +23,10 @@ MODULES = (
 )
 OPTIONS = """# Options
 
-Made from the code by `make reference`; `--help` prints the same. Every script takes `--config`.
-The command line wins over `--config FILE.yaml`, this over a `--preset`, this over the default.
-Names may be written with dashes or underscores; many names of TRL and transformers are taken too
-([names](names.md), [algorithms](../explanation/algorithms.md#presets-and-options)).
+Made from the code by `make reference`; `--help` prints the same, with types. Defaults stand in
+brackets at the end; `--no-NAME` turns a switch off. Every script takes `--config`: the command line
+wins over `--config FILE.yaml`, this over a `--preset`, this over the default. Names may have dashes
+or underscores; [many names of TRL](../how-to/coming-from.md) are taken too.
 """
 API = """## Signatures and docstrings
 
@@ -62,7 +62,7 @@ def options_page() -> str:
         repeated = [row for row in rows if row in known]
         known |= {row: script for row in rows if row not in known}
         name = script if script.endswith(".py") else f"python -m {script}"
-        sections.append(f"## {name}\n\n{_repeated(repeated, known)}{_tables(groups, repeated)}")
+        sections.append(f"## {name}\n\n{_repeated(repeated, known)}{_lists(groups, repeated)}")
     return "\n".join(sections)
 
 
@@ -79,17 +79,16 @@ def _repeated(rows: list[str], known: dict[str, str]) -> str:
 
 
 def _name(row: str) -> str:
-    return row.split("`")[1].split(" ")[0].rstrip(",")
+    return row.split("`")[1].split(" ")[0]
 
 
-def _tables(groups: dict[str, list[str]], repeated: list[str]) -> str:
-    """The other rows: of a long list a table a group, else one."""
+def _lists(groups: dict[str, list[str]], repeated: list[str]) -> str:
+    """The other rows: of a long list a list a group, else one."""
     groups = {title: [r for r in rows if r not in repeated] for title, rows in groups.items()}
-    head = "| option | meaning | default |\n|---|---|---|\n"
     if sum(map(len, groups.values())) < 40:
-        return head + "".join(f"{row}\n" for rows in groups.values() for row in rows)
-    tables = (f"**{t}**\n\n{head}{chr(10).join(rows)}\n" for t, rows in groups.items() if rows)
-    return "\n".join(tables)
+        return "".join(f"{row}\n" for rows in groups.values() for row in rows)
+    lists = (f"**{t}**\n\n{chr(10).join(rows)}\n" for t, rows in groups.items() if rows)
+    return "\n".join(lists)
 
 
 def _options_of(script: str) -> dict[str, list[str]]:
@@ -98,31 +97,26 @@ def _options_of(script: str) -> dict[str, list[str]]:
     assert code == 0, script
     after = re.split(r"^(?:positional arguments|options):$", text, maxsplit=1, flags=re.M)[1]
     groups: dict[str, list[str]] = {}
-    table = groups.setdefault("Options", [])
+    rows = groups.setdefault("Options", [])
     for line in after.splitlines():
         option = re.match(r"  (-\S.*?|\w+)(?:\s{2,}(\S.*))?$", line)
         if option and "--help" not in option[1]:
-            said, default = _split_default(option[2] or "")
-            name = option[1].replace("|", "\\|")
-            table.append(f"| `{name}` | {said} | {default} |")
-        elif table and re.match(r"\s{20,}\S", line):  # the text of a long option
-            said, default = _split_default(line.strip())
-            table[-1] = f"{table[-1].removesuffix('|  |  |')}| {said} | {default} |"
+            rows.append(_row(option[1], option[2] or ""))
+        elif rows and re.match(r"\s{20,}\S", line):  # the text of a long option
+            rows[-1] = _row(rows[-1].split("`")[1], line.strip())
         elif line.strip() and not line.startswith(" "):
             heading = line.rstrip(":")
             if heading in ("algorithms", "presets"):
                 break
-            table = groups.setdefault(heading[0].upper() + heading[1:], [])
+            rows = groups.setdefault(heading[0].upper() + heading[1:], [])
     return groups
 
 
-def _split_default(text: str) -> tuple[str, str]:
-    said, _, default = text.rpartition("(default: ")
-    return _escaped(said.strip()), _escaped(default.removesuffix(")"))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+def _row(option: str, text: str) -> str:
+    """An option without its --no- form and plain type, its meaning, and its default."""
+    name = re.sub(r"(, --no-.*| (str|path|int|float)(\|none)?)$", "", option)
+    said = re.sub(r"\(default: (.*)\)$", r"(\1)", text)
+    return f"- `{name}`: {said}".replace("<", "&lt;")
 
 
 def api_section() -> str:
@@ -130,7 +124,7 @@ def api_section() -> str:
     for module, name, methods in OBJECTS:
         found = getattr(importlib.import_module(module), name)
         where = "rlm" if name in ("GRPOTrainer", "load_gsm8k") else module
-        title = f"### `{name}`\n\nfrom `{where}`"
+        title = f"### `{where}.{name}`"
         if not methods:
             parts.append(f"{title}\n\n{_documented(name, found)}")
             continue
@@ -144,8 +138,9 @@ def api_section() -> str:
 def _documented(name: str, found: object) -> str:
     signature = re.sub(r"(?<=: |> )'([^']*)'", r"\1", str(inspect.signature(found)))
     signature = re.sub(r"\(self(?:, )?", "(", signature)
+    signature = signature.removesuffix(" -> None")
     signature = re.sub(r"<function \w+ at 0x\w+>", "…", signature)
-    documentation = inspect.getdoc(found) or ""
+    documentation = (found.__doc__ and inspect.getdoc(found)) or ""
     return f"```python\n{name}{signature}\n```\n\n{_block(documentation)}"
 
 
