@@ -57,7 +57,7 @@ class Answers:
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
     """Serve a GGUF file by llama.cpp, one thread on the CPU; yield a function that posts JSON."""
-    import xllamacpp
+    import xllamacpp  # pyright: ignore[reportMissingImports]
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
@@ -132,7 +132,7 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
         answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations)
 
     def is_right(problem: Problem, ids: list[int]) -> bool:
-        text = tokenizer.decode(ids)
+        text = str(tokenizer.decode(ids))
         format = info.format.with_answer_type(problem.answer_type)
         return format.grade(text, problem.answer, strict=True).correct
 

@@ -232,12 +232,13 @@ def report(
         memory_gb: peak memory by arm, where it was measured.
         more: further entries.
     """
-    ours = memory_gb.get(OURS)
     return {
         "benchmark": benchmark,
         "headline": headline["name"],
         "ratio": headline["ratio"],
-        "memory_ratio": {arm: ours / peak for arm, peak in memory_gb.items() if arm != OURS},
+        "memory_ratio": {
+            arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS
+        },
         "memory_gb": dict(memory_gb),
         **more,
         "cells": list(cells),

@@ -92,15 +92,15 @@ def count_valid(
     """Validate one answer for each random schema, at temperature 1."""
     counts, rng = Counts(), random.Random(config.seed)
     schemas = [(k, random_schema(k, rng)) for _ in range(config.schemas // 4) for k in KINDS]
-    params, options = SamplingParams(config.max_new_tokens, 1.0), {"budget": 48}
+    params = SamplingParams(config.max_new_tokens, 1.0)
     streams = [
         ReasoningStream(
             sampler.tokenizer,
             FORMAT,
             sampler.stop_ids,
             max_new_tokens=config.max_new_tokens,
+            budget=48,
             grammar=sampler.grammars.compile(StructuredOutputs(schema), FORMAT),
-            **options,
         )
         for _, schema in schemas
     ]

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlm.evaluation import pass_at_k
 
@@ -72,7 +73,7 @@ class Interval:
         return side if self.seeds >= FEW_SEEDS else f"{side}, for these {self.seeds} seeds"
 
 
-def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+def crossed_bootstrap(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Percentile interval of the mean over seeds and problems (pigeonhole bootstrap, Owen 2007).
 
     Rows and columns are drawn with replacement, independently. It is conservative for the
@@ -81,14 +82,14 @@ def crossed_bootstrap(scores: Scores, resamples: int = RESAMPLES, seed: int = 0)
     Raises:
         ValueError: nothing to resample.
     """
-    scores = np.atleast_2d(np.asarray(scores, dtype=float))
-    seeds, problems = scores.shape
-    if not scores.size:
+    table = np.atleast_2d(np.asarray(scores, dtype=float))
+    seeds, problems = table.shape
+    if not table.size:
         raise ValueError("no scores to resample")
     rows, columns = _weights(seeds, resamples, seed), _weights(problems, resamples, seed + 1)
-    means = np.einsum("rs,sp,rp->r", rows, scores, columns, optimize=True)  # (resamples,)
+    means = np.einsum("rs,sp,rp->r", rows, table, columns, optimize=True)  # (resamples,)
     low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(float(scores.mean()), float(low), float(high), seeds, problems)
+    return Interval(float(table.mean()), float(low), float(high), seeds, problems)
 
 
 @cache  # a page of intervals is over a few numbers of problems, and drawing takes the time

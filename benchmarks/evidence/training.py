@@ -153,7 +153,7 @@ def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[
     for problem, group in zip(problems, texts, strict=True):
         for text in group:
             verdict = grade(text, problem.answer, strict=True)
-            if verdict.correct:
+            if verdict.correct and verdict.answer is not None:
                 reasoning = (split_completion(text)[0] or "").strip()
                 worked.append(Problem(problem.id, problem.question, verdict.answer, reasoning))
     return worked

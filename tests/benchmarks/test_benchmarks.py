@@ -17,6 +17,7 @@ from benchmarks import (
     floor,
     grpo_step,
     harness,
+    ours_arm,
     rollout,
     samplers,
     serving,
@@ -179,7 +180,7 @@ def test_arms_draw_as_many_tokens_as_asked_for(tokenizer, arm):
     if arm == "ours":
         arm = samplers.Ours(Sampler(tiny_model(), tokenizer))
     else:
-        arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, options)
+        arm = samplers.Generate(tiny_model(), options)
     assert arm.draw(PROMPTS, [[7] * 3] * 2, SEEDS, 6) == 2 * 3 * 7
     # `generate` in batches of 4 rows: it raises by itself unless each ends with its longest row.
     assert arm.draw(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS, 4) == 20
@@ -291,7 +292,7 @@ def test_arms_train_and_account_for_every_step(step_config, arm):
 
     work = {"config": to_dict(step_config.training()), "signal": "half"}
     if arm == "ours":
-        result = trainers.run_ours(**work, ignore_ends=True)
+        result = ours_arm.run_ours(**work, ignore_ends=True)
         assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
         assert result["planned_memory_gb"] > 0
         assert all(step["floor"][part] > 0 for step in result["steps"] for part in step["floor"])

@@ -61,9 +61,7 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
     assert pick_device().dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "changed", ["limit", "features", "compiler", "source", "threads", "torch"]
-)
+@pytest.mark.parametrize("changed", ["limit", "features", "compiler", "source", "threads", "torch"])
 def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch, changed):
     monkeypatch.setenv("CC", shlex.quote(sys.executable))  # a program that has a --version
     cpu(4.0, 1.0)
