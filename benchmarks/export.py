@@ -124,11 +124,15 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
 
     options = {"eos_token_id": ends, "max_new_tokens": MAX_NEW_TOKENS}
     expected = [cut(greedy(model, prompt, **options)) for prompt in prompts[:COMPARED]]
-    adapter = ("inference.py", "--adapter", config.adapter.resolve(), "--model", config.model)
-    harness.run_script(*adapter, "--merge", folder / "merged")
+
+    def export(*options: str | Path) -> None:
+        script = ("inference.py", "--adapter", config.adapter.resolve(), "--model", config.model)
+        subprocess.run([sys.executable, *script, *options], cwd=harness.ROOT, check=True)
+
+    export("--merge", folder / "merged")
     answers = {"merged": ask_transformers(folder / "merged", conversations)}
     for kind in KINDS if util.find_spec("xllamacpp") else ():
-        harness.run_script(*adapter, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
+        export("--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
         answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations)
 
     def is_right(problem: Problem, ids: list[int]) -> bool:

@@ -10,7 +10,6 @@ verdict into --results.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from rlm.model import (
     public_dataset,
     take_adapters_off,
 )
-from rlm.runs import replace_json
+from rlm.runs import replace_json, writing_beside
 from rlm.sampling import Sampler
 from rlm.tools import load_tool
 
@@ -101,7 +100,6 @@ def main(config: ShipConfig) -> int:
         replace_json(folder / "run.json", published_run(info.run) | measured)
         card = model_card(info, AdapterInfo.load(start), figures, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
-    config.results.parent.mkdir(parents=True, exist_ok=True)
     origin = harness.provenance("ship")
     for name in config.sets:
         origin["command"] = origin["command"].replace(name, public[name])
@@ -121,10 +119,7 @@ def replacing(target: Path) -> Iterator[Path]:
     Raises:
         UsageError: the contents are too large to commit.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        written = Path(scratch) / "adapter"
-        written.mkdir()
+    with writing_beside(target) as written:
         yield written
         size = sum(file.stat().st_size for file in written.iterdir()) / 1e6
         if size > LARGEST_MB:
@@ -133,7 +128,6 @@ def replacing(target: Path) -> Iterator[Path]:
         if target.exists():
             shutil.rmtree(previous, ignore_errors=True)
             target.rename(previous)
-        written.chmod(0o755)
         written.rename(target)
 
 
