@@ -21,6 +21,7 @@ from benchmarks import (
     rollout,
     samplers,
     serving,
+    structured_outputs,
     trainers,
 )
 from rlm.cli import UsageError, run_main, to_dict
@@ -385,6 +386,39 @@ def test_help_works_and_contradictions_are_refused(script, config, mistake, caps
             run_main(script.main, config, argv=arguments, description=script.__doc__)
         assert (end.value.code or 0) == code
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_all_cells_of_the_rollouts_are_measured(model_dir, tmp_path, monkeypatch):
+    def run_child(module, function, payload):
+        return rollout.memory_of(**payload) | {"peak_memory_gb": 1.0}
+
+    monkeypatch.setattr(harness, "run_child", run_child)
+    monkeypatch.setattr(rollout, "LENGTHS", tmp_path / "lengths.json")
+    (tmp_path / "lengths.json").write_text('{"lengths": [[1, 9, 2], [4, 1, 3]], "limit": 9}')
+    file = tmp_path / "report.json"
+    config = rollout.RolloutConfig(
+        model=str(model_dir), rows=(8, 16), new_tokens=4, repeats=1, json=file
+    )
+    assert rollout.main(config) == 0
+    report = json.loads(file.read_text())
+    assert (report["headline"], len(report["cells"])) == ("16 rows x 4", 3)
+    assert report["ratio"]["generate"] > 0
+    assert report["memory_ratio"] == {"generate": 1.0}
+    assert report["cells"][0]["floor"]["share"] > 0
+
+
+def test_answers_are_validated_and_masks_timed(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(structured_outputs.torch, "set_num_threads", lambda _: None)
+    file = tmp_path / "report.json"
+    config = structured_outputs.StructuredOutputsConfig(
+        model=str(model_dir), schemas=8, max_new_tokens=48, rows=2, timed_tokens=4, repeats=1,
+        json=file,
+    )  # fmt: skip
+    assert structured_outputs.main(config) == 0  # each of them valid, or cut off
+    report = json.loads(file.read_text())
+    assert report["ratio"]["free"] > 0
+    counted = (report["answers"][name].values() for name in ("valid", "invalid", "cut"))
+    assert sum(map(sum, counted)) == 8
 
 
 @pytest.mark.slow
