@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from benchmarks import harness
 from rlm.cli import flag, run_main, terminal
@@ -35,7 +34,19 @@ from rlm.model import (
     prepare_process,
 )
 from rlm.ops import Ops, ops_for
-from rlm.sampling import Completion, Sampler, SamplingParams, fused_linear, prompt_seed
+from rlm.sampling import (
+    Completion,
+    FusedLayer,
+    Sampler,
+    SamplingParams,
+    decoder_layers,
+    fused_linear,
+    prompt_seed,
+)
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GROUP = 8  # completions of a prompt
 COMPARED_ROWS = 64  # rows of the reference product, with which those of other rows are compared
@@ -67,19 +78,15 @@ def decoding_products(model: PreTrainedModel, ops: Ops, dtype: torch.dtype) -> P
     """Make the products of a decoding step as in the sampler, with their inputs."""
     decoder, head = decoder_and_head(model)
     made = []
-
-    def add(*layers: nn.Linear, **options: Any) -> None:
-        product = fused_linear(*layers, ops=ops, dtype=dtype, **options)
-        made.append((product, layers[0].in_features))
-
-    for layer in decoder.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        add(attention.q_proj, attention.k_proj, attention.v_proj, norm=layer.input_layernorm)
-        add(attention.o_proj)
-        add(mlp.gate_proj, mlp.up_proj, norm=layer.post_attention_layernorm, gated=True)
-        add(mlp.down_proj)
-    add(head)
-    return made
+    for layer in decoder_layers(decoder):
+        fused, attention, mlp = FusedLayer(layer, ops, dtype), layer.self_attn, layer.mlp
+        made += [
+            (fused.qkv, attention.q_proj.in_features),
+            (fused.out, attention.o_proj.in_features),
+            (fused.gated, mlp.gate_proj.in_features),
+            (fused.down, mlp.down_proj.in_features),
+        ]
+    return [*made, (fused_linear(head, ops=ops, dtype=dtype), head.in_features)]
 
 
 def by_onednn(ops: Ops) -> Ops:
@@ -153,7 +160,10 @@ def product_cells(
 
 
 def sampled(
-    config: BatchInvarianceConfig, model: PreTrainedModel, tokenizer: Any, name: str
+    config: BatchInvarianceConfig,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
 ) -> dict[str, Any]:
     """Sample the same completions in each setting; count those that differ from the first."""
     prompts = config.completions // GROUP

@@ -57,7 +57,7 @@ class Answers:
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
     """Serve a GGUF file by llama.cpp, one thread on the CPU; yield a function that posts JSON."""
-    import xllamacpp
+    import xllamacpp  # pyright: ignore[reportMissingImports]
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
@@ -124,15 +124,19 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
 
     options = {"eos_token_id": ends, "max_new_tokens": MAX_NEW_TOKENS}
     expected = [cut(greedy(model, prompt, **options)) for prompt in prompts[:COMPARED]]
-    adapter = ("inference.py", "--adapter", config.adapter.resolve(), "--model", config.model)
-    harness.run_script(*adapter, "--merge", folder / "merged")
+
+    def export(*options: str | Path) -> None:
+        script = ("inference.py", "--adapter", config.adapter.resolve(), "--model", config.model)
+        subprocess.run([sys.executable, *script, *options], cwd=harness.ROOT, check=True)
+
+    export("--merge", folder / "merged")
     answers = {"merged": ask_transformers(folder / "merged", conversations)}
     for kind in KINDS if util.find_spec("xllamacpp") else ():
-        harness.run_script(*adapter, "--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
+        export("--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
         answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations)
 
     def is_right(problem: Problem, ids: list[int]) -> bool:
-        text = tokenizer.decode(ids)
+        text = str(tokenizer.decode(ids))
         format = info.format.with_answer_type(problem.answer_type)
         return format.grade(text, problem.answer, strict=True).correct
 

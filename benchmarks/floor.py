@@ -12,14 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.harness import timed
+from rlm.model import decoder_and_head
 from rlm.ops import TorchOps
 from rlm.sampling import fused_linear
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 REPEATS = 7
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}  # many times the last cache
@@ -42,7 +46,7 @@ class ModelCost:
     cache_bytes_per_token: int  # keys and values of one token, all layers
 
     @classmethod
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype | None = None) -> ModelCost:
+    def of(cls, model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> ModelCost:
         """Measure a model without its adapter.
 
         Args:
@@ -53,7 +57,7 @@ class ModelCost:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and "lora_" not in name
         ]
-        head, itemsize = model.get_output_embeddings(), (dtype or model.dtype).itemsize
+        (_, head), itemsize = decoder_and_head(model), (dtype or model.dtype).itemsize
         config = model.config.get_text_config()
         width = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads

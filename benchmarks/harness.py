@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import jinja2
 import torch
 
-from rlm.cli import UsageError, check_values, flag, terminal
+from rlm.cli import check_values, flag, terminal
 from rlm.evaluation import show_table
 from rlm.model import hardware as machine
 from rlm.runs import git_commit, replace_json
@@ -98,30 +98,6 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started, result
 
 
-def run_script(script: str, *options: object, launch: Sequence[str] = (), **variables: str) -> None:
-    """Run one of the project's scripts in a process of its own.
-
-    Args:
-        launch: arguments of python before the script, such as -m torch.distributed.run.
-        variables: environment variables.
-
-    Raises:
-        UsageError: the script failed; the message has the end of its output.
-    """
-    done = subprocess.run(
-        [sys.executable, *launch, script, *map(str, options)],
-        cwd=ROOT,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        end = "\n".join(done.stdout.splitlines()[-20:])
-        raise UsageError(f"{script} failed:\n{end}")
-
-
 class ChildFailed(RuntimeError):
     """A benchmark's process failed; the message has the end of its output."""
 
@@ -143,13 +119,11 @@ def run_child(
         ChildFailed: the exit code is not 0.
     """
     with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "payload.json", Path(folder) / "result.json"
-        log = log or Path(folder) / "log.txt"
-        source.write_text(json.dumps(payload), encoding="utf-8")
-        arguments = [module, function, str(source), str(target)]
+        target, log = Path(folder) / "result.json", log or Path(folder) / "log.txt"
+        child = ["-m", "benchmarks.harness", module, function, json.dumps(payload), str(target)]
         with log.open("a", encoding="utf-8") as stream:
             code = subprocess.run(
-                [sys.executable, "-m", "benchmarks.harness", *arguments],
+                [sys.executable, *child],
                 cwd=ROOT,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -162,9 +136,8 @@ def run_child(
         return json.loads(target.read_text(encoding="utf-8"))
 
 
-def _child(module: str, function: str, source: str, target: str) -> None:
-    payload = json.loads(Path(source).read_text(encoding="utf-8"))
-    result = getattr(importlib.import_module(module), function)(**payload)
+def _child(module: str, function: str, payload: str, target: str) -> None:
+    result = getattr(importlib.import_module(module), function)(**json.loads(payload))
     result["peak_memory_gb"] = peak_memory_gb()
     Path(target).write_text(json.dumps(result), encoding="utf-8")
 
@@ -232,12 +205,13 @@ def report(
         memory_gb: peak memory by arm, where it was measured.
         more: further entries.
     """
-    ours = memory_gb.get(OURS)
     return {
         "benchmark": benchmark,
         "headline": headline["name"],
         "ratio": headline["ratio"],
-        "memory_ratio": {arm: ours / peak for arm, peak in memory_gb.items() if arm != OURS},
+        "memory_ratio": {
+            arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS
+        },
         "memory_gb": dict(memory_gb),
         **more,
         "cells": list(cells),

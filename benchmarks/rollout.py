@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import floor, harness, samplers
 from rlm.cli import flag, run_main, terminal, to_dict
-from rlm.data import FORMATS, Problem, load_problems, render_prompt
+from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler, prompt_seed
 
@@ -50,18 +50,26 @@ class RolloutConfig(harness.BenchmarkConfig):
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
 
 
-# --- what all arms share ------------------------------------------------------------------------
+Arms = Mapping[str, samplers.Draw]
 
 
-@dataclass
 class Bench:
-    """The loaded model, the arms, and the work that each repetition gives to all of them."""
+    """The loaded model, and the work that each repetition gives to all arms."""
 
-    config: RolloutConfig
-    problems: Sequence[Problem]
-    tokenizer: Any
-    cost: floor.ModelCost
-    arms: dict[str, samplers.Ours | samplers.Generate | samplers.VLLM]
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
+        self.tokenizer = load_tokenizer(config.model)
+        base = load_base(config.model, pick_device())
+        self.cost = floor.ModelCost.of(base)
+        adapter = config.adapter
+        self.policy = load_adapter(base, adapter, trainable=False) if adapter else base
+
+    def ours(self) -> samplers.Ours:
+        return samplers.Ours(Sampler(self.policy, self.tokenizer))
+
+    def generate(self) -> samplers.Generate:
+        return samplers.Generate(self.policy)
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
         """Return prompts and seeds of a repetition, new each time and equal for every arm."""
@@ -71,7 +79,7 @@ class Bench:
         return texts, [prompt_seed(self.config.seed, repetition, p.id) for p in chosen]
 
     def time(
-        self, name: str, lengths: samplers.Lengths, rows_at_once: int
+        self, arms: Arms, name: str, lengths: samplers.Lengths, rows_at_once: int
     ) -> dict[str, list[float]]:
         """Measure tokens per second of each arm in turns, and print a line for each.
 
@@ -82,38 +90,16 @@ class Bench:
         rest = SERVER_REST if self.config.vllm_url else 0
         tokens = sum(map(sum, lengths))
 
-        def run(arm: Any, repetition: int) -> float:
+        def run(draw: samplers.Draw, repetition: int) -> float:
             prompts, seeds = self.work(len(lengths), repetition)
-            return rate(partial(arm.draw, prompts, lengths, seeds, rows_at_once), tokens, rest)
-
-        arms = {arm: partial(run, what) for arm, what in self.arms.items()}
+            return rate(partial(draw, prompts, lengths, seeds, rows_at_once), tokens, rest)
 
         def say(arm: str, repetition: int, found: float) -> str:
             kept = f"repetition {repetition}" if repetition else "warm-up"
             return f"{name}, {arm}, {kept}: {found:.0f} tokens/s"
 
-        return harness.alternate(arms, self.config.repeats, say=say)
-
-
-def load_bench(config: RolloutConfig, only: str | None = None) -> Bench:
-    """
-    Args:
-        only: load one arm, "ours" or "generate", to measure its memory.
-    """
-    device = pick_device()
-    problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
-    tokenizer = load_tokenizer(config.model)
-    base = load_base(config.model, device)
-    cost = floor.ModelCost.of(base)
-    policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
-    arms: dict[str, Any] = {}
-    if only in (None, harness.OURS):
-        arms[harness.OURS] = samplers.Ours(Sampler(policy, tokenizer))
-    if only in (None, "generate"):
-        arms["generate"] = samplers.Generate(policy, tokenizer.pad_token_id)
-    if config.vllm_url and only is None:
-        arms["vllm"] = samplers.VLLM(config.vllm_url)
-    return Bench(config, problems, tokenizer, cost, arms)
+        timed = {arm: partial(run, draw) for arm, draw in arms.items()}
+        return harness.alternate(timed, self.config.repeats, say=say)
 
 
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
@@ -128,10 +114,10 @@ def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def fixed_cell(bench: Bench, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
+def fixed_cell(bench: Bench, arms: Arms, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
     prompts, new_tokens = rows // GROUP, bench.config.new_tokens
     name = f"{rows} rows x {new_tokens}"
-    runs = bench.time(name, [[new_tokens] * GROUP] * prompts, rows)
+    runs = bench.time(arms, name, [[new_tokens] * GROUP] * prompts, rows)
     length = mean(len(text) for text in bench.work(prompts, 1)[0])
     sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
     step = floor.decode_floor(rates, bench.cost, **sizes)
@@ -143,11 +129,13 @@ def fixed_cell(bench: Bench, rows: int, rates: Mapping[str, float]) -> dict[str,
     return cell
 
 
-def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) -> dict[str, Any]:
+def lengths_cell(
+    bench: Bench, arms: Arms, recorded: Sequence[Sequence[int]], limit: int
+) -> dict[str, Any]:
     rows = sum(map(len, recorded))
     average = sum(map(sum, recorded)) / rows
     name = f"{rows} rows, real lengths"
-    runs = bench.time(name, recorded, MAX_NUM_SEQS)
+    runs = bench.time(arms, name, recorded, MAX_NUM_SEQS)
     cell = harness.cell(name, "useful tokens/s", runs, more_is_better=True)
     cell |= {"max_num_seqs": MAX_NUM_SEQS, "length_mean": average, "length_limit": limit}
     cell["note"] = f"mean length {average:.1f}, limit {limit}, {MAX_NUM_SEQS} at a time"
@@ -157,11 +145,11 @@ def lengths_cell(bench: Bench, recorded: Sequence[Sequence[int]], limit: int) ->
 def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Run one repetition of the headline cell (or the largest below) in a process of its own."""
     prepare_process()
-    config = RolloutConfig(**config)
-    bench = load_bench(config, only=arm)
-    rows = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
+    bench = Bench(RolloutConfig(**config))
+    sizes, sampler = bench.config.rows, bench.ours() if arm == harness.OURS else bench.generate()
+    rows = HEADLINE_ROWS if HEADLINE_ROWS in sizes else max(sizes)
     prompts, seeds = bench.work(rows // GROUP, 1)
-    bench.arms[arm].draw(prompts, [[config.new_tokens] * GROUP] * len(prompts), seeds, rows)
+    sampler.draw(prompts, [[bench.config.new_tokens] * GROUP] * len(prompts), seeds, rows)
     return {}
 
 
@@ -178,26 +166,29 @@ def main(config: RolloutConfig) -> int:
         child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
         memory[arm] = child["peak_memory_gb"]
         terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
-    bench = load_bench(config)
-    device = pick_device()
+    bench, device = Bench(config), pick_device()
+    arms = {harness.OURS: bench.ours().draw}  # first: `generate` changes the model's config
+    generate = bench.generate()
+    arms["generate"] = generate.draw
+    if config.vllm_url:
+        arms["vllm"] = samplers.VLLM(config.vllm_url).draw
     rates = floor.measure(device.type, device.dtype)
     terminal.line(
         f"{device}: reads {rates['bytes_per_second'] / 1e9:.1f} GB/s, "
         f"multiplies {rates['flops_per_second'] / 1e9:.0f} GFLOP/s"
     )
-    generate = bench.arms["generate"]
     # 32 rows, or fewer if no cell has more.
     texts, seeds = bench.work(min(32, max(config.rows)) // GROUP, 0)
     tried = generate.choose_options(texts, GROUP, seeds)
     terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")
     cells = []
     for rows in config.rows:
-        cells.append(fixed_cell(bench, rows, rates))
+        cells.append(fixed_cell(bench, arms, rows, rates))
         terminal.line(f"{cells[-1]['name']}: {cells[-1]['note']}")
     headline = next((c for c in cells if c["name"].startswith(f"{HEADLINE_ROWS} rows")), cells[-1])
     if config.lengths:
         recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))
-        cells.append(lengths_cell(bench, recorded["lengths"], recorded["limit"]))
+        cells.append(lengths_cell(bench, arms, recorded["lengths"], recorded["limit"]))
     harness.show("rollouts", cells)
     found = harness.report(
         "rollout",

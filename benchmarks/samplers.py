@@ -1,29 +1,35 @@
 """The arms of `rollout.py`: our sampler, transformers' `generate`, a vLLM server.
 
-Each has a method `draw`, which ends every row at its given length and returns the number of useful
-tokens.
+Each has a method `draw`, which ends every row at its given length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx2
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.harness import timed
 from rlm.cli import UsageError
+from rlm.model import base_of
 from rlm.sampling import Completion, Request, Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 Prompts = Sequence[Sequence[int]]
 Lengths = Sequence[Sequence[int]]  # by prompt and completion
 Seeds = Sequence[int]  # one per prompt
+Draw = Callable[[Prompts, Lengths, Seeds, int], int]  # with the rows at once → useful tokens
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
+PAD = 0  # masked, so any token would do
 PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
 
 
@@ -48,7 +54,9 @@ class Ours:
                 sampler.stop_ids = stop_ids
         end = min(stop_ids)
 
-        def force(ends: Sequence[int], other: int, row: int, ids: list[int], token: int) -> Any:
+        def force(
+            ends: Sequence[int], other: int, row: int, ids: Sequence[int], token: int
+        ) -> list[int] | None:
             if len(ids) + 1 == ends[row]:
                 return [end]
             return [other] if token in stop_ids else None
@@ -96,13 +104,12 @@ class Generate:
     every step).
     """
 
-    model: PreTrainedModel
-    pad_id: int
+    model: PreTrainedModel | PeftModel
     options: dict[str, Any] = field(default_factory=dict)  # for GenerationConfig
 
     def __post_init__(self) -> None:
         # `generate` fills in from the model's own config what a call leaves open.
-        self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
+        base_of(self.model).generation_config = GenerationConfig(pad_token_id=PAD)
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
         torch.manual_seed(seeds[0])
@@ -125,9 +132,10 @@ class Generate:
     def _generate(self, rows: Prompts, new_tokens: int, ends: torch.Tensor) -> torch.Tensor:
         """Return the generated tokens, (rows, new_tokens)."""
         longest = max(map(len, rows))
-        ids = torch.tensor([[*[self.pad_id] * (longest - len(row)), *row] for row in rows])
+        ids = torch.tensor([[*[PAD] * (longest - len(row)), *row] for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        output = self.model.generate(
+        generate = cast("Callable[..., torch.Tensor]", self.model.generate)  # its type has none
+        output = generate(
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
             generation_config=GenerationConfig(
@@ -136,7 +144,7 @@ class Generate:
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
-                pad_token_id=self.pad_id,
+                pad_token_id=PAD,
                 **self.options,
             ),
             stopping_criteria=StoppingCriteriaList([EndAt(ends, longest)]),
@@ -156,7 +164,7 @@ class Generate:
         for name, self.options in kinds.items():
             for _ in range(2):  # the first run warms up (and compiles)
                 seconds[name], _ = timed(partial(self.draw, *work))
-        self.options = kinds[min(seconds, key=seconds.get)]
+        self.options = kinds[min(seconds, key=seconds.__getitem__)]
         return seconds
 
 

@@ -19,7 +19,7 @@ from rlm.model import EMBEDDED_MODEL, load_tokenizer, pick_device
 
 # From the published config.json of each model.
 COLUMNS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
 SHAPES = {
@@ -41,8 +41,10 @@ class ShapeConfig:
 def main(config: ShapeConfig) -> int:
     """Weights of the machine's number type and the embedded tokenizer, as from_pretrained reads."""
     device, tokenizer = pick_device(), load_tokenizer(EMBEDDED_MODEL)
+    kind, *sizes = SHAPES[config.shape]
     shape = AutoConfig.for_model(
-        **dict(zip(COLUMNS, SHAPES[config.shape], strict=True)),
+        str(kind),
+        **dict(zip(COLUMNS, sizes, strict=True)),
         max_position_embeddings=8192,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

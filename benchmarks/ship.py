@@ -10,7 +10,6 @@ verdict into --results.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,13 +34,15 @@ from rlm.model import (
     pick_device,
     prepare_process,
     public_dataset,
+    take_adapters_off,
 )
-from rlm.runs import replace_json
+from rlm.runs import replace_json, writing_beside
 from rlm.sampling import Sampler
 from rlm.tools import load_tool
 
 LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the one that is shipped
+NAMELESS = "a data set without a name"  # given to a trainer in Python
 
 
 # The fields of run.json that loading needs or that were measured; the rest names local paths.
@@ -58,7 +59,7 @@ PUBLISHED_CONFIG = (
 
 @dataclass(frozen=True)
 class ShipConfig:
-    adapter: Path | None = flag(None, "what train_grpo.py wrote", positional=True)
+    adapter: Path = flag(None, "what train_grpo.py wrote", positional=True)
     sets: tuple[str, ...] = flag(
         ("elementary", "data/everyday.jsonl"), "data sets whose test splits are answered"
     )
@@ -89,7 +90,7 @@ def main(config: ShipConfig) -> int:
         for name in config.sets
     }
     with replacing(config.weights) as folder:
-        write_rounded(config.adapter, folder, info.base_model)
+        write_rounded(config.adapter, folder, info.resolve_base()[0])
         judged = judge(config, info, {"start": start, "shipped": folder}, sets)
         figures = {
             name: {tool: figures_of(found) for tool, found in tools.items()}
@@ -99,7 +100,6 @@ def main(config: ShipConfig) -> int:
         replace_json(folder / "run.json", published_run(info.run) | measured)
         card = model_card(info, AdapterInfo.load(start), figures, judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
-    config.results.parent.mkdir(parents=True, exist_ok=True)
     origin = harness.provenance("ship")
     for name in config.sets:
         origin["command"] = origin["command"].replace(name, public[name])
@@ -119,10 +119,7 @@ def replacing(target: Path) -> Iterator[Path]:
     Raises:
         UsageError: the contents are too large to commit.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        written = Path(scratch) / "adapter"
-        written.mkdir()
+    with writing_beside(target) as written:
         yield written
         size = sum(file.stat().st_size for file in written.iterdir()) / 1e6
         if size > LARGEST_MB:
@@ -131,7 +128,6 @@ def replacing(target: Path) -> Iterator[Path]:
         if target.exists():
             shutil.rmtree(previous, ignore_errors=True)
             target.rename(previous)
-        written.chmod(0o755)
         written.rename(target)
 
 
@@ -167,7 +163,8 @@ def judge(
     """Evaluate each adapter greedily on each problem, without a tool and with its own."""
     if info.run["step"] == 0:  # no step of GRPO was better on validation: it is the start
         adapters = {"shipped": adapters["shipped"]}
-    tokenizer, base = load_tokenizer(info.base_model), load_base(info.base_model, pick_device())
+    model, _ = info.resolve_base()
+    tokenizer, base = load_tokenizer(model), load_base(model, pick_device())
     tools = dict.fromkeys(("none", info.tool))
     judged: Judged = {name: {tool: {} for tool in tools} for name in sets}
     for who, path in adapters.items():
@@ -184,7 +181,7 @@ def judge(
                         max_new_tokens=config.max_new_tokens,
                         on_finish=advance,
                     )
-        base = policy.unload()
+        base = take_adapters_off(policy)
     return {
         name: {tool: {"start": found["shipped"]} | found for tool, found in tools_of_set.items()}
         for name, tools_of_set in judged.items()
@@ -193,7 +190,8 @@ def judge(
 
 def figures_of(found: Found) -> dict[str, Any]:
     """Return accuracies with intervals, and the shipped adapter's lead over its start."""
-    lead = paired_bootstrap(*(found[who].per_problem(strict=True) for who in NAMES))
+    before, after = (found[who].per_problem(strict=True) for who in NAMES)
+    lead = paired_bootstrap(before, after)
     return {
         who: {grading: found[who].accuracy(strict) for grading, strict in GRADINGS.items()}
         | {"right_with_wrong_equation": found[who].right_with_wrong_equation(True)}
@@ -206,7 +204,7 @@ def verdicts_of(found: Found) -> dict[str, str]:
     scores = zip(*(found[who].per_problem(strict=True) for who in NAMES), strict=True)
     return {
         problem.id: "".join(str(int(score)) for score in pair)
-        for problem, pair in zip(found["start"].problems, scores, strict=True)
+        for (problem, _), pair in zip(found["start"].comparable, scores, strict=True)
     }
 
 
@@ -222,8 +220,8 @@ def model_card(
     return harness.template(Path(__file__).with_name("model_card.md.jinja")).render(
         history=info.run,
         sft=start.run,
-        sft_data=public_dataset(start.dataset),
-        grpo_data=public_dataset(info.dataset),
+        sft_data=public_dataset(start.dataset or NAMELESS),
+        grpo_data=public_dataset(info.dataset or NAMELESS),
         embedded=info.base_model == EMBEDDED_MODEL,
         hub_id=hub_base(info),
         figures=figures,

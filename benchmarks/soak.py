@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -266,9 +265,7 @@ def main(config: SoakConfig) -> int:
         raise UsageError(f"--run-dir {config.run_dir} is there; remove it or name another")
     config.run_dir.mkdir(parents=True)
     training, serving = Training(config), Serving()
-    command: Sequence[str] = [
-        *("server.py", "--adapter", config.adapter, "--requests-per-minute", "1000000")
-    ]
+    command = ("server.py", "--adapter", config.adapter, "--requests-per-minute", "1000000")
     # Training has a core for its one thread. Threads of the server that wait for that core would
     # wait for each other too, and slow it down many times over.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1))}

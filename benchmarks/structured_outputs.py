@@ -15,7 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,31 +76,22 @@ def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
     return {"anyOf": [an_object([first]), short, second]}
 
 
-@dataclass
-class Counts:
-    """Counts of the answers to random schemas, by kind."""
-
-    valid: Counter[str] = field(default_factory=Counter)
-    invalid: Counter[str] = field(default_factory=Counter)
-    cut: Counter[str] = field(default_factory=Counter)
-    reasoned: int = 0
-
-
 def count_valid(
     config: StructuredOutputsConfig, sampler: Sampler, prompts: Sequence[Sequence[int]]
-) -> Counts:
-    """Validate one answer for each random schema, at temperature 1."""
-    counts, rng = Counts(), random.Random(config.seed)
+) -> dict[str, Counter[str]]:
+    """Validate one answer for each random schema, at temperature 1; count them by kind."""
+    valid, invalid, cut, reasoned = counters = [Counter[str]() for _ in range(4)]
+    rng = random.Random(config.seed)
     schemas = [(k, random_schema(k, rng)) for _ in range(config.schemas // 4) for k in KINDS]
-    params, options = SamplingParams(config.max_new_tokens, 1.0), {"budget": 48}
+    params = SamplingParams(config.max_new_tokens, 1.0)
     streams = [
         ReasoningStream(
             sampler.tokenizer,
             FORMAT,
             sampler.stop_ids,
             max_new_tokens=config.max_new_tokens,
+            budget=48,
             grammar=sampler.grammars.compile(StructuredOutputs(schema), FORMAT),
-            **options,
         )
         for _, schema in schemas
     ]
@@ -112,17 +103,17 @@ def count_valid(
         streams[token.request].add_token(token)
     for (kind, schema), stream in zip(schemas, streams, strict=True):
         (state,) = stream.completions
-        counts.reasoned += state.parser.opened
+        reasoned[kind] += state.parser.opened
         if state.finish_reason == "length":
-            counts.cut[kind] += 1
+            cut[kind] += 1
             continue
         try:
             jsonschema.validate(json.loads(state.answer), schema)
-            counts.valid[kind] += 1
+            valid[kind] += 1
         except (ValueError, jsonschema.ValidationError) as error:
-            counts.invalid[kind] += 1
+            invalid[kind] += 1
             terminal.line(f"not valid: {state.answer!r} for {json.dumps(schema)}: {error}")
-    return counts
+    return dict(zip(("valid", "invalid", "cut", "reasoned"), counters, strict=True))
 
 
 def tokens_per_second(
@@ -141,13 +132,9 @@ def tokens_per_second(
         allowed = (lambda row, ids, matcher=matcher: matcher.allowed(ids)) if masked else None
         params = SamplingParams(config.timed_tokens, 1.0)
         requests.append(Request(prompts[i % len(prompts)], params, i, 1, None, allowed))
-    stop_ids, sampler.stop_ids = sampler.stop_ids, frozenset()
-    try:
-        started = time.process_time()
-        groups = sampler.complete(requests)
-        seconds = time.process_time() - started
-    finally:
-        sampler.stop_ids = stop_ids
+    started = time.process_time()
+    groups = sampler.complete(requests)
+    seconds = time.process_time() - started
     return sum(len(group[0].token_ids) for group in groups) / seconds
 
 
@@ -162,6 +149,7 @@ def main(config: StructuredOutputsConfig) -> int:
     problems = load_problems(config.dataset, split="test", max_samples=16, seed=config.seed)
     prompts = [render_prompt(tokenizer, problem.question, FORMAT) for problem in problems]
     counts = count_valid(config, sampler, prompts)
+    sampler.stop_ids = frozenset()  # the rows that are timed have one length
     arms = {
         name: lambda _, masked=masked: tokens_per_second(config, sampler, prompts, masked)
         for name, masked in ((harness.OURS, True), (FREE, False))
@@ -169,17 +157,15 @@ def main(config: StructuredOutputsConfig) -> int:
     runs = harness.alternate(arms, config.repeats)
     cell = harness.cell(f"{config.rows} rows", "tokens per CPU second", runs, more_is_better=True)
     harness.show("with masks (ours) and without", [cell])
-    valid, cut, invalid = (sum(c.values()) for c in (counts.valid, counts.cut, counts.invalid))
+    total = {name: counter.total() for name, counter in counts.items()}
     terminal.line(
-        f"{valid} of {valid + invalid} finished answers fit their schema; {cut} were cut off at "
-        f"{config.max_new_tokens} tokens, {counts.reasoned} reasoned first"
+        f"{total['valid']} of {total['valid'] + total['invalid']} finished answers fit their "
+        f"schema; {total['cut']} were cut off at {config.max_new_tokens} tokens, "
+        f"{total['reasoned']} reasoned first"
     )
-    found = {name: dict(getattr(counts, name)) for name in ("valid", "invalid", "cut")}
-    answers = found | {"reasoned": counts.reasoned}
-    harness.write_report(
-        config.json, harness.report("structured_outputs", cell, [cell], {}, answers=answers)
-    )
-    return int(invalid > 0)
+    content = harness.report("structured_outputs", cell, [cell], {}, answers=counts)
+    harness.write_report(config.json, content)
+    return int(total["invalid"] > 0)
 
 
 if __name__ == "__main__":

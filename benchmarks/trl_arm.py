@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from trl.trainer.grpo_config import GRPOConfig as TRLConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.trainers import FORMAT, ScriptedReward, in_scratch, problem_pool
+from rlm.cli import required
 from rlm.data import Problem, render_prompt, stop_token_ids
 from rlm.model import (
     adapter_tensors,
@@ -67,7 +69,7 @@ class Clock(TrainerCallback):
         append_lines(self.file, [row])
 
 
-class TimedTrainer(trl.GRPOTrainer):
+class TimedTrainer(GRPOTrainer):
     """Measures sampling and scoring."""
 
     def __init__(self, clock: Clock, **options: Any) -> None:
@@ -109,7 +111,8 @@ def train(
     The adapter goes to `output`, and every `save_every` steps into run_dir/checkpoint-N/.
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    begun, rate = _last_whole_checkpoint(config.run_dir), config.learning_rate
+    begun, model = _last_whole_checkpoint(config.run_dir), required(config.model, "--model")
+    rate = config.learning_rate or 1.0  # which a schedule of zeros turns into 0
     policy, tokenizer = load_policy(config, settings["attn"])
     optimizer = torch.optim.AdamW(adapter_tensors(policy).values(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -125,7 +128,7 @@ def train(
         optimizers=(optimizer, schedule),
     )
     trainer.train(resume_from_checkpoint=begun)
-    run = {"base_model": config.model, "base_hash": base_model_hash(config.model)}
+    run: dict[str, object] = {"base_model": model, "base_hash": base_model_hash(model)}
     save_adapter(policy, tokenizer, config.output, run)
     return read_lines(config.run_dir / STEPS, repair=False)
 
@@ -134,15 +137,15 @@ def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
     """Return the problems of all steps in our trainer's order."""
     return [
         problem
-        for step in range(config.steps)
+        for step in range(required(config.steps, "--steps"))
         for problem in problems_for_step(pool, step, config.batch_size, config.seed)
     ]
 
 
 def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """Load the model with the start adapter, equal for both trainers."""
-    tokenizer = load_tokenizer(config.model)
-    base = load_base(config.model, pick_device(), attn=attn)
+    model = required(config.model, "--model")
+    tokenizer, base = load_tokenizer(model), load_base(model, pick_device(), attn=attn)
     # TRL stops at the ends that the model's config names: all of those that ours stops at.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
     if config.sft_adapter:
@@ -151,14 +154,14 @@ def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTok
     return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha), tokenizer
 
 
-def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> trl.GRPOConfig:
+def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> TRLConfig:
     """Return TRL's config for our algorithm: one update over all rows of a step, no logging."""
     in_a_step = config.batch_size * config.group_size
     rows = math.gcd(settings["batch"], in_a_step)
     use_cpu = pick_device().type == "cpu"
-    return trl.GRPOConfig(
+    return TRLConfig(
         output_dir=str(config.run_dir),
-        max_steps=config.steps,
+        max_steps=required(config.steps, "--steps"),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=in_a_step // rows,
         num_generations=config.group_size,

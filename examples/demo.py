@@ -24,7 +24,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlm.cli import check_values, flag, parse, resolve_config, run_main, terminal
+from rlm.cli import check_values, flag, parse, required, resolve_config, run_main, terminal
 
 if TYPE_CHECKING:
     from rlm.data import Problem
@@ -77,7 +77,8 @@ def main(config: DemoConfig) -> int:
     sft = resolve_config(train_sft.SFTConfig, sft_argv)
     grpo = parse(train_grpo.GRPOConfig, grpo_argv)  # a mistake in it is said before stage 1
     settings = _evaluation_settings(config, sft, grpo)
-    problems = load_problems(settings.dataset, "test", max_samples=config.problems)
+    dataset = required(settings.dataset, "dataset")
+    problems = load_problems(dataset, "test", max_samples=config.problems)
     clock = Clock(*_expected_seconds(config, sft, grpo))
 
     results = _evaluate(settings, problems, {"base": None}, clock)
@@ -87,7 +88,7 @@ def main(config: DemoConfig) -> int:
         train_grpo.main(resolve_config(train_grpo.GRPOConfig, grpo_argv))
     results |= _evaluate(settings, problems, adapters, clock)
 
-    data = f"{settings.dataset}, test, n = {len(problems)}"
+    data = f"{dataset}, test, n = {len(problems)}"
     write_report(results, list(pairwise(results)), data, {}, settings.output)
     seconds = clock.seconds | {"total": round(clock.passed, 1)}
     summary = _summary(results) | {
@@ -199,17 +200,24 @@ def _evaluate(
     The base is not sampled.
     """
     from eval import evaluate_row
-    from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, release_memory
+    from rlm.model import (
+        load_adapter,
+        load_base,
+        load_tokenizer,
+        pick_device,
+        release_memory,
+        take_adapters_off,
+    )
 
-    tokenizer, results = load_tokenizer(settings.model), {}
-    base = load_base(settings.model, pick_device())
+    name, results = required(settings.model, "model"), {}
+    tokenizer, base = load_tokenizer(name), load_base(name, pick_device())
     for row, adapter in adapters.items():
         with clock(f"evaluate {row}"):
             model = load_adapter(base, adapter, trainable=False) if adapter else base
             kinds = ("greedy", "sampled") if adapter else ("greedy",)
             arguments = (row, model, tokenizer, problems, (), settings, kinds)
             results[row] = evaluate_row(*arguments)
-            base = model.unload() if adapter else base
+            base = take_adapters_off(model)
     del base, model
     release_memory()  # the next stage loads its own
     return results

@@ -78,10 +78,8 @@ class Solution(NamedTuple):
 
 @dataclass
 class EquationsConfig:
-    source: Path | None = flag(
-        None, "gsm8k_train.jsonl, as published, or its directory", positional=True
-    )
-    output: Path | None = flag(None, "where the problems go, as JSONL", positional=True)
+    source: Path = flag(None, "gsm8k_train.jsonl, as published, or its directory", positional=True)
+    output: Path = flag(None, "where the problems go, as JSONL", positional=True)
     variants: int = flag(1, "variants of each problem with other numbers", min=0)
     max_equations: int | None = flag(None, "leave out problems of more (none: keep all)", min=1)
     marks: bool = flag(False, "equations as <<48/2=24>>, which --tool calculator completes")
@@ -253,7 +251,7 @@ def _follow(
         numbers = [Fraction(n) for n in _NUMBER.findall(left)]
         result, taken = parse_number(right), {*numbers}
         factors = {Fraction(n) for n in _FACTOR.findall(left)} & {*shares}
-        if compute(left) != result or not taken <= known | factors:
+        if result is None or compute(left) != result or not taken <= known | factors:
             return False
         if any(numbers.count(n) > 1 for n in needed):  # 1.2/1.2, once of 20 %
             return False

@@ -25,8 +25,11 @@ typing.TypedDict = typing_extensions.TypedDict
 def serve(options: argparse.Namespace) -> None:
     """Answer requests, and queue them for the process that computes."""
     import uvicorn
-    from skyrl.tinker import api
-    from skyrl.tinker.config import EngineConfig, config_to_argv
+    from skyrl.tinker import api  # pyright: ignore[reportMissingImports]
+    from skyrl.tinker.config import (  # pyright: ignore[reportMissingImports]
+        EngineConfig,
+        config_to_argv,
+    )
 
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def compute() -> None:
     """Sample and train, as long as the process that started this one runs."""
-    from skyrl.tinker import engine
+    from skyrl.tinker import engine  # pyright: ignore[reportMissingImports]
 
     parent = os.getppid()
 
@@ -70,7 +73,7 @@ if __name__ == "__main__":
         del sys.argv[1]
         compute()
     else:
-        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
         parser.add_argument("--model", required=True, help="hub id or folder")
         parser.add_argument(
             "--folder", type=Path, default=Path("runs/engine"), help="for states and adapters"

@@ -25,12 +25,10 @@ from benchmarks.evidence.plan import (
 from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
 from benchmarks.trainers import FORMAT
 from rlm.data import Problem
-from rlm.evaluation import GRADINGS, Evaluation, Graded, evaluate
-from rlm.grading import majority_score
+from rlm.evaluation import GRADINGS, Evaluation, evaluate
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
 
-VOTERS = 8  # for maj@8
 SHOTS = 8  # worked examples that `base_few` is shown: the best of 2, 4 and 8 (docs/results)
 
 
@@ -138,17 +136,11 @@ def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[st
 
 def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
     """Return a test set's scores: a zero or a one for each completion, no texts."""
-    majority = {
-        name: [_majority(group, strict) for group in sampled.groups]
-        for name, strict in GRADINGS.items()
-    }
     return {
         "problems": [problem.id for problem in greedy.problems],
-        "families": [str(problem.columns.get("family", "")) for problem in greedy.problems],
         "greedy": {name: "".join(_bits(greedy, strict)) for name, strict in GRADINGS.items()}
         | _rates(greedy),
         "sampled": {name: _bits(sampled, strict) for name, strict in GRADINGS.items()}
-        | {"majority": majority}
         | _rates(sampled),
     }
 
@@ -156,14 +148,6 @@ def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
 def _bits(result: Evaluation, strict: bool) -> list[str]:
     """Return a string of zeros and ones for each problem, one per completion."""
     return ["".join(str(int(g.verdict(strict).correct)) for g in group) for group in result.groups]
-
-
-def _majority(group: Sequence[Graded], strict: bool) -> float:
-    """Return maj@8, averaged over disjoint groups of 8 (or all, if fewer)."""
-    size = min(VOTERS, len(group))
-    starts = range(0, len(group) - size + 1, size)
-    votes = [majority_score([g.verdict(strict) for g in group[i : i + size]]) for i in starts]
-    return sum(votes) / len(votes)
 
 
 def _rates(result: Evaluation) -> dict[str, Any]:

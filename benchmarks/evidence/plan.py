@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rlm.cli import UsageError, check_values, flag, to_dict
 from rlm.model import EMBEDDED_MODEL
-from rlm.runs import replace_file
+from rlm.runs import replace_json
 from rlm.training import GRPOConfig
 
 
@@ -33,125 +33,94 @@ class Arm(NamedTuple):
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
     rounds: int = 1  # rejection sampling's, each from the previous adapter
     solvable: bool = False  # GRPO uses the problems that the start solves sometimes
-    flipped: float = 0.0  # share of the verdicts that are inverted
-    golds: str = ""  # "shuffled": each problem has another problem's gold
-    reward: str = ""  # "random": a coin decides
+    flipped: float = 0.0  # share of the verdicts that are inverted; half of them: a coin decides
+    shuffled: bool = False  # each problem has another problem's gold
     braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
 # The learning half of the trials: as many completions, 10 larger steps, an update every two groups.
-MINI_BATCHES: dict[str, Any] = {
+TOPR: dict[str, Any] = {
+    "algorithm": "topr",
     "steps": 10,
     "batch_size": 32,
-    "mini_batch_size": 4,  # about two of them have a signal
-    "learning_rate": 3e-4,
+    "mini_batch_size": 2,
     "warmup_steps": 5,
 }
-TOPR = MINI_BATCHES | {"algorithm": "topr", "mini_batch_size": 2}
 BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps, validation problems
-FLIPPED = (0.05, 0.1, 0.2, 0.5)
 START = "sft"
 OURS = "grpo"  # the arm whose seconds are the rivals' budget
 BEST = "topr"  # the default algorithm: a report shows its leads where it was run
 # DAPO's share of the problems of a step: it draws others for groups without a difference, four in
 # ten at the start, and so comes to about as many completions.
 DYNAMIC_SHARE = 0.6
+
+
+def rival(title: str, kind: str, **how: Any) -> Arm:
+    return Arm(title, kind, (START, OURS), "rival", **how)
+
+
+def topr(title: str, role: str = "choice", rate: float = 3e-4, **how: Any) -> Arm:
+    return Arm(f"TOPR{title}", "grpo", (START,), role, TOPR | {"learning_rate": rate}, **how)
+
+
+def control(title: str, **how: Any) -> Arm:
+    return Arm(f"control: {title}", "grpo", (START,), "control", **how)
+
+
+def algorithm(title: str, name: str) -> Arm:
+    return Arm(title, "grpo", (START,), "algorithm", {"algorithm": name})
+
+
+def choice(title: str, **options: Any) -> Arm:
+    """One choice of GRPO's changed at a time, for as many completions from the same start."""
+    return Arm(f"GRPO, {title}", "grpo", (START,), "choice", options)
+
+
 ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "base_zero": Arm("base, zero-shot", "base"),
     "base_few": Arm("base, few-shot", "base"),
     START: Arm("SFT (the start)", "sft"),
     OURS: Arm("GRPO", "grpo", (START,)),
-    "sft_continued": Arm("SFT continued, same seconds", "supervised", (START, OURS), "rival"),
-    "rejection": Arm("rejection sampling, same samples", "rejection", (START, OURS), "rival"),
-    "rejection_rounds": Arm(
-        "rejection sampling in 3 rounds", "rejection", (START, OURS), "rival", rounds=3
+    "sft_continued": rival("SFT continued, same seconds", "supervised"),
+    "rejection": rival("rejection sampling, same samples", "rejection"),
+    "rejection_rounds": rival("rejection sampling in 3 rounds", "rejection", rounds=3),
+    "harvest": rival("SFT on GRPO's right completions", "harvest"),
+    "random_reward": control("random reward", flipped=0.5),
+    "shuffled_golds": control("shuffled reference answers", shuffled=True),
+    "rate_zero": control("learning rate 0", grpo={"learning_rate": 0.0}),
+    "drgrpo": algorithm("Dr. GRPO", "drgrpo"),
+    "dapo": algorithm("DAPO", "dapo"),
+    "gspo": algorithm("GSPO", "gspo"),
+    "cispo": algorithm("CISPO", "cispo"),
+    "temperature_0.7": choice("temperature 0.7", temperature=0.7),
+    "rate_3e-4": choice("learning rate 3e-4", learning_rate=3e-4),
+    "rate_6e-4": choice("learning rate 6e-4", learning_rate=6e-4),
+    "rate_1e-3": choice("learning rate 1e-3", learning_rate=1e-3),
+    "steps_40": choice("40 steps of 8 problems", steps=40, batch_size=8),
+    "warmup_6e-4": choice(
+        "learning rate 6e-4 after 5 steps of warmup", learning_rate=6e-4, warmup_steps=5
     ),
-    "harvest": Arm("SFT on GRPO's right completions", "harvest", (START, OURS), "rival"),
-    "random_reward": Arm("control: random reward", "grpo", (START,), "control", reward="random"),
-    "shuffled_golds": Arm(
-        "control: shuffled reference answers", "grpo", (START,), "control", golds="shuffled"
+    "warmup_1e-3": choice(
+        "learning rate 1e-3 after 5 steps of warmup", learning_rate=1e-3, warmup_steps=5
     ),
-    "rate_zero": Arm(
-        "control: learning rate 0", "grpo", (START,), "control", {"learning_rate": 0.0}
-    ),
-    "drgrpo": Arm("Dr. GRPO", "grpo", (START,), "algorithm", {"algorithm": "drgrpo"}),
-    "dapo": Arm("DAPO", "grpo", (START,), "algorithm", {"algorithm": "dapo"}),
-    "gspo": Arm("GSPO", "grpo", (START,), "algorithm", {"algorithm": "gspo"}),
-    "cispo": Arm("CISPO", "grpo", (START,), "algorithm", {"algorithm": "cispo"}),
-    # One choice of GRPO's changed at a time, for as many completions from the same start.
-    "temperature_0.7": Arm(
-        "GRPO, temperature 0.7", "grpo", (START,), "choice", {"temperature": 0.7}
-    ),
-    "rate_3e-4": Arm(
-        "GRPO, learning rate 3e-4", "grpo", (START,), "choice", {"learning_rate": 3e-4}
-    ),
-    "rate_6e-4": Arm(
-        "GRPO, learning rate 6e-4", "grpo", (START,), "choice", {"learning_rate": 6e-4}
-    ),
-    "rate_1e-3": Arm(
-        "GRPO, learning rate 1e-3", "grpo", (START,), "choice", {"learning_rate": 1e-3}
-    ),
-    "steps_40": Arm(
-        "GRPO, 40 steps of 8 problems", "grpo", (START,), "choice", {"steps": 40, "batch_size": 8}
-    ),
-    "warmup_6e-4": Arm(
-        "GRPO, learning rate 6e-4 after 5 steps of warmup",
-        "grpo",
-        (START,),
-        "choice",
-        {"learning_rate": 6e-4, "warmup_steps": 5},
-    ),
-    "warmup_1e-3": Arm(
-        "GRPO, learning rate 1e-3 after 5 steps of warmup",
-        "grpo",
-        (START,),
-        "choice",
-        {"learning_rate": 1e-3, "warmup_steps": 5},
-    ),
-    "updates_2": Arm(
-        "GRPO, two updates a step", "grpo", (START,), "choice", {"updates_per_batch": 2}
-    ),
+    "updates_2": choice("two updates a step", updates_per_batch=2),
     # At equal seconds: sampling the solve rates takes its share of GRPO's time.
     "solvable": Arm(
         "GRPO, problems solved at times", "grpo", (START, OURS), "choice", solvable=True
     ),
-    "topr": Arm("TOPR in mini-batches", "grpo", (START,), "choice", TOPR),
-    "topr_random_reward": Arm(
-        "TOPR, control: random reward",
-        "grpo",
-        (START,),
-        "control",
-        TOPR,
-        reward="random",
-        braked=True,
+    BEST: topr(" in mini-batches"),
+    "topr_random_reward": topr(", control: random reward", "control", flipped=0.5, braked=True),
+    "topr_shuffled_golds": topr(
+        ", control: shuffled reference answers", "control", shuffled=True, braked=True
     ),
-    "topr_shuffled_golds": Arm(
-        "TOPR, control: shuffled reference answers",
-        "grpo",
-        (START,),
-        "control",
-        TOPR,
-        golds="shuffled",
-        braked=True,
-    ),
-    "topr_braked": Arm("TOPR with the brake", "grpo", (START,), "choice", TOPR, braked=True),
-    "topr_rate_zero": Arm(
-        "TOPR, control: learning rate 0",
-        "grpo",
-        (START,),
-        "control",
-        TOPR | {"learning_rate": 0.0},
-    ),
-    "mini_batches": Arm("GRPO in mini-batches", "grpo", (START,), "choice", MINI_BATCHES),
+    "topr_rate_zero": topr(", control: learning rate 0", "control", rate=0.0),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
+    "flipped_0.2": Arm(
+        "GRPO, 20 % of the verdicts turned round", "grpo", (START,), "choice", flipped=0.2
+    ),
+    "topr_flipped_0.2": topr(", 20 % of the verdicts turned round", flipped=0.2, braked=True),
 }
-for share in FLIPPED:
-    title = f"{share:.0%} of the verdicts turned round".replace("%", " %")
-    ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
-    ARMS[f"topr_flipped_{share}"] = Arm(
-        f"TOPR, {title}", "grpo", (START,), "choice", TOPR, flipped=share, braked=True
-    )
 
 
 class Cell(NamedTuple):
@@ -273,7 +242,7 @@ class EvidenceConfig:
                         "name another --grid"
                     )
             if OTHER not in begun:
-                write_atomically(file, settings | begun)
+                replace_json(file, settings | begun)
 
     def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
         """Return our trainer's options for a cell; TRL's schedule is derived from them."""
@@ -311,17 +280,13 @@ GSM8K = {
 PRESETS = {"gsm8k": GSM8K}
 
 
-def write_atomically(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file atomically: its existence marks finished work."""
-    replace_file(file, json.dumps(content, ensure_ascii=False) + "\n")
-
-
 def made_once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the file's contents; if it does not exist, write the result of `make` first."""
+    """Return the file's contents; if it does not exist, write the result of `make` first.
+
+    It is written atomically: its existence marks finished work.
+    """
     if not file.exists():
-        made = make()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, made)
+        replace_json(file, make())
     return read_json(file)
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
 from benchmarks.evidence.intervals import Interval, crossed_bootstrap
 from benchmarks.evidence.plan import ARMS, START
 from benchmarks.evidence.results import Results
-from rlm.runs import BLUE, ORANGE
+from rlm.runs import BLUE, ORANGE, new_figure, save_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +39,7 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
     last = {arm: results.arms[arm][0]["curve"][-1] for arm in [START, *arms]}
     kinds = [kind for kind in ("sampled", "greedy") if kind in last[START]]
     problems = len(last[START][kinds[0]]["strict"])
-    figure = Figure(figsize=(10, 4.0 * len(kinds)), layout="constrained")
+    figure = new_figure(10, 4.0 * len(kinds))
     grid = figure.subplots(len(kinds), 2, squeeze=False)
     for row, kind in zip(grid, kinds, strict=True):
         for axes, axis in zip(row, ("seconds", "samples"), strict=True):
@@ -55,10 +53,10 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
                 f"right on {problems} validation problems, {kind}, strict, %", loc="left"
             )
             axes.set_xlim(left=0)
-            _tidy(axes)
+            tidy(axes)
     lines, names = grid.flat[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Point]:
@@ -94,14 +92,3 @@ def _line(axes: Axes, arm: str, points: Sequence[Point], style: str, *, banded: 
     middle = [100 * i.mean for _, i in points]
     look = {"color": COLOURS[arm], "lw": 1.6, "ls": style, "marker": "o", "ms": 4}
     axes.plot(x, middle, label=ARMS[arm].title, **look)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, facecolor="white", format="png")

@@ -160,7 +160,7 @@ def gym_installed() -> bool:
 
 def gym_problems(count: int) -> list[Problem]:
     """Return distinct problems of reasoning-gym's arithmetic tasks, with the tasks in turn."""
-    import reasoning_gym
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     each = -(-count // len(GYM_TASKS))
     tasks = {}

@@ -81,11 +81,9 @@ class Results:
         """Return an arm's share of right answers."""
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
-    def lead(
-        self, arm: str, over: str, metric: str, grading: str = "strict", sets: Sets = None
-    ) -> Interval:
-        """Return the lead of `arm` over `over` on their common seeds and problems."""
-        return difference(*self.paired(over, arm, metric, grading, sets))
+    def lead(self, arm: str, over: str, metric: str) -> Interval:
+        """Return the lead of `arm` over `over`, strict, on their common seeds and problems."""
+        return difference(*self.paired(over, arm, metric))
 
     def shared(self, a: str, b: str) -> list[list[Result]]:
         """Return both arms' cells of the common seeds; the base pairs with each."""
@@ -98,14 +96,7 @@ class Results:
     def share_a_seed(self, a: str, b: str) -> bool:
         return all(self.shared(a, b))
 
-    def paired(
-        self,
-        a: str,
-        b: str,
-        metric: str,
-        grading: str = "strict",
-        sets: Sets = None,
-    ) -> tuple[Scores, Scores]:
+    def paired(self, a: str, b: str, metric: str, sets: Sets = None) -> tuple[Scores, Scores]:
         """Return both arms' scores on common seeds and problems (prefixes of each set).
 
         The base samples fewer problems than the others.
@@ -117,7 +108,7 @@ class Results:
             raise ValueError("no seed is done for both arms")
         left, right = [], []
         for name in sets or self.pooled:
-            mine, theirs = (matrix(side, [name], metric, grading) for side in self.shared(a, b))
+            mine, theirs = (matrix(side, [name], metric, "strict") for side in self.shared(a, b))
             count = min(mine.shape[1], theirs.shape[1])
             left.append(mine[:, :count])
             right.append(theirs[:, :count])

@@ -38,7 +38,6 @@ from rlm.training import GRPOConfig, SFTConfig, problems_for_step
 
 Record = dict[str, Any]
 SOLVE_RATE_SAMPLES = 4  # completions of the start by which GRPO's problems are selected
-RANDOM_SHARE = 0.5  # share that a random reward accepts, so most groups differ inside
 
 
 def train(config: Mapping[str, Any], arm: str, seed: int) -> Record:
@@ -153,7 +152,7 @@ def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[
     for problem, group in zip(problems, texts, strict=True):
         for text in group:
             verdict = grade(text, problem.answer, strict=True)
-            if verdict.correct:
+            if verdict.correct and verdict.answer is not None:
                 reasoning = (split_completion(text)[0] or "").strip()
                 worked.append(Problem(problem.id, problem.question, verdict.answer, reasoning))
     return worked
@@ -234,15 +233,13 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
         shutil.rmtree(options.run_dir, ignore_errors=True)
     practice, spent = pools(config, cell.seed).practice, 0.0
     arm = ARMS[cell.arm]
-    if arm.golds == "shuffled":
+    if arm.shuffled:
         practice = without_golds(practice, cell.seed)
     if arm.solvable:
         practice, spent = _solvable(config, cell, practice)
         share = 1 - spent / _budget(config, cell)
         options = replace(options, steps=max(1, round(share * config.steps)))
-    reward = random_reward(cell.seed) if arm.reward == "random" else None
-    if arm.flipped:
-        reward = flipped_reward(cell.seed, arm.flipped)
+    reward = flipped_reward(cell.seed, arm.flipped) if arm.flipped else None
     validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
     trainer = GRPOTrainer(config.model, options, reward_fn=reward)
     trainer.state.keep = config.steps + 1  # each is a point of the curve
@@ -287,37 +284,23 @@ def _solved(problem: Problem, texts: Sequence[str]) -> int:
     return sum(grade(text, problem.answer, strict=True).correct for text in texts)
 
 
-def random_reward(seed: int) -> Callable[..., list[float]]:
-    """Return a reward that is a coin per completion, reproducible after a resume."""
-
-    def coin(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        return [float(hit) for hit in _coins(seed, prompts, completions, RANDOM_SHARE)]
-
-    return coin
-
-
 def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:
-    """Return the strict verdict, inverted for this share of the completions."""
+    """Return a reward: the strict verdict, inverted for this share of the completions.
+
+    It inverts the same ones after a resume. Of a half, nothing is left of the verdict.
+    """
 
     def flipped(
         prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any
     ) -> list[float]:
-        rows = zip(completions, answer, strict=True)
-        verdicts = [grade(text, gold, strict=True).correct for text, gold in rows]
-        coins = _coins(seed, prompts, completions, share)
-        return [float(verdict != hit) for verdict, hit in zip(verdicts, coins, strict=True)]
+        rewards = []
+        for place, row in enumerate(zip(prompts, completions, answer, strict=True)):
+            prompt, text, gold = row
+            coin = hashlib.sha256(f"{seed}\0{place}\0{prompt}\0{text}".encode()).digest()[0]
+            rewards.append(float(grade(text, gold, strict=True).correct != (coin < 256 * share)))
+        return rewards
 
     return flipped
-
-
-def _coins(
-    seed: int, prompts: Sequence[str], completions: Sequence[str], share: float
-) -> list[bool]:
-    """Return a reproducible coin for each completion."""
-    rows = enumerate(zip(prompts, completions, strict=True))
-    texts = (f"{seed}\0{place}\0{prompt}\0{text}" for place, (prompt, text) in rows)
-    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    return [digest[0] < 256 * share for digest in digests]
 
 
 def _trl(config: EvidenceConfig, cell: Cell) -> Record:

@@ -20,6 +20,9 @@ from .plots import ORANGE as ORANGE
 from .plots import accuracy_bars as accuracy_bars
 from .plots import accuracy_over_time as accuracy_over_time
 from .plots import learning_curves as learning_curves
+from .plots import new_figure as new_figure
+from .plots import save_figure as save_figure
+from .plots import tidy as tidy
 from .resume import check_resumable as check_resumable
 from .resume import checkpoint_tensors as checkpoint_tensors
 from .resume import data_id as data_id

@@ -31,9 +31,9 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
         note: a line below the picture.
     """
     count = max(3, len(rows))
-    figure = _figure(1.6 + 1.2 * count, 4.2)
+    figure = new_figure(1.6 + 1.2 * count, 4.2)
     axes = figure.subplots()
-    _tidy(axes)
+    tidy(axes)
     means, lows, highs = ([100 * i[key] for i in rows.values()] for key in ("mean", "low", "high"))
     # A bootstrap interval need not hold the mean; an error bar of negative length is an error.
     below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
@@ -49,7 +49,7 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left")
     if note:
         figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def accuracy_over_time(
@@ -65,9 +65,9 @@ def accuracy_over_time(
         stages: name → first and last minute of each stage of training.
         title: what the picture shows, in a sentence.
     """
-    figure = _figure(7, 4.4)
+    figure = new_figure(7, 4.4)
     axes = figure.subplots()
-    _tidy(axes)
+    tidy(axes)
     for (name, points), colour in zip(curves.items(), (BLUE, ORANGE, GREY), strict=False):
         minutes = [minute for minute, _ in points]
         mean, low, high = ([100 * i[end] for _, i in points] for end in ("mean", "low", "high"))
@@ -85,7 +85,7 @@ def accuracy_over_time(
     lines, names = axes.get_legend_handles_labels()
     names[-1] += " (bands: 95 % intervals)"
     figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
@@ -109,7 +109,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
     shown = [key for key, (_, values) in measured.items() if values]
     columns = min(3, max(1, len(shown)))
     rows = max(1, math.ceil(len(shown) / columns))
-    figure = _figure(3.7 * columns, 2.8 * rows)
+    figure = new_figure(3.7 * columns, 2.8 * rows)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     for axes, key in zip_longest(figure.subplots(rows, columns, squeeze=False).flat, shown):
         if key is None:
@@ -121,7 +121,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
             bounds = _draw_band(axes, metrics, key, 1 if by_reward else 100)
         _draw_metric(axes, panels[key], steps, values, bounds, running_mean=key == "reward/mean")
         axes.set_xlim(*_step_range(metrics))
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _with_start(
@@ -153,7 +153,7 @@ def _draw_metric(
     bounds: Sequence[float],
     running_mean: bool,
 ) -> None:
-    _tidy(axes)
+    tidy(axes)
     axes.set_title(title, fontsize=10, loc="left")
     scale = 100 if title.endswith("%") else 1
     marker = "o" if len(values) <= 30 else None  # mark points if there are few
@@ -173,13 +173,13 @@ def _draw_metric(
     axes.set_xlabel("step", fontsize=9)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -211,6 +211,6 @@ def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return min(steps) - margin, max(steps) + margin
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight", format="png")

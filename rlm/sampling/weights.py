@@ -200,12 +200,12 @@ class MergedWeights:
             return
         self.release()  # the old copy goes first
         what = self._ops, self.dtype
-        self._layers = [_FusedLayer(layer, *what) for layer in _layers(self._decoder)]
+        self._layers = [FusedLayer(layer, *what) for layer in decoder_layers(self._decoder)]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
         """Drop the copied layers until the next `refresh`."""
-        self._layers: list[_FusedLayer] = []
+        self._layers: list[FusedLayer] = []
         self._seen: dict[str, Tensor] = {}
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
@@ -293,12 +293,12 @@ def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
     )
 
 
-def _layers(decoder: PreTrainedModel) -> list[LlamaDecoderLayer]:
+def decoder_layers(decoder: PreTrainedModel) -> list[LlamaDecoderLayer]:
     """The layers of a decoder that has a fast path: those of FUSED_MODEL_TYPES are built alike."""
     return cast("list[LlamaDecoderLayer]", list(cast("LlamaModel", decoder).layers))
 
 
-class _FusedLayer:
+class FusedLayer:
     """One decoder layer of the Llama family, in as few passes over the activations as possible.
 
     While a few rows are decoded, every pass costs more in starting the threads than in work. So
@@ -365,11 +365,11 @@ def choose_sampling_dtype(
         return model.dtype, f"--dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:
         return model.dtype, "as in learning"
-    layer = _layers(decoder_and_head(model)[0])[0]
+    layer = decoder_layers(decoder_and_head(model)[0])[0]
     config = model.config.get_text_config()
 
     def one_layer(dtype: torch.dtype) -> Callable[[], object]:
-        fused = _FusedLayer(layer, ops_for(model, dtype), dtype)
+        fused = FusedLayer(layer, ops_for(model, dtype), dtype)
         x = torch.ones(DECODED_ROWS, config.hidden_size, dtype=dtype)
         attended = torch.ones(DECODED_ROWS, layer.self_attn.o_proj.in_features, dtype=dtype)
 

@@ -17,9 +17,11 @@ from benchmarks import (
     floor,
     grpo_step,
     harness,
+    ours_arm,
     rollout,
     samplers,
     serving,
+    structured_outputs,
     trainers,
 )
 from rlm.cli import UsageError, run_main, to_dict
@@ -179,7 +181,7 @@ def test_arms_draw_as_many_tokens_as_asked_for(tokenizer, arm):
     if arm == "ours":
         arm = samplers.Ours(Sampler(tiny_model(), tokenizer))
     else:
-        arm = samplers.Generate(tiny_model(), tokenizer.pad_token_id, options)
+        arm = samplers.Generate(tiny_model(), options)
     assert arm.draw(PROMPTS, [[7] * 3] * 2, SEEDS, 6) == 2 * 3 * 7
     # `generate` in batches of 4 rows: it raises by itself unless each ends with its longest row.
     assert arm.draw(PROMPTS, [[1, 9, 2], [4, 1, 3]], SEEDS, 4) == 20
@@ -291,7 +293,7 @@ def test_arms_train_and_account_for_every_step(step_config, arm):
 
     work = {"config": to_dict(step_config.training()), "signal": "half"}
     if arm == "ours":
-        result = trainers.run_ours(**work, ignore_ends=True)
+        result = ours_arm.run_ours(**work, ignore_ends=True)
         assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
         assert result["planned_memory_gb"] > 0
         assert all(step["floor"][part] > 0 for step in result["steps"] for part in step["floor"])
@@ -384,6 +386,39 @@ def test_help_works_and_contradictions_are_refused(script, config, mistake, caps
             run_main(script.main, config, argv=arguments, description=script.__doc__)
         assert (end.value.code or 0) == code
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_all_cells_of_the_rollouts_are_measured(model_dir, tmp_path, monkeypatch):
+    def run_child(module, function, payload):
+        return rollout.memory_of(**payload) | {"peak_memory_gb": 1.0}
+
+    monkeypatch.setattr(harness, "run_child", run_child)
+    monkeypatch.setattr(rollout, "LENGTHS", tmp_path / "lengths.json")
+    (tmp_path / "lengths.json").write_text('{"lengths": [[1, 9, 2], [4, 1, 3]], "limit": 9}')
+    file = tmp_path / "report.json"
+    config = rollout.RolloutConfig(
+        model=str(model_dir), rows=(8, 16), new_tokens=4, repeats=1, json=file
+    )
+    assert rollout.main(config) == 0
+    report = json.loads(file.read_text())
+    assert (report["headline"], len(report["cells"])) == ("16 rows x 4", 3)
+    assert report["ratio"]["generate"] > 0
+    assert report["memory_ratio"] == {"generate": 1.0}
+    assert report["cells"][0]["floor"]["share"] > 0
+
+
+def test_answers_are_validated_and_masks_timed(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(structured_outputs.torch, "set_num_threads", lambda _: None)
+    file = tmp_path / "report.json"
+    config = structured_outputs.StructuredOutputsConfig(
+        model=str(model_dir), schemas=8, max_new_tokens=48, rows=2, timed_tokens=4, repeats=1,
+        json=file,
+    )  # fmt: skip
+    assert structured_outputs.main(config) == 0  # each of them valid, or cut off
+    report = json.loads(file.read_text())
+    assert report["ratio"]["free"] > 0
+    counted = (report["answers"][name].values() for name in ("valid", "invalid", "cut"))
+    assert sum(map(sum, counted)) == 8
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from benchmarks.evidence.results import Results, copy_results, matrix
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data import Problem
+from rlm.grading import grade
 from rlm.runs import file_hash, lock_file
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, mon
         fix("new", gym=True)
     settings = EvidenceConfig().settings()
     assert pools.OTHER not in settings  # results are compared by these
-    plan.write_atomically(tmp_path / "old" / "settings.json", settings)
+    plan.replace_json(tmp_path / "old" / "settings.json", settings)
     fix("old", gym=True)  # of a grid from before this was written down
     assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
     with pytest.raises(UsageError, match="with reasoning-gym installed True, not False"):
@@ -92,7 +93,7 @@ def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, mon
 def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
     tmp_path, monkeypatch
 ):
-    refused, write = [], plan.write_atomically
+    refused, write = [], plan.replace_json
 
     def other() -> None:
         try:
@@ -108,7 +109,7 @@ def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
             second.join(0.2)
         write(file, content)
 
-    monkeypatch.setattr(plan, "write_atomically", slowly)
+    monkeypatch.setattr(plan, "replace_json", slowly)
     EvidenceConfig(grid=tmp_path).fix()
     second.join()
     (said,) = refused
@@ -257,12 +258,10 @@ def test_a_difference_is_paired():
 
 
 def a_test(greedy="01", sampled=("1100", "0000"), ids=("a", "b")):
-    both = {"strict": sampled, "lenient": sampled, "majority": {"strict": [0.5, 0.0]}}
     return {
         "problems": list(ids),
-        "families": ["f"] * len(ids),
         "greedy": {"strict": greedy, "lenient": "1" * len(greedy)},
-        "sampled": both,
+        "sampled": {"strict": sampled, "lenient": sampled},
     }
 
 
@@ -272,7 +271,6 @@ def a_test(greedy="01", sampled=("1100", "0000"), ids=("a", "b")):
         ("greedy", "strict", [0.0, 1.0]),
         ("greedy", "lenient", [1.0, 1.0]),
         ("sampled", "strict", [0.5, 0.0]),
-        ("majority", "strict", [0.5, 0.0]),
         ("pass@1", "strict", [0.5, 0.0]),
         # 2 of 4 are right: two draws miss both with chance C(2,2) / C(4,2) = 1/6.
         ("pass@2", "strict", [5 / 6, 0.0]),
@@ -300,19 +298,6 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
     other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
     with pytest.raises(ValueError, match="different problems"):
         matrix(other, ["t"], "greedy", "strict")
-
-
-def test_maj_at_8_is_the_mean_over_groups_of_8():
-    from benchmarks.evidence.judging import _majority
-    from rlm.evaluation.evaluator import Graded
-    from rlm.grading.answers import Verdict
-
-    def graded(answer):
-        verdict = Verdict(answer == "5", "correct" if answer == "5" else "wrong", answer, answer)
-        return Graded("", verdict, verdict, 1, False)
-
-    answers = ["5"] * 5 + ["6"] * 3 + ["5"] * 4 + ["6"] * 4  # won, then a tie
-    assert _majority([graded(answer) for answer in answers], strict=True) == 0.75
 
 
 @pytest.mark.parametrize("name", ["six", "choices", "sixty", "gsm8k"])
@@ -591,7 +576,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
         if cell.name == "sft-s0":
             raise grid.harness.ChildFailed("exited with 1")
         if function == "judge":
-            plan.write_atomically(config.folder(cell) / "result.json", {})
+            plan.replace_json(config.folder(cell) / "result.json", {})
 
     monkeypatch.setattr(grid.harness, "run_child", run_child)
     assert command_line.main(config) == 1
@@ -628,7 +613,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
         grid.run(config)
     assert grid.state(config, Cell("random_reward", 0)) == "begun"
 
-    judged, write = [], plan.write_atomically
+    judged, write = [], plan.replace_json
 
     def killed_after_one_set(file, content):
         if file.parent.name == "scores":
@@ -637,7 +622,7 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
                 raise Killed
         write(file, content)
 
-    monkeypatch.setattr(plan, "write_atomically", killed_after_one_set)
+    monkeypatch.setattr(plan, "replace_json", killed_after_one_set)
     with pytest.raises(Killed):
         grid.run(config)
     assert first_steps == [0, 1, 1]  # step 0 was not run again
@@ -681,11 +666,29 @@ def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypa
     assert (config.output / "adapter_model.safetensors").exists()
 
 
-def test_a_coin_falls_the_same_again():
-    texts = {"prompts": ["p"] * 400, "completions": [f"{i}" for i in range(400)]}
-    once, again, other = (training.random_reward(seed)(**texts) for seed in (0, 0, 1))
+def test_trl_takes_a_rate_of_zero(finished, model_dir, tmp_path):
+    from benchmarks import trl_arm
+
+    start = finished.folder(Cell("sft", 0)) / "adapter"
+    config = toy(model_dir, tmp_path, steps=1, learning_rate=0.0)
+    options = config.grpo_config(Cell("trl", 0), start)
+    trl_arm.train(options, pools.pools(config, 0).practice, trl_arm.strict_reward)
+    assert same(
+        adapter_of(finished, "sft"), load_file(options.output / "adapter_model.safetensors")
+    )
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.5, 150, 250), (0.2, 280, 360)])
+def test_verdicts_are_turned_round_the_same_way_again(share, least, most, monkeypatch):
+    """Of 400 right completions; half of them is a random reward."""
+    monkeypatch.setattr(training, "grade", grade)  # which `in_process` replaces
+    texts = [f"<think>\n{i}\n</think>\n<answer>2</answer>" for i in range(400)]
+    rows = {"prompts": ["p"] * 400, "completions": texts, "answer": ["2"] * 400}
+    once, again, other = (training.flipped_reward(seed, share)(**rows) for seed in (0, 0, 1))
     assert once == again != other
-    assert 150 < sum(once) < 250
+    assert least < sum(once) < most
+    wrong = training.flipped_reward(0, share)(**rows | {"answer": ["3"] * 400})
+    assert wrong == [1 - reward for reward in once]
 
 
 # --- what is written ----------------------------------------------------------------------------
@@ -782,19 +785,3 @@ def test_a_control_that_gains_is_named(finished):
 
 def test_numbers_are_written_with_their_intervals():
     assert Interval(-0.021, -0.05, 0.01, 3, 9).points == "−2.1 (−5.0 to +1.0)"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "seeds", "verdict"),
-    [
-        (0.05, 0.2, 10, "above zero"),
-        (-0.2, -0.05, 10, "below zero"),
-        (0.05, 0.2, 4, "above zero, for these 4 seeds"),
-        (-0.2, -0.05, 2, "below zero, for these 2 seeds"),
-        (-0.05, 0.2, 3, "zero lies inside"),
-        (0.0004, 0.2, 3, "zero lies inside"),  # printed as 0.0
-        (0.05, 0.2, 1, "above zero, for one seed"),
-    ],
-)
-def test_few_seeds_speak_for_themselves_alone(low, high, seeds, verdict):
-    assert Interval((low + high) / 2, low, high, seeds, 9).verdict == verdict

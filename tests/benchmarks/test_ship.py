@@ -18,6 +18,7 @@ from rlm.training.sft_config import SFTConfig
 from tests.test_scripts import DATA
 
 TEST_SET = '{"question": "What is 1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n'
+OPEN = '{"question": "Say something.", "answer": "", "answer_type": "open"}\n'
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +85,19 @@ def test_where_grpo_did_not_help_the_card_says_so(run, tmp_path):
     adapter = tmp_path / "grpo"
     shutil.copytree(run / "grpo", adapter)
     record = json.loads((adapter / "run.json").read_text())
-    (adapter / "run.json").write_text(json.dumps(record | {"step": 0, "start_accuracy": 0.25}))
-    config = config_of(run, tmp_path, sets=(str(run / "mine.jsonl"),))
+    changed = {"step": 0, "start_accuracy": 0.25, "dataset": None}  # trained in Python, on a list
+    (adapter / "run.json").write_text(json.dumps(record | changed))
+    (tmp_path / "mine.jsonl").write_text(OPEN + TEST_SET)
+    config = config_of(run, tmp_path, sets=(str(tmp_path / "mine.jsonl"),))
     assert ship.main(replace(config, adapter=adapter)) == 0
     card = (config.weights / "README.md").read_text()
     assert "**No step of GRPO was better than its start** on 2 validation problems" in card
     assert "(25.0 %), so these are the weights after SFT" in card
     assert "| mine | 2 | none | 0.0 (0.0–65.8) | 0 |\n" in card
     assert "ahead of SFT" not in card
+    assert "on a data set without a name" in card
+    verdicts = json.loads(config.results.read_text())["verdicts"]["mine"]["none"]
+    assert len(verdicts) == 2  # the open problem has none
 
 
 def test_what_is_too_large_or_no_result_of_grpo_is_refused_and_nothing_replaced(

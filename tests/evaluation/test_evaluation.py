@@ -264,7 +264,7 @@ def test_a_running_mean_has_the_interval_of_its_steps():
 
 def test_accuracy_over_time_is_drawn_as_it_was_measured(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("rlm.runs.plots._save", lambda figure, _: drawn.append(figure))
+    monkeypatch.setattr("rlm.runs.plots.save_figure", lambda figure, _: drawn.append(figure))
     start, end = ({"mean": m, "low": m - 0.1, "high": m + 0.1} for m in (0.25, 0.5))
     curves = {"greedy": [(0, start), (2, end)], "sampled": [(1, start), (1.5, end), (2, end)]}
     stages = {"SFT": (0, 1), "GRPO": (1, 2)}
@@ -295,7 +295,7 @@ def test_learning_curves_tolerate_what_was_not_measured(tmp_path, metrics):
 
 def test_learning_curves_show_what_was_measured_from_zero_on(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("rlm.runs.plots._save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("rlm.runs.plots.save_figure", lambda figure, path: figures.append(figure))
     rows = [
         {"step": s, "completion/length_mean": 30 + s, "completion/truncated_rate": 0.01 * s}
         for s in range(3)
