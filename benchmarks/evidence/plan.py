@@ -116,11 +116,11 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "topr_rate_zero": topr(", control: learning rate 0", "control", rate=0.0),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
-    "flipped_0.2": Arm(
-        "GRPO, 20 % of the verdicts turned round", "grpo", (START,), "choice", flipped=0.2
-    ),
-    "topr_flipped_0.2": topr(", 20 % of the verdicts turned round", flipped=0.2, braked=True),
 }
+for share in (0.05, 0.1, 0.2):  # half of them: the random rewards
+    title = f"{share:.0%} of the verdicts turned round".replace("%", " %")
+    ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
+    ARMS[f"topr_flipped_{share}"] = topr(f", {title}", flipped=share, braked=True)
 
 
 class Cell(NamedTuple):
