@@ -150,8 +150,10 @@ class Kernels:
         """Why a row's numbers may depend on other rows; None where no bit of them does."""
         if self.has_linear:
             return None
-        missing = "fused multiply-add" if self.dtype == torch.float32 else "usable AMX tiles or FMA"
-        return f"there is no {missing} here, so products are not compiled"
+        return (
+            "products are not compiled: this CPU has no fused multiply-add, or its system allows no "
+            "AMX tiles"
+        )
 
     def linear(
         self,

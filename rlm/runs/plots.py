@@ -174,12 +174,14 @@ def _draw_metric(
 
 
 def new_figure(width: float, height: float) -> Figure:
+    """Make an empty figure of so many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def tidy(axes: Axes) -> None:
+    """Leave the axes a grid of horizontal lines, and no frame above or on the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -212,5 +214,6 @@ def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
+    """Write the figure as a PNG file, and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight", format="png")
