@@ -151,8 +151,8 @@ class Kernels:
         if self.has_linear:
             return None
         return (
-            "products are not compiled: this CPU has no fused multiply-add, or its system allows no "
-            "AMX tiles"
+            "products are not compiled: this CPU has no fused multiply-add, or its system allows "
+            "no AMX tiles"
         )
 
     def linear(
