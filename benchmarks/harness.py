@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def run_child(
 ) -> dict[str, Any]:
     """Run `module.function(**payload)` in a process; return its dict with `peak_memory_gb`.
 
+    If this process is killed, the child ends too, and spoils no later measurement.
+
     Args:
         log: file for its output; None: only the end is shown, on failure.
         inherited: file descriptors to keep open, such as a lock's.
@@ -122,14 +125,16 @@ def run_child(
         target, log = Path(folder) / "result.json", log or Path(folder) / "log.txt"
         child = ["-m", "benchmarks.harness", module, function, json.dumps(payload), str(target)]
         with log.open("a", encoding="utf-8") as stream:
-            code = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, *child],
                 cwd=ROOT,
+                stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                check=False,
                 pass_fds=inherited,
-            ).returncode
+            )
+            with process:  # its end closes the pipe, which ends the child
+                code = process.wait()
         if code:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
             raise ChildFailed(f"{module}.{function} exited with {code}:\n{end}")
@@ -137,9 +142,15 @@ def run_child(
 
 
 def _child(module: str, function: str, payload: str, target: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     result = getattr(importlib.import_module(module), function)(**json.loads(payload))
     result["peak_memory_gb"] = peak_memory_gb()
     Path(target).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # nothing is written to it: it ends when the parent does
+    os._exit(1)
 
 
 def peak_memory_gb() -> float:

@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic and their arms on a tiny model; no speed is asserted anywhere."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -115,6 +116,27 @@ def test_a_child_returns_its_dict_and_its_peak_memory():
     assert 0.05 < result["peak_memory_gb"] < 4
     with pytest.raises(harness.ChildFailed, match="missing 1 required"):  # its last words
         harness.run_child("json", "loads", {"nonsense": 1})
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "begin_and_end.py").write_text(
+        "import os, time\n"
+        "def say(fd):\n"
+        "    for word in (b'b', b'e'):\n"
+        "        os.write(fd, word)\n"
+        "        time.sleep(20)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    read, write = os.pipe()
+    run = f"run_child('begin_and_end', 'say', dict(fd={write}), inherited=[{write}])"
+    code = f"from benchmarks.harness import run_child; {run}"
+    parent = subprocess.Popen([sys.executable, "-c", code], pass_fds=[write])
+    os.close(write)
+    assert os.read(read, 1) == b"b"
+    parent.kill()
+    parent.wait()
+    assert os.read(read, 1) == b""  # closed by the child's end, before it says e
+    os.close(read)
 
 
 @needs_git
