@@ -1,7 +1,7 @@
 """Measures how much training helped: base, SFT and GRPO adapter on the same problems.
 
 Each row has greedy accuracy with a 95 % interval, and is compared with the row above it. --samples
-adds mean@k, maj@k and pass@k. Model, data set, tags and 4-bit loading are those of the last
+adds mean@k, maj@k and pass@k. Model, dataset, tags and 4-bit loading are those of the last
 adapter's training unless you name others.
 
     python eval.py                                   # weights/sft_lora, weights/final_rlm_lora

@@ -42,7 +42,7 @@ from rlm.tools import load_tool
 
 LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the one that is shipped
-NAMELESS = "a data set without a name"  # given to a trainer in Python
+NAMELESS = "a dataset without a name"  # given to a trainer in Python
 
 
 # The fields of run.json that loading needs or that were measured; the rest names local paths.
@@ -61,7 +61,7 @@ PUBLISHED_CONFIG = (
 class ShipConfig:
     adapter: Path = flag(None, "what train_grpo.py wrote", positional=True)
     sets: tuple[str, ...] = flag(
-        ("elementary", "data/everyday.jsonl"), "data sets whose test splits are answered"
+        ("elementary", "data/everyday.jsonl"), "datasets whose test splits are answered"
     )
     max_samples: int | None = flag(None, "problems of each (none: all)", min=1)
     max_new_tokens: int = flag(160, "longest completion", min=1)

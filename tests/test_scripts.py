@@ -703,7 +703,7 @@ MISTAKES = [
     (train_sft, ["--model", "no/such-model", *DATA], "no such directory"),
     (train_grpo, ["--model", "no/such-model", *DATA], "no such directory"),
     (evaluate, ["--model", "no/such-model", "--base-only", *DATA], "no such directory"),
-    (train_sft, ["--dataset", "nope"], "unknown data set"),
+    (train_sft, ["--dataset", "nope"], "unknown dataset"),
     (train_sft, ["--dataset", "missing.jsonl"], "missing.jsonl"),
     (train_sft, ["--batch-size", "10", "--micro-batch", "4"], "multiple"),
     (train_sft, ["--learning-rate", "0"], "above 0"),

@@ -75,7 +75,7 @@ class EvaluateConfig(AskingConfig):
     dataset: str | None = flag(
         None, "problems to ask", default_text="what the run did not practise on"
     )
-    split: str = flag("test", "part of the data set")
+    split: str = flag("test", "part of the dataset")
     max_problems: int | None = flag(30, "evaluate at most this many problems; none: all", min=1)
     samples: int = flag(4, "answers to each problem, k", min=1)
     temperature: float = flag(0.3, "sampling temperature", min=0)

@@ -63,7 +63,7 @@ class SelectConfig(AskingConfig):
     )
 
     dataset: str = flag("word-problems", "problems, named as for recipes.experience.train")
-    split: str = flag("train", "part of the data set")
+    split: str = flag("train", "part of the dataset")
     problems: int = flag(48, "problems to practise on", min=1)
     samples: int = flag(2, "attempts of each generator at each problem", min=1)
     temperature: float = flag(0.7, "sampling temperature of the attempts", min=0)

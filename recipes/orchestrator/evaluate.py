@@ -55,7 +55,7 @@ class EvaluateConfig:
         (Path("runs/orchestrator"),), "folder of the training run, or of several with other seeds"
     )
     split: str | None = flag(
-        None, "part of the run's data set", default_text="test; validation for a file of yours"
+        None, "part of the run's dataset", default_text="test; validation for a file of yours"
     )
     max_samples: int = flag(200, "evaluate at most this many problems", min=1)
     read_price: float = flag(0.0, "price of a million input tokens", min=0)

@@ -1,4 +1,4 @@
-"""Problems with reference answers: published data sets, word problems, any hub data set or file.
+"""Problems with reference answers: published datasets, word problems, any hub dataset or file.
 
 `load_problems` takes what a user writes after `--dataset`:
 
@@ -12,7 +12,7 @@
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
     FILE.jsonl, .json, .csv, .tsv, .parquet       a problem a row, also with .gz; data/README.md has
                                                   the fields
-    org/name, org/name:CONFIG                     any other data set on the hub
+    org/name, org/name:CONFIG                     any other dataset on the hub
     DIRECTORY, DIRECTORY:CONFIG                   a copy of one, laid out as on the hub
     elementary+gsm8k:PATH                         several, joined by +; max_samples is of each
 
@@ -82,18 +82,18 @@ def load_problems(
     """Load what `dataset` names (see the module's docstring); no network unless it names the hub.
 
     Args:
-        split: its name; for a file or hub data set also a slice of its rows, as in test[:200].
-        columns: which column of a file or hub data set is which field, as in
+        split: its name; for a file or hub dataset also a slice of its rows, as in test[:200].
+        columns: which column of a file or hub dataset is which field, as in
             "question=prompt,answer=target".
-        rows: which rows of a file or hub data set make train and validation, as in train[:500];
+        rows: which rows of a file or hub dataset make train and validation, as in train[:500];
             None is all of train.
-        max_samples: at most so many of each data set; None is all, and of word-problems 2000
+        max_samples: at most so many of each dataset; None is all, and of word-problems 2000
             (train) or 500, of elementary 8000 or 500.
         keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.
         calculator_marks: solutions of GSM8K and of our generator have marks, `<<3+5=8>>`.
 
     Raises:
-        UsageError: unknown data set or split, unreadable or bad file, hub out of reach.
+        UsageError: unknown dataset or split, unreadable or bad file, hub out of reach.
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
@@ -115,7 +115,7 @@ def load_problems(
     name, colon, rest = dataset.partition(":")
     for option, value in {"--columns": columns, "--split": rows}.items():
         if value:
-            raise UsageError(f"{option} is for files and hub data sets, not for {name}")
+            raise UsageError(f"{option} is for files and hub datasets, not for {name}")
     if split not in SPLITS[name]:
         raise UsageError(f"{dataset} has no split {split!r}; it has {', '.join(SPLITS[name])}")
 
@@ -156,7 +156,7 @@ def check_dataset(dataset: str) -> None:
 
 def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
     """Return the problems of the user's own files, before torch is imported; none of a large file
-    or another data set.
+    or another dataset.
 
     Raises:
         UsageError: rows are bad.
@@ -177,14 +177,14 @@ def is_config(name: str, rest: str) -> bool:
 
 
 def dataset_parts(dataset: str) -> list[str]:
-    """The data sets that a `--dataset` joins by +; a + inside a path joins nothing."""
+    """The datasets that a `--dataset` joins by +; a + inside a path joins nothing."""
     parts = dataset.split("+")
     known = (is_named, is_local_file, is_hub)
     return parts if all(any(is_one(part) for is_one in known) for part in parts) else [dataset]
 
 
 def is_named(dataset: str) -> bool:
-    """Whether that is a data set known here, not a file of the user's own."""
+    """Whether that is a dataset known here, not a file of the user's own."""
     return dataset_name(dataset).partition(":")[0] in SPLITS
 
 
@@ -199,7 +199,7 @@ def is_local_file(dataset: str) -> bool:
 
 
 def is_hub(dataset: str) -> bool:
-    """Whether that is another data set on the hub, or a directory laid out as there."""
+    """Whether that is another dataset on the hub, or a directory laid out as there."""
     path, _ = split_config(dataset)
     is_one = Path(path).is_dir() or _HUB_NAME.fullmatch(path) is not None
     return is_one and not is_named(dataset) and not is_local_file(dataset)
@@ -211,7 +211,7 @@ def own_files(dataset: str) -> set[Path]:
 
 
 def needs_hub(dataset: str) -> bool:
-    """Whether that one data set comes from the hub: neither made here nor in a file or folder."""
+    """Whether that one dataset comes from the hub: neither made here nor in a file or folder."""
     if is_named(dataset):
         name, _, path = dataset_name(dataset).partition(":")
         return name in HUB and (not path or is_config(name, path))
@@ -264,7 +264,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
 def _load_own(
     dataset: str, split: str, columns: dict[str, str], rows: str | None, max_samples: int | None
 ) -> list[Problem]:
-    """The problems of a split of a user's file, a hub data set, or a directory laid out as one."""
+    """The problems of a split of a user's file, a hub dataset, or a directory laid out as one."""
     if is_local_file(dataset):
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
@@ -277,7 +277,7 @@ def _unknown(dataset: str) -> UsageError:
     close = difflib.get_close_matches(dataset.partition(":")[0].lower(), known, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return UsageError(
-        f"unknown data set {dataset!r}{meant}; use {', '.join(known)}, a data set of the hub "
+        f"unknown dataset {dataset!r}{meant}; use {', '.join(known)}, a dataset of the hub "
         f"(org/name), a file ({', '.join(READERS)}) or a directory"
     )
 
@@ -311,11 +311,11 @@ def _load_published(
 
 
 def _mix(parts: Sequence[list[Problem]], split: str, seed: int) -> list[Problem]:
-    """The problems of several data sets: train shuffled together, the others one after another."""
+    """The problems of several datasets: train shuffled together, the others one after another."""
     problems = [problem for part in parts for problem in part]
     repeated = len(problems) - len({problem.id for problem in problems})
     if repeated:
-        raise UsageError(f"{repeated} ids are in two of the data sets; name the files differently")
+        raise UsageError(f"{repeated} ids are in two of the datasets; name the files differently")
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems

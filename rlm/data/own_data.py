@@ -1,4 +1,4 @@
-"""Problems of a user's own files, of hub data sets, and the validation split held out of them."""
+"""Problems of a user's own files, of hub datasets, and the validation split held out of them."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def load_hub(
     rows: str | None,
     max_samples: int | None = None,
 ) -> list[Problem]:
-    """Load a split of a hub data set, or of a directory laid out as one.
+    """Load a split of a hub dataset, or of a directory laid out as one.
 
-    A data set without a validation split gets one that is held out of the training rows.
+    A dataset without a validation split gets one that is held out of the training rows.
 
     Args:
         max_samples: so many problems are enough. A split of more than POOL rows is then not read

@@ -1,4 +1,4 @@
-"""`Problem`: a question with its gold answer; and how a row of a data set becomes one."""
+"""`Problem`: a question with its gold answer; and how a row of a dataset becomes one."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Problem:
     (`rlm.grading.READERS`). An open answer has none that counts.
     """
 
-    id: str  # unique in its data set; seeds what is sampled for the problem
+    id: str  # unique in its dataset; seeds what is sampled for the problem
     question: str
     answer: str
-    solution: str = ""  # worked, in words; "" where the data set has none
+    solution: str = ""  # worked, in words; "" where the dataset has none
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # to rewards
     answer_type: AnswerType = "number"
 
@@ -87,7 +87,7 @@ class NotAnAnswer(ValueError):
 
 
 def answer_types(problems: Iterable[Problem]) -> tuple[AnswerType, ...]:
-    """The kinds of answer in a data set, the most frequent first."""
+    """The kinds of answer in a dataset, the most frequent first."""
     counts = Counter[AnswerType](p.answer_type for p in problems)
     return tuple(kind for kind, _ in counts.most_common())
 

@@ -38,7 +38,7 @@ MAX_CELL = 2**24  # characters in a field of a CSV file; Python's own limit is 1
 
 
 def find_published(directory: Path, name: str, split: str) -> Path:
-    """Find the file of a published data set in a directory."""
+    """Find the file of a published dataset in a directory."""
     names = [f"{name}_{split}.jsonl", f"{split}.jsonl", f"correct_solutions/{split}.jsonl"]
     if name == "gsm8k":
         names[2:] = [f"main/{split}-00000-of-00001.parquet", f"{split}-00000-of-00001.parquet"]
@@ -127,7 +127,7 @@ def _read_whole(data: bytes) -> list[Row] | None:
         return [{name: column[n] for name, column in found.items()} for n in parts[0]]
     lists = [value for value in found.values() if _is_rows(value)] if _is_object(found) else [found]
     if len(lists) == len(parts) > 1 and not {*CHAT_FIELDS} & found.keys():
-        raise ValueError(f"it holds several data sets ({', '.join(found)}): save each as a file")
+        raise ValueError(f"it holds several datasets ({', '.join(found)}): save each as a file")
     if len(lists) != 1 or not _is_rows(lists[0]):
         return None
     return lists[0]
@@ -183,7 +183,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
 
 
 def read_hub(name: str, split: str, config: str | None) -> Iterator[tuple[int, Row]]:
-    """The rows of a published data set on the hub, or in the hub's cache on this machine."""
+    """The rows of a published dataset on the hub, or in the hub's cache on this machine."""
     chosen = {"name": config} if config else {}
     yield from read_dataset(name, {"split": split} | HUB[name] | chosen)
 
@@ -196,7 +196,7 @@ def read_dataset(
     """The rows that `datasets.load_dataset` finds, numbered from 1, read one by one.
 
     Args:
-        name: the data set's name in messages.
+        name: the dataset's name in messages.
         arguments: what `load_dataset` gets; path is a name on the hub, or a directory laid out as
             there.
         choose: takes the number of rows and returns the indices to read; None reads all.
@@ -215,7 +215,7 @@ def read_dataset(
 
 
 def split_names(name: str, path: str, config: str | None) -> list[str]:
-    """The splits of a data set on the hub, or in a directory laid out as there."""
+    """The splits of a dataset on the hub, or in a directory laid out as there."""
     import datasets
 
     with _reaching_hub(name, path):
@@ -258,7 +258,7 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
         local = f"--dataset {name}:PATH" if name in HUB else "--dataset DIRECTORY"
         raise UsageError(
-            f"data set {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
+            f"dataset {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
             f"({local} for downloaded files)"
         ) from error
     finally:

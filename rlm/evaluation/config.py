@@ -35,13 +35,13 @@ class EvaluateConfig:
     )
     split: str | None = flag(
         None,
-        "part of the data set, as in test[:200]",
+        "part of the dataset, as in test[:200]",
         default_text="test; validation for a file of yours that was trained on",
     )
     columns: str | None = flag(
         None,
-        "columns of a file or hub data set, as for training",
-        default_text="those of the last adapter, if the data set is its own",
+        "columns of a file or hub dataset, as for training",
+        default_text="those of the last adapter, if the dataset is its own",
     )
     max_samples: int | None = flag(200, "evaluate at most this many problems; none: all", min=1)
     sft_adapter: Path | None = flag(

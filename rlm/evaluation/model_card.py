@@ -14,7 +14,7 @@ from rlm.evaluation.statistics import wilson_interval
 from rlm.model import AdapterInfo, hub_base, licence_of, public_dataset
 
 PLACEHOLDER = "Model Card for Model ID"  # text of the card that PEFT writes into each adapter
-# Data set → its licence, and its name on the hub.
+# Dataset → its licence, and its name on the hub.
 DATA_LICENCES = {
     "gsm8k": ("MIT", "openai/gsm8k"),
     "openmathinstruct": ("NVIDIA's own, see its page", "nvidia/OpenMathInstruct-1"),

@@ -176,7 +176,7 @@ class AdapterInfo:
         return self.system_prompt if asked is None else read_system_prompt(asked)
 
     def resolve_data(self, dataset: str | None, columns: str | None) -> dict[str, str | None]:
-        """Return the data set and its column map; the adapter's map if the data set is the same."""
+        """Return the dataset and its column map; the adapter's map if the dataset is the same."""
         same = dataset in (None, self.dataset)
         mapped = self.run.get("config", {}).get("columns") if same else None
         return {"dataset": dataset or self.dataset, "columns": columns or mapped}
@@ -226,7 +226,7 @@ def _peft_settings(path: Path) -> dict[str, Any]:
 
 
 def public_dataset(dataset: str) -> str:
-    """Return a data set's name without this machine's directories.
+    """Return a dataset's name without this machine's directories.
 
     >>> public_dataset("elementary+gsm8k:/home/me/data+/home/me/mine.jsonl")
     'elementary+gsm8k+mine.jsonl'

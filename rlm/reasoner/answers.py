@@ -147,7 +147,7 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")
     text = str(stream.tokenizer.decode(state.ids, skip_special_tokens=True))
-    if state.parser.phase == "done":  # the stop text and what was drawn with it are not returned
+    if state.parser.phase == "done":  # the stop string and what was drawn with it are not returned
         text = state.parser.until_stop(text)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None

@@ -33,9 +33,9 @@ class ReasoningParser:
         self.closing = f"</{format.reasoning_tag}>"
         self._drop = re.compile("|".join(format.answer_tags))
         self._stop, self._verbatim = tuple(stop), verbatim
-        self.phase = "start"  # then reasoning, answer, done (a stop text was met)
+        self.phase = "start"  # then reasoning, answer, done (a stop string was met)
         self.opened = self.closed = False
-        self._held = ""  # held back: may begin a tag or stop text, or is trailing space
+        self._held = ""  # held back: may begin a tag or stop string, or is trailing space
         self._begun = False  # whether the part has non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
@@ -91,7 +91,7 @@ class ReasoningParser:
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
     def until_stop(self, text: str) -> str:
-        """Return the whole text with tags, up to a stop text in the answer.
+        """Return the whole text with tags, up to a stop string in the answer.
 
         It parses again letter by letter, because spaces and tags do not count for a stop.
         """
@@ -117,7 +117,7 @@ class ReasoningParser:
         """Take the held text that cannot begin a tag or stop, without trailing spaces."""
         self._held = self._stripped(self._held)
         end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
-        # Text that may begin a tag may vanish; a stop text may then continue behind it.
+        # Text that may begin a tag may vanish; a stop string may then continue behind it.
         begun = (end - _overlap(self._held[:end], stop) for stop in stops)
         whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
         certain = self._held[: min((end, *begun, *whole))].rstrip()

@@ -72,7 +72,7 @@ class ReasoningStream:
     The sampler calls it after each token, as the request's `force_tokens`. The reasoning never
     exceeds the budget (except to finish a closing tag); in its last quarter the end of a line or
     sentence closes it. Without a budget it is closed in time for an answer. An end token inside
-    the reasoning closes it instead of ending the text. Stop texts apply to the answer only. A
+    the reasoning closes it instead of ending the text. Stop strings apply to the answer only. A
     tool's text has priority; if it does not fit, the reasoning is closed at once.
     """
 
@@ -91,7 +91,7 @@ class ReasoningStream:
     ) -> None:
         """
         Args:
-            grammar: constrains the answer, which then has no tool and no stop texts.
+            grammar: constrains the answer, which then has no tool and no stop strings.
         """
         self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = backend_tokenizer(tokenizer), stop_ids

@@ -28,7 +28,7 @@ class RewardFunction:
     """A reward of one completion. Subclass it and define `__call__` (or `async def`).
 
     The weight in a sum is a class attribute or `super().__init__(weight=2.0)`.
-    Columns are keywords: `question`, the data set's own fields, `reasoning_format` (the name of
+    Columns are keywords: `question`, the dataset's own fields, `reasoning_format` (the name of
     the tags in use), `answer_type`, `is_truncated` (no end token) and `strict_verdict` (the
     `Verdict` of the strict grading). A `__call__` without `**columns` gets those that it names.
     """
@@ -77,7 +77,7 @@ class BinaryReward(RewardFunction):
 class FunctionReward(RewardFunction):
     """Calls a plain or `async` function by the names of its parameters.
 
-    TRL passes texts, or lists of messages if a data set's prompts are conversations. A function
+    TRL passes texts, or lists of messages if a dataset's prompts are conversations. A function
     that fails on texts but not on messages gets messages from then on.
     """
 

@@ -21,10 +21,10 @@ def reward(completion: str, reference_answer: str, **columns: Any) -> float | No
 
     Args:
         completion: what the model wrote, tags included.
-        reference_answer: the answer of the data set.
+        reference_answer: the answer of the dataset.
         columns: `question`, `is_truncated` (it was cut off), `reasoning_format` (the name of the
             tags), `answer_type`, `strict_verdict` (what the strict grading says, so that you need
-            not grade again), and every other column of your data set by its name.
+            not grade again), and every other column of your dataset by its name.
 
     Returns:
         Any number: completions of one problem are compared with each other. None leaves this

@@ -45,7 +45,7 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.12 * max(5.0, *means, *highs))
     axes.set_ylabel("right in the required format, %")
-    # A data set may be a long path: not over the edge.
+    # A dataset may be a long path: not over the edge.
     axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left")
     if note:
         figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")

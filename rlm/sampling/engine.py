@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
 
     from rlm.sampling.structured_outputs import GrammarCompiler
 
-# A stop text is looked for among this many last tokens (and at least as many as it has bytes).
+# A stop string is looked for among this many last tokens (and at least as many as it has bytes).
 STOP_WINDOW = 16
 
 

@@ -72,7 +72,7 @@ class Request:
             raise ValueError(f"n must be at least 1, not {self.n}")
 
 
-FinishReason = Literal["stop", "length"]  # stop: an end token or stop text
+FinishReason = Literal["stop", "length"]  # stop: an end token or stop string
 
 
 @dataclass(frozen=True)

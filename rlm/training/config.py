@@ -98,14 +98,14 @@ class GRPOConfig:
     )
     columns: str | None = flag(
         None,
-        "columns of a file or hub data set, as in question=NAME,answer=NAME,solution=NAME",
+        "columns of a file or hub dataset, as in question=NAME,answer=NAME,solution=NAME",
         default_text="those of --sft-adapter, else question, answer, solution",
     )
     split: str | None = flag(
-        None, "rows of a file or hub data set, as in train[:500]", default_text="train"
+        None, "rows of a file or hub dataset, as in train[:500]", default_text="train"
     )
     max_samples: int | None = flag(
-        None, "train on at most this many problems of each data set", min=1, default_text="all"
+        None, "train on at most this many problems of each dataset", min=1, default_text="all"
     )
     sft_adapter: Path | None = flag(
         DEFAULT_SFT_ADAPTER, "adapter to start from; none: start with a new one"
@@ -437,7 +437,7 @@ class GRPOConfig:
         return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
-        """Return the config with its number of steps for a data set of this size."""
+        """Return the config with its number of steps for a dataset of this size."""
         return replace(self, steps=self.steps_for(problem_count))
 
     def steps_for(self, problem_count: int) -> int:

@@ -45,15 +45,15 @@ class SFTConfig:
     )
     columns: str | None = flag(
         None,
-        "columns of a file or hub data set, as in question=NAME,answer=NAME,solution=NAME",
+        "columns of a file or hub dataset, as in question=NAME,answer=NAME,solution=NAME",
         default_text="those of --adapter, else question, answer, solution",
     )
     split: str | None = flag(
-        None, "rows of a file or hub data set, as in train[:500]", default_text="train"
+        None, "rows of a file or hub dataset, as in train[:500]", default_text="train"
     )
     max_samples: int | None = flag(
         MAX_SAMPLES,
-        "learn from at most this many examples of each data set; none: all",
+        "learn from at most this many examples of each dataset; none: all",
         min=1,
         default_text=f"{MAX_SAMPLES}, but all of a file of yours",
     )

@@ -31,7 +31,7 @@ from rlm.training.validation import ProblemScores, Validations
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
 # Options that may differ when a run is resumed: what is learned does not depend on them, or (model,
-# data set) a hash of what they name is compared instead.
+# dataset) a hash of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),

@@ -95,7 +95,7 @@ def test_where_grpo_did_not_help_the_card_says_so(run, tmp_path):
     assert "(25.0 %), so these are the weights after SFT" in card
     assert "| mine | 2 | none | 0.0 (0.0–65.8) | 0 |\n" in card
     assert "ahead of SFT" not in card
-    assert "on a data set without a name" in card
+    assert "on a dataset without a name" in card
     verdicts = json.loads(config.results.read_text())["verdicts"]["mine"]["none"]
     assert len(verdicts) == 2  # the open problem has none
 

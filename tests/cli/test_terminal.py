@@ -1,4 +1,4 @@
-"""What is shown is shown as it is: nothing in a path, a data set or a model's text is markup."""
+"""What is shown is shown as it is: nothing in a path, a dataset or a model's text is markup."""
 
 import io
 import sys

@@ -279,8 +279,8 @@ def test_solutions_in_sentences_are_of_the_same_problems(name):
     ("dataset", "split", "expected"),
     [
         ("gsm9k", "train", "use gsm8k, openmathinstruct, aime2024, aime2025, word-problems, elem"),
-        ("no/such/data", "train", "unknown data set 'no/such/data'; use gsm8k, "),
-        ("GSM9k", "train", "unknown data set 'GSM9k' (did you mean gsm8k?); use gsm8k, "),
+        ("no/such/data", "train", "unknown dataset 'no/such/data'; use gsm8k, "),
+        ("GSM9k", "train", "unknown dataset 'GSM9k' (did you mean gsm8k?); use gsm8k, "),
         ("word-problem:1", "train", "'word-problem:1' (did you mean word-problems?); use"),
         ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3, or sentences"),
         ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
@@ -304,7 +304,7 @@ def test_what_is_not_known_is_refused(dataset, split, expected):
         assert "at least 1" in refusal(dataset, max_samples=0)
 
 
-# Several data sets.
+# Several datasets.
 
 
 def test_data_sets_joined_by_plus_are_shuffled_together(write):
@@ -333,8 +333,8 @@ def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
     assert not is_local_file(spec)
     assert own_files(spec) == {Path(SAMPLE).resolve()}
     assert own_files("elementary+gsm8k:/a+b") == set()
-    assert "unknown data set 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")
-    assert "ids are in two of the data sets" in refusal(f"{SAMPLE}+{SAMPLE}", "test")
+    assert "unknown dataset 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")
+    assert "ids are in two of the datasets" in refusal(f"{SAMPLE}+{SAMPLE}", "test")
 
 
 # Word problems.
@@ -543,7 +543,7 @@ def test_a_hub_out_of_reach_falls_back_to_its_cache(hub, down):
     ("error", "reason"),
     [
         (ConnectionError("Couldn't reach it\non the Hub"), "the hub is out of reach"),
-        (DatasetsError("gated\ndata set"), "gated data set"),
+        (DatasetsError("gated\ndata set"), "gated dataset"),
         (httpx2.ReadTimeout("the read operation timed out"), "the read operation timed out"),
         (ValueError("no such configuration"), "no such configuration"),
     ],
@@ -551,7 +551,7 @@ def test_a_hub_out_of_reach_falls_back_to_its_cache(hub, down):
 def test_a_failure_of_the_hub_is_one_line_that_names_the_ways_out(hub, error, reason):
     hub.rows = error
     assert refusal("gsm8k") == (
-        f"data set gsm8k: {reason}; offline, use --dataset word-problems or a JSONL file "
+        f"dataset gsm8k: {reason}; offline, use --dataset word-problems or a JSONL file "
         "(--dataset gsm8k:PATH for downloaded files)"
     )
     assert not hub.config.HF_HUB_OFFLINE
@@ -574,7 +574,7 @@ def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(t
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert result.stdout.startswith("data set gsm8k: the hub is out of reach; offline, use")
+    assert result.stdout.startswith("dataset gsm8k: the hub is out of reach; offline, use")
     assert result.stderr == ""
 
 

@@ -1,4 +1,4 @@
-"""Files and hub data sets of a user: other columns, slices, chat rows, a directory, a fake hub."""
+"""Files and hub datasets of a user: other columns, slices, chat rows, a directory, a fake hub."""
 
 import csv
 import gzip
@@ -106,7 +106,7 @@ def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
     assert "no field answer or response" in refusal(str(path), "test")  # the last row is short
 
 
-# Layouts of published data sets, with invented rows: the question that is asked and the gold.
+# Layouts of published datasets, with invented rows: the question that is asked and the gold.
 
 STEM = "Which one is a solid?"
 ASKED = f"{STEM}\n\nA. water\nB. rock"
@@ -396,7 +396,7 @@ def test_an_object_of_several_data_sets_is_refused_by_their_names(tmp_path):
     rows = [{"question": "1?", "answer": 1}]
     (tmp_path / "m.json").write_text(json.dumps({"train": rows, "test": rows}))
     assert refusal(str(tmp_path / "m.json")).endswith(
-        "it holds several data sets (train, test): save each as a file"
+        "it holds several datasets (train, test): save each as a file"
     )
     chat = {"messages": [USER, {"role": "assistant", "content": "5"}], "rubrics": [{"a": 1}]}
     (tmp_path / "m.json").write_text(json.dumps(chat))
@@ -479,7 +479,7 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
 
 
 def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
-    assert "--columns is for files and hub data sets" in refusal("elementary", columns=COLUMNS)
+    assert "--columns is for files and hub datasets" in refusal("elementary", columns=COLUMNS)
     assert "--split is for files" in refusal("elementary", rows="train[:5]")
     path = write_jsonl(tmp_path / "mine.jsonl", rows_of(20))
     mixed = load_problems(f"elementary:1+{path}", max_samples=5, columns=COLUMNS)
@@ -579,7 +579,7 @@ configs:
 
 
 def mirror(folder):
-    """A data set with two configs, one with a test split."""
+    """A dataset with two configs, one with a test split."""
     write_jsonl(folder / "easy/train.jsonl", rows_of(40))
     write_jsonl(folder / "easy/test.jsonl", [*rows_of(10, 100), {"ask": "Why?", "target": "so"}])
     (folder / "hard.csv").write_text(
@@ -663,4 +663,4 @@ def test_the_real_library_reads_from_a_hub(tmp_path):
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
         )
     assert done.stdout.splitlines()[0] == str([*range(100, 110)]), done.stderr
-    assert done.stdout.splitlines()[1].startswith("data set maths/none: "), done.stdout
+    assert done.stdout.splitlines()[1].startswith("dataset maths/none: "), done.stdout

@@ -1,4 +1,4 @@
-"""The model card, and the names of data sets in it without directories of this machine."""
+"""The model card, and the names of datasets in it without directories of this machine."""
 
 import subprocess
 import sys

@@ -162,7 +162,7 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     data = ("--dataset", path / "practice.jsonl", "--library", library(path))
     assert run(path, evaluate, *data) == 2
     assert "all 8 problems" in capsys.readouterr().err
-    assert run(path, evaluate, "--library", library(path)) == 2  # the run's own data set
+    assert run(path, evaluate, "--library", library(path)) == 2  # the run's own dataset
     assert "were practised on" in capsys.readouterr().err
     # The libraries of all three are evaluated, whoever answers.
     row = {"problem_text": gross_problems(1, start=51)[0]["question"]}
@@ -224,7 +224,7 @@ def test_without_a_run_or_with_odd_libraries_it_says_what_to_do(tmp_path, practi
     assert (str(library(path)) in said, str(other) in said) == (True, True)
     keyless = {"generator_1": {"base_url": "https://api.example.org/v1"}}
     (tmp_path / "api.json").write_text(json.dumps(keyless))
-    data = "no such data set"  # is not looked for before there is a key
+    data = "no such dataset"  # is not looked for before there is a key
     assert run(tmp_path, evaluate, "--library", library(path), "--dataset", data) == 2
     assert "API key not found for generator_1" in capsys.readouterr().err
 

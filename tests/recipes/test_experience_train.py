@@ -683,7 +683,7 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
         name = f"generator_{command[1]}" if len(command) == 2 else "critic"
         missing = {role: entry for role, entry in roles.items() if role != name}
         place.config.write_text(json.dumps(missing))
-        place.data = "no such data set"
+        place.data = "no such dataset"
         assert place.run(*command) == 2
         error = one_line(capsys)
         assert f"API key not found for {name}" in error
@@ -699,7 +699,7 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
     assert "line 1 is no JSON" in one_line(capsys)
     (place.run_dir / "generator_1_rollouts.jsonl").unlink()
     assert place.run("generator", 1) == 2
-    assert "no such data set" in one_line(capsys)
+    assert "no such dataset" in one_line(capsys)
     assert place.server.requests == []
 
 
