@@ -46,7 +46,7 @@ EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do 
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
-    """Return (question, perfect completion) pairs of the train split, none that is evaluated."""
+    """Return (question, perfect completion) pairs of training problems that are not evaluated."""
     if not config.few_shot:
         return []
     evaluated = {problem.question for problem in problems}
@@ -202,7 +202,7 @@ def main(config: EvaluateConfig) -> int:
     choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
     problems = load_problems(dataset, split, **choice)
     tool, scorer = load_tool(config.tool), make_scorer(config, problems)
-    from rlm.model import (  # with torch, which no mistake above waits for
+    from rlm.model import (  # imports torch, so the checks above come first
         EMBEDDED_MODEL,
         base_model_hash,
         check_base,
@@ -226,7 +226,7 @@ def main(config: EvaluateConfig) -> int:
         terminal.line(f"{' and '.join(pair)} hold the same weights: their rows will be the same")
     tokenizer, journal = load_tokenizer(model_name), open_journal(config.output, config.resume)
     base = load_base(model_name, device, quantize=config.quantize)
-    for path in config.adapters.values():  # what does not fit is refused before a row is computed
+    for path in config.adapters.values():  # one that does not fit fails before a row is computed
         base = take_adapters_off(load_adapter(base, path, trainable=False))
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
@@ -243,7 +243,7 @@ def main(config: EvaluateConfig) -> int:
             row = (name, model, tokenizer, problems, shown, config)
             record = RowRecord(journal, name, origin)
             results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
-            base = take_adapters_off(model)  # nothing was merged
+            base = take_adapters_off(model)  # restores it, because nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:
             raise
@@ -252,7 +252,7 @@ def main(config: EvaluateConfig) -> int:
 
     note = EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
-    made_with |= {"left_out": asked - len(problems)}  # too long for the model
+    made_with |= {"left_out": asked - len(problems)}  # problems too long for the model
     made_with |= {"same_weights": same}
     pairs = pairs_to_compare(list(results), config.adapters)
     write_report(results, pairs, data, {"config": to_dict(config), **made_with}, config.output)

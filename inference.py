@@ -125,7 +125,7 @@ class InferenceConfig:
         if sum(x is not None for x in (self.response_format, self.regex, self.choice)) > 1:
             raise ValueError("give one of --response-format, --regex and --choice")
         if self.n > 1 and self.temperature == 0:
-            raise ValueError("--n above 1 needs a temperature above 0: all answers would be one")
+            raise ValueError("--n above 1 needs a temperature above 0: all answers would be equal")
         if self.writes:
             if self.question is not None or self.base:
                 raise ValueError(
@@ -149,7 +149,7 @@ def generate_reasoning(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """Generate one completion, reasoning visible: `<think>…</think>` and `<answer>…</answer>`."""
+    """Generate a completion with visible reasoning: `<think>…</think>` and `<answer>…</answer>`."""
     from rlm.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens, temperature)
@@ -164,7 +164,7 @@ def main(config: InferenceConfig) -> int:
     schema = read_schema(config.response_format)
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
-    from rlm.sampling import SamplingParams  # with torch, as late as can be
+    from rlm.sampling import SamplingParams  # imports torch, so as late as possible
 
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
     temperature = default if config.temperature is None else config.temperature
@@ -190,7 +190,7 @@ def main(config: InferenceConfig) -> int:
 
 
 def read_schema(wanted: str | None) -> str | None:
-    """Return what --response-format says: None, json_object, or the text of a JSON schema."""
+    """Return the value of --response-format: None, json_object, or the text of a JSON schema."""
     if wanted is None or wanted == "json_object" or wanted.lstrip().startswith("{"):
         return wanted
     try:
@@ -258,7 +258,7 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
         pass
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"the question is no text in {error.encoding}; set PYTHONIOENCODING, to utf-8 say"
+            f"the question is not {error.encoding} text; set PYTHONIOENCODING, for example to utf-8"
         ) from error
     if not asked and not sys.stdin.isatty():
         raise UsageError('no question was typed or piped in; type: python inference.py "…"')
@@ -277,7 +277,7 @@ def _as_json(reply: Reply) -> dict[str, object]:
 
 
 def _write(text: str, by_tool: bool = False) -> None:
-    """Write a piece of streamed text; on a terminal what a tool wrote is underlined."""
+    """Write a chunk of streamed text; on a terminal, underline what a tool wrote."""
     if by_tool and terminal.console.is_terminal:
         text = f"\x1b[4m{text}\x1b[24m"
     sys.stdout.write(text)

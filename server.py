@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from rlm.serving import AllowedHosts, Keys, Service
 
 DRAIN_SECONDS = 25.0  # seconds in which running requests may finish
-# Limits of --public: requests a minute for each address, tokens for each request
+# Limits of --public: requests per minute for each address, tokens for each request
 PUBLIC_REQUESTS, PUBLIC_TOKENS = 20, 1024
-REQUESTS = 120  # a minute for each key
+REQUESTS = 120  # per minute for each key
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def main(config: ServerConfig) -> int:
 
 
 def read_keys(config: ServerConfig) -> Keys:
-    """Return the API keys, and say who may use the server without one.
+    """Return the API keys, and print who may use the server without one.
 
     Raises:
-        UsageError: others could use it without a key, unasked.
+        UsageError: the options contradict each other, or let others in without a key.
     """
     from rlm.serving import Keys, is_loopback, load_keys, new_key
 
@@ -222,7 +222,7 @@ async def _serve(
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
-    # The server ends with this task: nothing else would watch the engine.
+    # The server has to stop with this task, because nothing else watches the engine.
     watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
     await server.serve(sockets=[listening])
     watching.cancel()
@@ -232,7 +232,7 @@ async def _serve(
         return 0
     if isinstance(service.engine.error, UsageError):
         raise service.engine.error
-    terminal.line("the engine stopped with an error; the log has it")
+    terminal.line("the engine stopped with an error; see the log")
     return 1
 
 
@@ -248,8 +248,8 @@ async def _watch(
             await asyncio.sleep(0.1)
         if service.engine.state == "dead":
             return
-        # Loaded objects stay, so the garbage collector need not visit them. It then visits the
-        # objects of requests more often (it waits until these are a quarter of all).
+        # Loaded objects stay, so the garbage collector need not visit them. Without them it visits
+        # the objects of requests more often, as it waits until new objects are a quarter of all.
         gc.collect()
         gc.freeze()
         port = listening.getsockname()[1]

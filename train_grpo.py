@@ -1,15 +1,15 @@
-"""Stage 2: trains a LoRA adapter with GRPO. The loop is `GRPOTrainer.train`, by hand: sample and
+"""Stage 2: trains a LoRA adapter with GRPO. `GRPOTrainer.train` is the hand-written loop: sample and
 score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
 
 This is not TRL's trainer. Each step samples a group of completions for each problem, checks each
-final answer (0 or 1), compares inside the group and updates the adapter. Four things of textbook
+final answer (0 or 1), compares inside the group and updates the adapter. Four parts of textbook
 GRPO are left out:
 
 1. The KL term is off (--kl-weight 0): the reward checks the answer itself. If it is on, the
    reference model is the adapter that training started from.
 2. Groups whose rewards are all equal have no gradient, so they are not computed. They still count
-   in the average: the update is the same.
-3. With one update per batch the old log-probabilities are the current ones: no second pass.
+   in the average, so the update is the same.
+3. With one update per batch the old log-probabilities are the current ones, without a second pass.
 4. There is no value model: the group's mean reward is the baseline.
 
     python train_grpo.py                                   # picks a model and data that fit here
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rlm.cli import check_command_line, run_main
 from rlm.training import PRESETS, GRPOConfig, algorithms_help
 
-if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
+if __name__ == "__main__":  # answers --help and reports mistakes before torch is loaded
     COMMAND_LINE = {"description": __doc__, "presets": PRESETS, "epilog": algorithms_help()}
     check_command_line(GRPOConfig, **COMMAND_LINE)
 
@@ -129,7 +129,7 @@ class GRPOTrainer:
         self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
         parts = self.policy, self.tokenizer, config, self.distributed, tool
-        self.weights, self.sampler = make_engine(*parts)  # what learns and what samples
+        self.weights, self.sampler = make_engine(*parts)  # learner and sampler
         self.adapter = self.weights.master_weights  # name → trained fp32 tensor
         self.optimizer = self.weights.make_optimizer(config.learning_rate)
         saved = (self.weights, self.optimizer, self.base_hash)
@@ -179,7 +179,7 @@ class GRPOTrainer:
                 kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
                 advantages[~kept] = 0.0  # log dropped groups with advantage 0
 
-                # 4. learn from the rollouts whose loss is not exactly zero: an update a mini-batch
+                # 4. learn from rollouts whose loss is not exactly zero, one update per mini-batch
                 batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
                     learn = partial(self._learn, run, batches, step)
@@ -222,7 +222,7 @@ class GRPOTrainer:
                 token_ids = [[c.token_ids for c in group] for group in sampled]
                 scores = self.scorer(mine, texts, truncated, token_ids)
             reward_metrics.append((len(mine), scores.metrics))
-            # From here on every process has the whole step; a single process gathers nothing.
+            # From here on every process has the groups of all processes.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, scores.reasons, strict=True)
             groups += [Group(*parts) for parts in distributed.gather(list(scored))]
         self.sampler.release()  # frees memory for learning
@@ -254,9 +254,9 @@ class GRPOTrainer:
                 metrics.add(update, micro, logprobs.detach(), entropy, sums)
             metrics.grad_norms.append(self._optimizer_step())
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
-                break  # unchanged weights: another pass would give the same
+                break  # the weights are unchanged, so another pass would fail again
         self.sampler.invalidate_weights()
-        release_memory()  # the sampler's turn
+        release_memory()  # frees memory for sampling
         made = {"optim/lr": lr, "optim/skipped": self.state.skipped_total}
         return metrics.as_dict(self.distributed) | made
 
@@ -267,12 +267,12 @@ class GRPOTrainer:
         return lr
 
     def _optimizer_step(self) -> float:
-        """Clip and step. A gradient that is not finite changes nothing and is counted."""
+        """Clip the gradient and step; return its norm. A norm that is not finite skips the step."""
         self.distributed.all_reduce(self.adapter.values())
         clipped = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         norm = clipped.item()
         if math.isfinite(norm):
-            norm = self.optimizer.step() or norm  # a server's optimizer tells the norm itself
+            norm = self.optimizer.step() or norm  # a server's optimizer returns the norm
             self.weights.copy_to_model()
         if not math.isfinite(norm):
             terminal.line(f"gradient norm is {norm}: update skipped")
@@ -283,7 +283,7 @@ class GRPOTrainer:
     def prepare(
         self, dataset: Iterable, eval_dataset: Iterable | None
     ) -> tuple[GRPOConfig, TrainingData]:
-        """Load the problems, print the plan of the run, and return the config with its steps."""
+        """Read the data, print what the run will do, and return config (with steps) and data."""
         parts = self.config, self.policy, self.render, self.scorer
         data = TrainingData.read(*parts, dataset, eval_dataset)
         self.answer_types = data.answer_types
@@ -293,7 +293,7 @@ class GRPOTrainer:
 
     @property
     def validator(self) -> Validator:
-        """Samples and scores for validation and --doctor."""
+        """The `Validator` that samples and scores for validation and --doctor."""
         measure = validation_measure(self.scorer, self.answer_types)
         parts = self.sampler, self.tokenizer, self.format, self.scorer
         return Validator(self.config, *parts, measure)

@@ -1,4 +1,4 @@
-"""A name of two other READMEs (docs/reference/names.md). There is nothing here but what to type."""
+"""A script name from two other READMEs (docs/reference/names.md). Prints our commands instead."""
 
 import sys
 

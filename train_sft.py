@@ -1,8 +1,8 @@
 """Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
 
 TRL's SFTTrainer does the training. The prompts come from the same function as in GRPO, evaluation
-and inference. The loss is on the completion alone, up to and with its first end token. LoRA is on
-all linear layers; --quantize 4bit loads the base in 4 bits.
+and inference. The loss is on the completion alone, up to and including its first end token. LoRA is
+on all linear layers; --quantize 4bit loads the base in 4 bits.
 
     python train_sft.py                                    # picks a model and data that fit here
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --quantize 4bit \\
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rlm.cli import check_command_line, run_main
 from rlm.training import SFTConfig
 
-if __name__ == "__main__":  # --help and mistakes are answered before torch is loaded
+if __name__ == "__main__":  # answers --help and reports mistakes before torch is loaded
     check_command_line(SFTConfig, description=__doc__)
 
 from rlm.cli import UsageError, command_of, required, terminal, to_dict
@@ -78,7 +78,7 @@ def main(config: SFTConfig) -> int:
         raise UsageError("SFT runs in one process: start it with python, not with torchrun")
     if config.resume:
         check_resumable(config.run_dir)
-    load_tool(config.tool)  # so that a mistake in its name is found now
+    load_tool(config.tool)  # finds a mistake in its name early
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
@@ -142,18 +142,19 @@ def learn(
     about: Mapping[str, object] = MappingProxyType({}),
     left_out: int = 0,
 ) -> dict[str, Any]:
-    """Learn examples of token ids, write the adapter, and return what its run.json says.
+    """Train on tokenized examples, write the adapter, and return the contents of run.json.
 
     Args:
         about: the stage and the data, for run.json.
-        left_out: how many examples are missing, being too long.
+        left_out: the number of examples that were left out because they are too long.
 
     Raises:
-        UsageError: nothing to resume, or it was begun otherwise; a folder cannot be written.
-        Interrupted: a signal asked to stop; the step was ended and saved.
+        UsageError: nothing to resume, or the run was started with other options; a folder cannot
+            be written.
+        Interrupted: a signal was received; the step was finished and saved.
     """
     config = replace(config, epochs=config.epochs_for(len(examples)))  # recorded as a number
-    from transformers import set_seed  # after rlm.model, which quiets what it imports
+    from transformers import set_seed  # after rlm.model, which silences its imports
 
     from rlm.training import CheckpointCallback, make_trainer
 
@@ -180,7 +181,7 @@ def learn(
             "config": to_dict(config),
             "step": trainer.state.global_step,
             "loss": progress.mean_loss(),
-            "validation_loss": None,  # measured when the adapter is safe
+            "validation_loss": None,  # measured after the adapter is saved
             "seconds": progress.seconds,
             **about,
         }
@@ -254,7 +255,7 @@ def next_command(config: SFTConfig) -> str:
     own = config.dataset and own_files(config.dataset)
     data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
     options = {"sft_adapter": config.output, **(data if own else {})}
-    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # stage 2 would write there
+    if config.output.resolve() == TRAINED_ADAPTER.resolve():  # also stage 2's default --output
         options["output"] = config.run_dir / "grpo_lora"
     return command_of("train_grpo", **options)
 

@@ -28,18 +28,18 @@ class Group:
     completions: Sequence[Completion]  # G
     texts: Sequence[str]
     rewards: Sequence[float | None]  # None: no verdict
-    reasons: Sequence[str] = ()  # counts of the strict verdicts' reasons (`rlm.rewards.Scores`)
+    reasons: Sequence[str] = ()  # of the strict verdicts, one per completion (`Scores`)
 
 
 def reward_tensor(groups: Sequence[Group]) -> Tensor:
-    """Rewards as a tensor (P, G), NaN where there is no verdict."""
+    """Return the rewards as a tensor (P, G), NaN where there is no verdict."""
     return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
 
 
 def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -> Tensor:
     """Compute how much better each rollout is than its group: (P, G) → (P, G).
 
-        std      (r - mean) / (std + 1e-4), std with n - 1, as in TRL
+        std      (r - mean) / (std + 1e-4), with the std over n - 1, as in TRL
         centred  r - mean                                                  Dr. GRPO
         mean     (r - mean) / mean, at most G - 1. If a reward is negative, all rewards of the
                  group are first shifted up until the lowest is 0.         MaxRL
@@ -48,8 +48,8 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
                  wrong ones -G / W.                                        TOPR
 
     Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
-    stays out of the group's mean and std and gets 0; so does the rest of a group that has fewer
-    than two verdicts. A group without a difference gets exactly 0.
+    is left out of the group's mean and std and gets 0. All rollouts get exactly 0 in a group with
+    fewer than two verdicts, or with equal rewards.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), "centred")
     tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
@@ -63,7 +63,7 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
         advantages = advantages / (std + ADVANTAGE_EPS)
     elif kind == "mean":
         lowest = rewards.nan_to_num(nan=torch.inf).amin(1, keepdim=True).clamp(max=0)
-        advantages = advantages / (mean - lowest)  # 0 only in a group without a difference
+        advantages = advantages / (mean - lowest)  # 0 only where all rewards are equal
     elif kind == "share":
         above, below = (advantages * sign > 0 for sign in (1, -1))
         sums = [(advantages * side).sum(1, keepdim=True).abs() for side in (above, below)]
@@ -73,9 +73,9 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
 
 
 def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
-    """Take the verdict from each copy of a completion above its group's mean: (P, G) → (P, G).
+    """Set the rewards of repeated completions above the group's mean to NaN: (P, G) → (P, G).
 
-    The first of equal completions stands for all of them, so the others are not computed.
+    The first of equal completions stands for all; the others get advantage 0.
     """
     mean = rewards.nanmean(1)
     rewards = rewards.clone()
@@ -90,7 +90,7 @@ def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Mark the groups with two verdicts that differ: (P,) of bool. The others teach nothing.
+    """Return which groups have two verdicts that differ: (P,) of bool. Others have no gradient.
 
     This compares rewards, not advantages: rounding in the mean can leave 1e-9 in a group whose
     rewards are all equal.
@@ -101,14 +101,14 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
-    """Compute the length penalty of each reward: (P, G), all 0 without a buffer."""
+    """Compute the length penalty of each reward: (P, G), all 0 if `overlong_buffer` is 0."""
     return torch.tensor([[_soft_overlong(c, config) for c in g.completions] for g in groups])
 
 
 def _soft_overlong(completion: Completion, config: GRPOConfig) -> float:
     """Return the penalty of a long completion (DAPO, equation 13).
 
-    0 up to max_new_tokens - overlong_buffer, then a straight line down to -1 at
+    It is 0 up to max_new_tokens - overlong_buffer tokens, then falls linearly to -1 at
     max_new_tokens. A completion without an end token gets the full penalty, whatever its length.
     """
     buffer = config.overlong_buffer

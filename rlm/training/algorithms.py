@@ -1,6 +1,6 @@
-"""The algorithms as data: a row of choices each. Loads no torch.
+"""The algorithms as data: one set of choices per algorithm. This module does not import torch.
 
-`advantages`, `batches` and `loss` compute what the choices say and know no names. The papers are
+`advantages`, `batches` and `loss` read these choices and know no algorithm by name. The papers are
 listed in docs/explanation/algorithms.md.
 """
 
@@ -13,30 +13,30 @@ AGGREGATIONS = ("sequence", "token", "constant")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The choices that tell the members of the family apart."""
+    """The choices in which the GRPO variants differ."""
 
     source: str
     advantage: str  # "std", "centred", "mean" or "share": `rlm.training.advantages`
     aggregation: str  # one of AGGREGATIONS: `rlm.training.batches.row_weights`
-    clip_eps_low: float  # the ratio is clipped at 1 - this; 1 is no bound
-    clip_eps_high: float  # and at 1 + this
-    ratio: str = "token"  # new to old probability of each "token", or of the "sequence"
-    # "weighted": the clipped ratio is a constant weight; "tapered": so it is where A < 0, and
-    # where A > 0 the weight is 1
+    clip_eps_low: float  # the ratio's lower bound is 1 - this; 1: no bound
+    clip_eps_high: float  # the ratio's upper bound is 1 + this
+    ratio: str = "token"  # new / old probability of each "token" or of the "sequence"
+    # "ppo": clipped surrogate; "weighted": the clipped ratio is a constant weight; "tapered": as
+    # "weighted" where A < 0, but weight 1 where A > 0
     objective: str = "ppo"
     negative_weight: float = 1.0  # multiplies negative advantages
     distinct: bool = False  # count equal completions above the mean once
-    signal_only: bool = False  # groups with equal rewards are in no denominator
-    dynamic_sampling: bool = False  # groups with equal rewards are replaced
-    overlong_share: float = 0.0  # the share of max_new_tokens in which the soft penalty rises
-    # Defaults of options that the algorithm decides.
-    mini_batch_size: int | None = None  # problems in an optimizer update; None: all of a step
+    signal_only: bool = False  # leave groups with equal rewards out of denominators
+    dynamic_sampling: bool = False  # replace groups with equal rewards
+    overlong_share: float = 0.0  # share of max_new_tokens over which the length penalty rises
+    # Defaults of options that depend on the algorithm.
+    mini_batch_size: int | None = None  # problems per optimizer update; None: all of a step
     learning_rate: float = 1e-4
     warmup_steps: int = 1
 
     @property
     def scaling(self) -> tuple[str, float]:
-        """Return how advantages are made, as `advantages.group_advantages` takes it."""
+        """Return `kind` and `negative_weight` for `advantages.group_advantages`."""
         return self.advantage, self.negative_weight
 
     def formula(self, length: str = "max_new_tokens") -> str:
@@ -101,10 +101,10 @@ ALGORITHMS = {
         "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
     ),
     "maxrl": Algorithm("MaxRL, arXiv 2602.02710", "mean", "token", 0.2, 0.2),
-    # Against Shao et al. (arXiv 2402.03300): a group's right completions share one unit of weight
-    # and its wrong ones a quarter, so that a rare right answer counts most; right ones are learned
-    # by their likelihood, without a clip, because many small updates would soon be at its bounds;
-    # wrong ones are pushed down only while they are likely, because no push makes a right one.
+    # Differences from GRPO (arXiv 2402.03300): a group's right completions share one unit of weight
+    # and its wrong ones a quarter, so a rare right answer counts most. Right ones are learned by
+    # their likelihood, without a clip, because many small updates would soon reach its bounds.
+    # Wrong ones are pushed down only while they are likely, because that teaches no right answer.
     "topr": Algorithm(
         "TOPR, arXiv 2503.14286",
         "share",
@@ -121,7 +121,7 @@ ALGORITHMS = {
     ),
 }
 
-# What `--preset NAME` and `from_preset` set. A flag on the command line or in YAML beats it.
+# Values set by `--preset NAME` and `from_preset`. Flags, also those in YAML, override them.
 PRESETS: dict[str, dict[str, object]] = {
     "grpo": {"algorithm": "grpo"},
     "drgrpo": {"algorithm": "drgrpo"},

@@ -25,8 +25,8 @@ from rlm.training.distributed import Distributed
 
 T = TypeVar("T")
 
-# Completions in a packed sequence. A GPU's attention also computes masked positions, which are
-# nearly all of a long row; half of it where a group of eight is two rows.
+# Most completions in a packed sequence on a GPU, whose attention also computes masked positions.
+# These are nearly all of a long row, and half as many if a group of eight is split into two rows.
 GPU_PACKED_ROWS = 4
 
 
@@ -36,8 +36,8 @@ def draw_problems(
     """Draw the problems that a step samples next: `count` at first, then one for each group
     without signal.
 
-    Pure, like `problems_for_step`. Returns nothing when every place is filled or no problem is
-    left.
+    This is a pure function, like `problems_for_step`. It returns [] if all groups have signal or
+    no problem is left.
     """
     if not groups:
         return problems_for_step(problems, step, count, seed)
@@ -48,9 +48,10 @@ def draw_problems(
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
-    """Draw the problems of a training step. Pure, so a resumed run replays nothing.
+    """Draw the problems of a training step.
 
-    Each pass over the data has its own shuffle.
+    This is a pure function, so a resumed run need not replay earlier steps. Each pass over the
+    data has its own shuffle.
     """
     chosen: list[T] = []
     orders: dict[int, list[int]] = {}
@@ -64,7 +65,7 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
 
 
 def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
-    """Return the seed of each problem's group. Pure, like `problems_for_step`.
+    """Return the seed of each problem's group, by a pure function like `problems_for_step`.
 
     A problem that is drawn twice in a step gets two different seeds.
     """
@@ -79,9 +80,9 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion and what the loss needs of it; `weight` is the weight of each of its tokens."""
+    """A completion with what the loss needs; `weight` applies to each of its tokens."""
 
-    problem: int  # rollouts of one problem share the prompt's computation
+    problem: int  # index; rollouts of one problem share the prompt's computation
     prompt: Sequence[int]
     completion: Sequence[int]
     advantage: float
@@ -91,10 +92,10 @@ class Rollout:
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
-    """Return the weight that each token of a rollout has in the loss of the step.
+    """Return, for each rollout, the weight of each of its tokens in the loss of an update.
 
-    The denominator is the whole update's, so the gradient does not depend on how the rollouts are
-    cut into micro-batches:
+    The denominator covers the whole update, so the gradient does not depend on how the rollouts
+    are split into micro-batches:
         sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
         constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
         token     1 / Σ |o_i|              DAPO: every token counts the same within the update
@@ -116,14 +117,14 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list
 def mini_batches(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig, step: int
 ) -> list[list[Rollout]]:
-    """Make the mini-batches of a step: the rollouts of one optimizer update each, whole groups.
+    """Split a step into mini-batches of whole groups, one for each optimizer update.
 
-    Their order is a pure function of (seed, step), so a resumed step repeats them. The last one
-    may be smaller. A mini-batch without a rollout to learn from is no update.
+    Their order is a pure function of (seed, step), so a resumed step repeats them. The last
+    mini-batch may be smaller. A mini-batch without a rollout to learn from is left out.
 
     Args:
         advantages: (P, G).
-        kept: (P,) of bool, which groups take part.
+        kept: (P,) of bool, the groups that take part.
     """
     if config.resolved_algorithm.signal_only:
         kept = kept & (advantages != 0).any(1)
@@ -142,7 +143,7 @@ def mini_batches(
 def make_rollouts(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
 ) -> list[Rollout]:
-    """Make the rollouts that an update needs, with the weights that all of its groups give them.
+    """Make the rollouts that an update needs; their weights count all of its groups.
 
     A rollout with advantage 0 has exactly zero policy loss and gradient, so it is not computed
     unless there is a KL term; it still counts in the denominator. `mask_truncated` removes the
@@ -152,7 +153,7 @@ def make_rollouts(
 
     Args:
         advantages: (P, G).
-        kept: (P,) of bool, the groups of this update; other groups count nowhere.
+        kept: (P,) of bool, the groups of this update; other groups are ignored.
     """
     rows = [
         (problem, group.prompt, completion, advantage)
@@ -176,8 +177,10 @@ def make_rollouts(
 
 
 def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Merge equal completions of a problem with equal advantages into one with their summed weight:
-    the loss is the same and costs less."""
+    """Merge equal completions of a problem with equal advantages, and add up their weights.
+
+    The loss is the same and costs less.
+    """
     merged: dict[tuple[int, float, tuple[int, ...]], Rollout] = {}
     for rollout in rollouts:
         key = (rollout.problem, rollout.advantage, tuple(rollout.completion))
@@ -198,38 +201,38 @@ def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> lis
 class MicroBatch:
     """Rollouts as tensors, with the prompt of a group stored once before its completions.
 
-    A packed sequence is [prompt, completion 1, completion 2, …]; `segments` numbers its parts (0
-    the prompt, -1 padding), and a completion attends to the prompt and to itself alone, so what
-    is computed equals one row per completion, for a fraction of the tokens.
+    A packed sequence is [prompt, completion 1, completion 2, …]. `segments` numbers its parts: 0 is
+    the prompt, -1 is padding. A completion attends only to the prompt and to itself, so the results
+    equal those of one row per completion, with a fraction of the tokens.
     """
 
     input_ids: Tensor  # (B, S)
     position_ids: Tensor  # (B, S)
     segments: Tensor  # (B, S)
-    sources: Tensor  # (M,) index of the predicting hidden state in the flattened (B·S)
-    targets: Tensor  # (M,) the token that it predicts
-    lengths: list[int]  # n; M = sum
+    sources: Tensor  # (M,) index of each target's hidden state in the flattened (B·S)
+    targets: Tensor  # (M,) the tokens to predict
+    lengths: list[int]  # of the n completions; M is their sum
     advantages: Tensor  # (n,)
     weights: Tensor  # (n,)
     sampler_logprobs: Tensor  # (n, T), 0 beyond the end and on a tool's tokens
     rows: list[int] = field(default_factory=list)  # index of each rollout in the step
-    old_logprobs: Tensor | None = None  # (n, T), before the first update of the step
+    old_logprobs: Tensor | None = None  # (n, T), of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # (n, T), under the start adapter
     tool_mask: Tensor | None = None  # (n, T) of bool, False where a tool wrote; None: no tool wrote
 
     @property
     def completion_mask(self) -> Tensor:
-        """(n, T) of bool, true on the tokens that the model drew, up to and with the end token.
+        """(n, T) of bool: True on tokens that the model sampled, up to and including the end token.
 
-        Made from lengths and the tool's mask, never from ids. Every sum over tokens is over these;
-        the other tokens are attended to but not learned.
+        It is made from lengths and the tool's mask, never from ids. Every sum over tokens uses it;
+        other tokens are attended to but not learned.
         """
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
 
     def sequences(self) -> list[tuple[list[int], list[int]]]:
-        """Return prompt and completion of each rollout, as token ids."""
+        """Return the prompt and the completion of each rollout, as token ids."""
         width, found = self.input_ids.shape[1], []
         parts = zip(self.sources.split(self.lengths), self.targets.split(self.lengths), strict=True)
         for sources, targets in parts:
@@ -242,14 +245,14 @@ class MicroBatch:
 def make_micro_batches(
     rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str
 ) -> list[MicroBatch]:
-    """Cut the rollouts of a step into micro-batches of similar length.
+    """Split the rollouts of a mini-batch into micro-batches of similar length.
 
     Args:
-        max_rows: completions in a micro-batch.
-        max_tokens: padded tokens in a micro-batch (a single completion may exceed it).
+        max_rows: most completions in a micro-batch.
+        max_tokens: most padded tokens in a micro-batch (a single completion may exceed it).
     """
     max_packed = min(max_rows, GPU_PACKED_ROWS) if device == "cuda" else max_rows
-    # One packed sequence per problem, cut where it would hold too many rows or tokens.
+    # One packed sequence per problem, split where it would have too many rows or tokens.
     sequences: list[list[int]] = []
     open_sequence: dict[int, list[int]] = {}  # by problem
     for row, rollout in enumerate(rollouts):
@@ -275,17 +278,17 @@ def make_micro_batches(
 
 
 def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
-    # An end token predicts nothing: it is a target and never an input.
+    # The last token of a completion predicts nothing, so it is a target but no input.
     return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
 
 
 def pack_rollouts(
     rollouts: Sequence[Rollout], sequences: Sequence[Sequence[int]], device: str
 ) -> MicroBatch:
-    """Make the tensors of packed sequences, each of rollouts (by index) that share their prompt."""
+    """Pack rollouts into tensors; each of `sequences` lists, by index, rollouts with one prompt."""
     ids, positions, segments, sources, targets = [], [], [], [], []
     width = max(_packed_length(rollouts, rows) for rows in sequences)
-    if device == "cuda":  # its attention would copy a mask of another width, in every layer
+    if device == "cuda":  # every layer's attention would copy a mask of another width
         width += -width % 8
     for b, rows in enumerate(sequences):
         prompt = rollouts[rows[0]].prompt
@@ -294,7 +297,7 @@ def pack_rollouts(
         for number, row in enumerate(rows, start=1):
             completion = rollouts[row].completion
             first, count = b * width + len(row_ids), len(completion) - 1
-            # The prompt's last token predicts the first one, each token the one after it.
+            # The prompt's last token predicts the completion's first, each token the next.
             sources += [b * width + len(prompt) - 1, *range(first, first + count)]
             targets += completion
             row_ids += completion[:-1]
@@ -312,7 +315,7 @@ def pack_rollouts(
     if any(rollout.tool_mask for rollout in packed):
         own = [rollout.tool_mask or [True] * len(rollout.completion) for rollout in packed]
         tool_mask = pad_sequence([torch.tensor(row) for row in own], batch_first=True)
-        sampled = sampled.where(tool_mask, 0.0)  # NaN, which times 0 would be NaN
+        sampled = sampled.where(tool_mask, 0.0)  # these are NaN, and NaN times 0 is NaN
     tensor = partial(torch.tensor, device=device)
     return MicroBatch(
         input_ids=tensor(ids),

@@ -36,16 +36,16 @@ from rlm.training.resolve import (
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
 VLLM_COMMAND = "vllm serve"
-# Options that the server decides with --backend tinker: base and sampler are there.
+# Options that the server of --backend tinker decides, because it has the base and the sampler.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 # Defaults when the GPU's memory picks the model, which then trains on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default on the command line without --steps
-REFILL_ROUNDS = 3  # a step replaces groups without signal at most so often
-LAST_RATE = 0.1  # where schedules end, as a share of the peak
+REFILL_ROUNDS = 3  # most rounds in which a step replaces groups without signal
+LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
-LORA_RATES = 1e-5, 2e-3  # below the first an adapter hardly moves, above the second it breaks
+LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher one breaks it
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 ALGORITHMS_OWN = "as --algorithm says"
@@ -56,7 +56,7 @@ def one_of(field: str, on: str, off: str) -> Flag:
     return spelling(bool, lambda is_on: {field: on if is_on else off}, default=False)
 
 
-# Names of the published command lines (docs/reference/names.md), which set fields of ours.
+# Switches of published command lines (docs/reference/names.md) that set our fields.
 SWITCHES = {
     "use_4bit": one_of("quantize", "4bit", "none"),
     "use_wandb": one_of("tracker", "wandb", "none"),
@@ -73,7 +73,7 @@ class GRPOConfig:
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
 
-    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch says whether there is a GPU
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch has looked for a GPU
 
     OTHER_SPELLINGS: ClassVar = {
         **SWITCHES,
@@ -298,7 +298,7 @@ class GRPOConfig:
             ),
             "--tool does not work with --sampler vllm: vLLM cannot write into a completion while "
             "it is generated": self.tool != "none" and by_vllm,
-            "--doctor and --plan look at a start; leave out --resume": looks and self.resume,
+            "--doctor and --plan inspect a run's start; leave out --resume": looks and self.resume,
             "--doctor and --plan are two commands; give one of them": self.doctor and self.plan,
             "--plan times our own sampler; leave out --sampler vllm": self.plan and by_vllm,
             "--output would overwrite --sft-adapter; type another folder, such as --output "
@@ -313,7 +313,7 @@ class GRPOConfig:
                 raise ValueError(reason)
 
     def _refused_by_backend(self) -> dict[str, bool]:
-        """Return what Tinker's protocol cannot carry, as a reason and whether it is asked for."""
+        """Return the reasons to refuse --backend tinker, and whether each one applies."""
         if self.backend != "tinker":
             return {}
         usual = {option.name: option.default for option in fields(self)}
@@ -335,14 +335,14 @@ class GRPOConfig:
             "--tool does not work with --backend tinker: its server cannot be told what to write "
             "while it samples": self.tool != "none",
             "--plan times this machine; leave out --backend tinker": self.plan,
-            f"--server {self.server} is no URL: --backend tinker starts no server": (
+            f"--server {self.server} is not a URL: --backend tinker needs a running server": (
                 self.server is not None and not self.server_urls
             ),
         }
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config's values, with what data and algorithm decide for unset options."""
+        """Return the values, with unset options filled in from the data and the algorithm."""
         length = values["max_new_tokens"]
         if length is None:
             length = choose_max_new_tokens(values["dataset"])
@@ -353,7 +353,7 @@ class GRPOConfig:
         """Build a config from a preset; `options` override its values.
 
         Raises:
-            ValueError: there is no such preset; the message names those that are.
+            ValueError: there is no such preset; the message lists the presets.
         """
         preset: Mapping[str, Any] | None = PRESETS.get(find_choice(name, list(PRESETS)))
         if preset is None:
@@ -362,13 +362,14 @@ class GRPOConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what the adapter to start from, the data and the machine decide: `resolve_config`
-        calls it.
+        """Fill in options from the start adapter, the data and the machine.
+
+        `resolve_config` calls this.
 
         Raises:
-            UsageError: the adapter to start from is not there, or not as --lora-r or --lora-alpha
-                says. The default one is required only if no model is named: then training continues
-                where SFT ended.
+            UsageError: the start adapter does not exist or contradicts --lora-r or --lora-alpha.
+                The default adapter is required only if no model is named, because training then
+                continues where SFT ended.
         """
         from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, adapter_mismatch, check_adapter
 
@@ -382,8 +383,8 @@ class GRPOConfig:
         if adapter is not None and not (may_lack and not adapter.exists()):
             start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
             is_renamed = model not in (None, start.base_model)
-            if is_default and is_renamed and adapter_mismatch(adapter, model):  # `resolve_start`
-                start = None  # says why
+            if is_default and is_renamed and adapter_mismatch(adapter, model):
+                start = None  # `resolve_start` prints the reason
         values = resolve(given, start, GPU_DEFAULTS)
         return values | {"steps": values.get("steps") or STEPS}
 
@@ -391,8 +392,8 @@ class GRPOConfig:
         """Check adapter, data, reward and tool before torch is imported.
 
         Raises:
-            UsageError: one of them does not exist, rows of the data are bad, or the data lacks a
-                column that the reward needs.
+            UsageError: one of them does not exist, rows of the data are invalid, or the data lacks
+                a column that the reward needs.
         """
         from rlm.rewards import load_reward
 
@@ -404,18 +405,18 @@ class GRPOConfig:
 
     @property
     def server_urls(self) -> list[str]:
-        """Return the URLs of --server; none if it is a command, or unset."""
+        """Return the URLs of --server; [] if it is a command or unset."""
         is_url = (self.server or "").startswith(("http://", "https://"))
         return [url.strip() for url in (self.server or "").split(",")] if is_url else []
 
     @property
     def vllm_command(self) -> str:
-        """Return the command that starts vLLM, where `server_urls` names none."""
+        """Return the command that starts vLLM, for use if `server_urls` is empty."""
         return self.server or VLLM_COMMAND
 
     @property
     def resolved_algorithm(self) -> Algorithm:
-        """Return the algorithm's row of ALGORITHMS with these options applied."""
+        """Return the algorithm's entry in ALGORITHMS with this config's options applied."""
         return replace(
             ALGORITHMS[self.algorithm],
             advantage=self.advantage,
@@ -433,7 +434,7 @@ class GRPOConfig:
 
     @property
     def sampling_rounds(self) -> int:
-        """Return the most rounds of sampling in a step."""
+        """Return the maximum number of sampling rounds in a step."""
         return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
@@ -441,14 +442,14 @@ class GRPOConfig:
         return replace(self, steps=self.steps_for(problem_count))
 
     def steps_for(self, problem_count: int) -> int:
-        """Return the number of steps: `steps`, or those of one pass over the problems."""
+        """Return `steps`; if unset, the number of steps in one pass over the problems."""
         return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return the completions of each validation problem: fewer, the more problems there are.
+        """Return the completions per validation problem: fewer if there are more problems.
 
-        Another problem tells more than another completion, so completions are added only until a
-        validation costs about as much as the sampling of a step.
+        Another problem is more informative than another completion, so completions are added only
+        until a validation costs about as much as the sampling of a step.
         """
         low, high = EVAL_GROUP_SIZES
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
@@ -458,8 +459,8 @@ class GRPOConfig:
         """Return the learning rate: linear warm-up, then constant or decaying to LAST_RATE.
 
         Args:
-            step: fractional, by the share of its updates that are made.
-            updates: the number made so far, for the warm-up.
+            step: the step's number plus the share of its updates made so far.
+            updates: the number of updates made so far in the run, for the warm-up.
         """
         if updates < self.warmup_steps:
             return self.learning_rate * (updates + 1) / self.warmup_steps
@@ -474,7 +475,7 @@ class GRPOConfig:
 
 def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a GRPOConfig, with the algorithm's defaults in place of None."""
-    if values["algorithm"] not in ALGORITHMS:  # `_refuse_contradictions` raises
+    if values["algorithm"] not in ALGORITHMS:  # `check_values` raises
         return dict(values)
     algorithm = ALGORITHMS[values["algorithm"]]
     decided = {
@@ -494,8 +495,8 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge_learning_rate(rate: float) -> tuple[str, str] | None:
-    """Say what is wrong with a learning rate of GRPO on a LoRA adapter: "too low" or "too high",
-    and why; None for one that has been seen to work."""
+    """Return what is wrong with a learning rate for GRPO with LoRA, "too low" or "too high", and
+    why; None if it is in the range that has worked."""
     slow, fast = LORA_RATES
     if rate < slow:
         return "too low", f"{rate:g} hardly moves a LoRA adapter"

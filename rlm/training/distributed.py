@@ -1,9 +1,9 @@
 """Distributed training: several processes on one run, started by `torchrun` (or, on GPUs,
 `accelerate launch`).
 
-Each process samples its share of a step's problems; then all know the whole step, so rewards,
-advantages and denominators are one process's; each learns on its share of the rollouts, and the
-gradients are summed once per update.
+Each process samples and scores its share of a step's problems. All groups are then gathered, so
+advantages and denominators equal those of a single process. Each process trains on its share of the
+rollouts, and the gradients are summed once per update.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlm.cli import UsageError, terminal
 
 T = TypeVar("T")
 
-# Timeout for a silent process: a slow start or a long completion is no failure.
-# One that has ended is noticed at once; only a machine that is cut off needs the limit.
+# Timeout for a silent process. It is long because a slow start or a long completion is no failure:
+# a process that has exited is noticed at once, only a lost connection runs into the timeout.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -46,24 +46,25 @@ class Distributed:
         if torch.cuda.is_available():
             rank, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if rank >= cards:
-                message = f"{rank + 1} or more processes on this machine, and it has {cards} GPUs"
-                raise UsageError(f"{message}: start one process a GPU (--nproc-per-node {cards})")
+                message = f"{rank + 1} or more processes on this machine, but it has {cards} GPUs"
+                raise UsageError(f"{message}: start one process per GPU (--nproc-per-node {cards})")
             torch.cuda.set_device(rank)
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             with _explain_lost_process():
                 dist.init_process_group(backend, timeout=TIMEOUT)
-        atexit.register(_leave)  # else NCCL warns at exit, and may hang
+        atexit.register(_leave)  # without this, NCCL warns at exit and may hang
         distributed = cls(dist.get_rank(), size)
         terminal.console.quiet = not distributed.is_main
         host = socket.gethostname()
         where = f"; the run directory is on {host}" if distributed.on_several_machines else ""
-        terminal.line(f"{size} processes share this run{where}")  # a launcher may start only one
+        # A launcher may have started only one process; then this line is missing.
+        terminal.line(f"{size} processes share this run{where}")
         return distributed
 
     @property
     def on_several_machines(self) -> bool:
-        """Whether processes run on other machines, which have other disks."""
+        """Whether the processes run on several machines, which have different disks."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) < self.size
 
     @property
@@ -89,7 +90,7 @@ class Distributed:
         return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
     def broadcast(self, value: T) -> T:
-        """Return the main process's value, because clocks and disks differ."""
+        """Return the main process's value; clocks and disks differ between processes."""
         if self.size == 1:
             return value
         box = [value]
@@ -98,7 +99,7 @@ class Distributed:
         return box[0]
 
     def any(self, value: bool) -> bool:
-        """Whether the value is true in any process: a signal may reach one of them."""
+        """Return whether the value is true in any process; a signal may reach only one."""
         return True in self.gather([value])
 
     def all_reduce(self, parameters: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """`train_grpo.py --doctor`: diagnose a flat reward before training.
 
-Samples one group for each of 32 problems from the model that training would start from, scores them
-with the run's own reward, and names each problem with what to change.
+The doctor samples one group for each of 32 problems from the model that training would start from,
+scores the completions with the run's own reward, and prints each finding with what to change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rlm.training.mixed_precision import Learner
 from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
 
 PROBLEMS = 32
-NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which a finding is a note, and a fault
+NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which a finding is a note, or a fault
 NO_MOVE = 1e-6  # learning rate below which nothing is learned
 SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and its remedy. `fault`: training would be in vain."""
+    """A problem and its remedy. `fault`: training would achieve nothing."""
 
     name: str
     text: str
@@ -65,7 +65,7 @@ class Doctor:
         self.config, self.format, self.scorer = validator.config, validator.format, validator.scorer
 
     def run(self, problems: Sequence[Problem]) -> int:
-        """Diagnose, print the findings, and return 1 if training would be in vain."""
+        """Diagnose, print the findings, and return 1 if one of them is a fault, else 0."""
         config = self.config
         problems = fit_prompts(config, self.weights.policy, self.render, problems)
         if isinstance(self.scorer, Scorer):
@@ -90,7 +90,7 @@ class Doctor:
     def diagnose(
         self, problems: Sequence[Problem]
     ) -> tuple[dict[str, float], list[Finding], list[Example]]:
-        """Sample and score; return the metrics, the findings and three completions."""
+        """Sample and score problems; return the metrics, the findings and three completions."""
         config, problems = self.config, list(problems[:PROBLEMS])
         with terminal.progress("sampling", len(problems) * config.group_size) as advance:
             drawn = self.validator.sample(problems, config.group_size, advance)
@@ -108,7 +108,7 @@ class Doctor:
         return metrics, findings, _examples(drawn, rewards)
 
     def _teach_the_format(self, problems: Sequence[Problem]) -> str:
-        """Return the SFT command for the run's data, and what the data lacks for it."""
+        """Return what the run's data lacks for SFT, if anything, and then the SFT command."""
         config = self.config
         data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
         command = command_of("train_sft", model=config.model, **data)
@@ -127,7 +127,7 @@ def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> l
     ]
     rows.sort(key=lambda row: row[0], reverse=True)
     places = {"best": 0, "typical": len(rows) // 2, "worst": -1}
-    if rows[0][0] == rows[-1][0]:  # equal rewards: three problems
+    if rows[0][0] == rows[-1][0]:  # with equal rewards none is the best
         places = {"one of equals": 0, "another": len(rows) // 2, "a third": -1}
     return [replace(rows[place][1], name=name) for name, place in places.items()]
 
@@ -160,8 +160,8 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
     if foreign:
         yield Finding(
             "wrong chat template",
-            f"it writes {', '.join(foreign)}, which this tokenizer does not know as tokens: "
-            "the model reads letters where it was taught a mark",
+            f"it writes {', '.join(foreign)}, which are not tokens of this tokenizer: the "
+            "model reads each as several ordinary tokens",
             "use the tokenizer and template that came with the model",
         )
     if "".join(format.system_prompt.split()) not in "".join(text.split()):
@@ -199,7 +199,7 @@ def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
 def _parsing(
     drawn: Evaluation, format: Format, metrics: dict[str, float], teach: str
 ) -> Iterator[Finding]:
-    """Find answers that the lenient grading reads and the strict one does not."""
+    """Find answers that only the lenient grading can read."""
     strict, lenient = metrics["answer in the right tags"], metrics["answer anywhere"]
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
@@ -208,7 +208,7 @@ def _parsing(
             yield Finding(
                 "parser mismatch",
                 f"{opened:.0%} of the completions think inside "
-                f"<{other.reasoning_tag}>, the reward looks for <{format.reasoning_tag}>",
+                f"<{other.reasoning_tag}>, but the reward looks for <{format.reasoning_tag}>",
                 f"--reasoning-format {name}",
             )
             return
@@ -224,7 +224,7 @@ def _parsing(
     elif drawn.truncated_rate < 1 and strict < NOTABLE_SHARE:
         yield Finding(
             "no answers",
-            f"{strict:.0%} of the completions hold an answer that can be read",
+            f"{strict:.0%} of the completions contain an answer that can be read",
             f"teach the format first: {teach}",
         )
 
@@ -236,8 +236,8 @@ def _reward(
     metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
 ) -> Iterator[Finding]:
-    """Find a reward that does not prefer right answers, by texts of known worth."""
-    if problem.answer_type == "open":  # other kinds of answer have no reference
+    """Find a reward that does not prefer right answers, by scoring right and wrong texts."""
+    if problem.answer_type == "open":  # open answers have no reference
         return
     right = tags.completion("It follows.", problem.answer)
     worthless = {
@@ -269,7 +269,7 @@ def _reward(
 
 
 def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterator[Finding]:
-    """Find groups that teach nothing, because all their rewards are equal."""
+    """Find out whether too many groups teach nothing because their rewards are equal."""
     share = metrics["groups with equal rewards"]
     advice = f"easier problems, a larger --group-size, or teach the format first: {teach}"
     if metrics["pass@1, strict"] > 0.5:

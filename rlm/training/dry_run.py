@@ -1,7 +1,7 @@
 """`train_grpo.py --plan`: estimate a run's memory and time without training.
 
-Seconds are measured with the loaded model on this machine: the first tokens of a step's rollouts,
-and one micro-batch forward and backward. They are scaled to completions of `max_new_tokens`.
+This times the loaded model on this machine: the first tokens of a step's rollouts, and the forward
+and backward pass of one micro-batch. The times are scaled to completions of `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class SamplingTime:
     """Seconds of sampling with this model on this machine."""
 
     max_num_seqs: int  # completions decoded at the same time
-    first: float  # seconds to the first token: merging weights, reading prompts
+    first: float  # seconds to the first token, for merging weights and prefill
     next: float  # seconds for each further token
 
     def of(self, completions: int, tokens: int) -> float:
-        """Return the seconds for `count` completions of `tokens` tokens each.
+        """Return the seconds for this many completions of `tokens` tokens each.
 
         >>> SamplingTime(4, first=2.0, next=0.5).of(6, tokens=3)
         6.0
@@ -82,7 +82,7 @@ class DryRun:
         set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
 
     def show(self) -> None:
-        """Time a step, and print the plan."""
+        """Time a step and print the estimates."""
         config, policy, shard = self.config, self.policy, self.distributed.shard
         drawn = shard(problems_for_step(self.data.problems, 0, config.batch_size, config.seed))
         tokens, speed = config.max_new_tokens, self.time_sampling(drawn)
@@ -115,8 +115,8 @@ class DryRun:
                 "a validation": f"{validation:.1f} s",
                 "total": terminal.duration(validation + seconds)
                 + f" for {steps} of {config.steps} steps{limit}",
-                "assumed": f"{tokens} tokens in each completion, the most (half as many take about "
-                "half as long), a difference in each group, and a reward that takes no time",
+                "assumed": f"{tokens} tokens in each completion, the maximum (half as many take "
+                "about half as long), a difference in each group, and a reward that takes no time",
             },
         )
 
@@ -125,8 +125,11 @@ class DryRun:
         return time_sampling(self.sampler, self.config, [self.render(p) for p in problems])
 
     def time_learning(self, problems: Sequence[Problem]) -> tuple[float, list[MicroBatch]]:
-        """Time a step's largest micro-batch, and scale its seconds by padded tokens to all of them;
-        return these seconds and the micro-batches, the largest first."""
+        """Time a step's largest micro-batch, and scale its seconds by padded tokens to the step.
+
+        Returns:
+            The seconds of the step's training passes, and its micro-batches, the largest first.
+        """
         config, length = self.config, self.config.max_new_tokens
         rollouts = [
             Rollout(i, self.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
@@ -152,7 +155,7 @@ class DryRun:
         return config.updates_per_batch * min(times) * sum(tokens) / tokens[0], micro_batches
 
     def _forward_and_backward(self, micro: MicroBatch) -> None:
-        """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and drop it."""
+        """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and discard it."""
         config = self.config
         logprobs, _ = token_logprobs(self.policy, micro, config.temperature)
         micro.old_logprobs = logprobs.detach()
@@ -176,12 +179,12 @@ def time_sampling(
     params = SamplingParams(config.max_new_tokens, config.temperature)
     requests = [Request(ids, params, seed, config.group_size) for seed, ids in enumerate(prompts)]
     marks: list[float] = []
-    drawn: set[tuple[int, int]] = set()  # rows that have their next token
+    drawn: set[tuple[int, int]] = set()  # rows whose token of this round has come
     rows, began = 0, time.monotonic()
     with closing(sampler.stream(requests)) as stream:
         for token in stream:
             row = token.request, token.row
-            if not marks or row in drawn:  # every row has one: this token begins the next round
+            if not marks or row in drawn:  # each row has its token: a new round begins
                 marks.append(time.monotonic())
                 drawn = set()
             drawn.add(row)

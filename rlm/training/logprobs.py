@@ -1,4 +1,4 @@
-"""Log-probabilities of completion tokens: the forward pass of the learning policy.
+"""Log-probabilities of completion tokens: the forward pass of the trained policy.
 
 Letters: n rollouts of a micro-batch, B packed sequences, S padded length of those, M completion
 tokens, T padded completion length, V vocabulary.
@@ -20,17 +20,17 @@ from rlm.ops import Ops, ops_for
 from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 
-if TYPE_CHECKING:  # before peft: rlm.model imports bitsandbytes first
+if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is imported
     from peft import PeftModel
 
 # Log-probability and entropy of each completion token, at a temperature.
 Score = Callable[[MicroBatch, float], tuple[Tensor, Tensor]]
-# The number of tokens whose logits are computed and held at once.
+# The number of tokens whose logits are computed at once.
 LOGITS_CHUNK = 128
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask (B, 1, S, S): causal, to the prompt and the own completion only."""
+    """Return the additive mask (B, 1, S, S): causal, within the prompt and the own completion."""
     own = segments[:, :, None] == segments[:, None, :]
     prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
     size = segments.shape[1]
@@ -43,11 +43,11 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 def token_logprobs(
     model: PreTrainedModel | PeftModel, batch: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return each completion token's log-probability and its distribution's entropy: two (n, T).
+    """Return each completion token's log-probability and its distribution's entropy, each (n, T).
 
-    The distribution is softmax(logits / temperature), which was sampled from. Logits are made for
-    completion tokens only, a chunk at a time, and scored in fp32; no (tokens × V) tensor of the
-    batch exists. Entropy carries no gradient. Beyond a row's end both are 0.
+    The distribution is softmax(logits / temperature), as in sampling. Logits are computed for
+    completion tokens only, one chunk at a time, and scored in fp32, so no (tokens × V) tensor of
+    the batch exists. Entropy carries no gradient. Both are 0 beyond a row's end.
     """
     decoder, head = decoder_and_head(model)
     hidden = decoder(
@@ -66,7 +66,7 @@ def token_logprobs(
 
 @torch.no_grad()
 def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
-    """Return log-probabilities (n, T) under the start adapter, or the bare base without one."""
+    """Return log-probabilities (n, T) under the start adapter, or the base if there is none."""
     with using_reference(policy, config.sft_adapter):
         logprobs, _ = token_logprobs(policy, batch, config.temperature)
     return logprobs
@@ -81,14 +81,14 @@ def set_constant_logprobs(
 ) -> bool:
     """Set the log-probabilities that stay constant during the updates of a step.
 
-    `ref_logprobs` are set if there is a KL term, `old_logprobs` if a step has more than one
-    mini-batch. The sampler's log-probabilities are used if it draws as the trainer scores, or if
-    the algorithm's ratio is to the sampling policy ("tapered"); otherwise they need a pass over
-    the step. With a single mini-batch the first pass sets them.
+    `ref_logprobs` are set if there is a KL term. `old_logprobs` are the sampler's if the
+    algorithm's ratio is to the sampling policy ("tapered"). Otherwise, with several mini-batches,
+    they are the sampler's if it matches the trainer, or else come from a forward pass over the
+    step. With a single mini-batch the first training pass sets them.
 
     Args:
         score: computes log-probabilities by the current policy, here or on a server.
-        matches_trainer: whether the sampler draws as the trainer scores.
+        matches_trainer: whether the sampler's probabilities are the trainer's (`Sampler`).
 
     Returns:
         Whether the loss must correct for a sampler that computes differently.
@@ -112,7 +112,7 @@ def score_tokens(
     temperature: float,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target given its hidden state, and the entropy: two (M,).
+    """Return the log-probability of each target given its hidden state, and the entropy, each (M,).
 
     Args:
         hidden: (M, hidden), contiguous.
@@ -132,11 +132,11 @@ def score_tokens(
 class _ScoreTokens(torch.autograd.Function):
     """Log-probabilities and entropies of tokens, and the gradient, from one set of logits.
 
-    d logprob / d hidden = Σ_v (1[v = target] - p_v) W[v] / temperature does not depend on the loss:
-    it is made while the logits are at hand, and the backward pass only scales it. That is two
-    products with the head instead of the three of making the logits again, and no logits kept.
-    The coefficients are made in fp32 before they are rounded to the weights' type: of a token with
-    p = 0.998, W[target] - (p in bf16) · W would keep 0.004 where 0.002 is meant.
+    d logprob / d hidden = Σ_v (1[v = target] - p_v) W[v] / temperature does not depend on the loss,
+    so the forward pass computes it from its logits, and the backward pass only scales it. This
+    takes two matmuls with the head, where recomputing the logits would take three, and keeps no
+    logits. The coefficients are computed in fp32 and then rounded to the weights' dtype. With
+    p = 0.998 rounded to bf16 first, W[target] would get the coefficient 0.004 instead of 0.002.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class _ScoreTokens(torch.autograd.Function):
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
-        slopes = ctx.needs_input_grad[0]  # overwrites the logits
+        slopes = ctx.needs_input_grad[0]  # then the coefficients overwrite the logits
         logprobs, entropy = ops.token_logprobs(logits, targets, temperature, slopes)
         if slopes:
             ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)

@@ -18,7 +18,7 @@ IMPORTANCE_CAP = 2.0
 
 @dataclass(frozen=True)
 class LossSums:
-    """Detached sums over the tokens of a micro-batch; the step adds them up and divides."""
+    """Detached sums over the tokens of a micro-batch; `LearnMetrics` makes means of them."""
 
     policy: float
     kl: float  # Σ weight · estimate: the KL term of the loss
@@ -29,19 +29,19 @@ class LossSums:
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-    """Return weights (n, T) that correct for a sampler with other probabilities than the trainer.
+    """Return weights (n, T) that correct for a sampler whose probabilities are not the trainer's.
 
-    min(π_old / π_sampler, 2) per token, a constant for the gradient: truncated importance
-    sampling (Ionides, 2008), as Yao et al. use it for rollouts from another engine (2025).
+    The weight of a token is min(π_old / π_sampler, 2), without gradient: truncated importance
+    sampling (Ionides, 2008), which Yao et al. (2025) use for rollouts from another engine.
     """
     return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy ‖ reference) from each token that was drawn: (n, T).
+    """Estimate KL(policy ‖ reference) from each sampled token: (n, T).
 
-    exp(d) - d - 1 with d = ref_logprobs - logprobs: unbiased and never negative (k3 of Schulman
-    2020, as in DeepSeekMath).
+    The estimate exp(d) - d - 1 with d = ref_logprobs - logprobs is unbiased and never negative (k3
+    of Schulman 2020, as in DeepSeekMath).
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
@@ -50,7 +50,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, of: str) -> Tensor:
     """Return the ratio of new to old probability by "token", (n, T), or by "sequence", (n, 1).
 
-    A sequence's ratio is the geometric mean of its tokens' (GSPO, arXiv 2507.18071).
+    A sequence's ratio is the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071).
     """
     log_ratio = logprobs - old_logprobs
     if of == "sequence":
@@ -71,11 +71,11 @@ def policy_loss(
     objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = `policy_ratio`.
     With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a
     group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
-    objective "weighted": l = -clip(ρ) A logprob with the clipped ratio a constant, so that no token
+    objective "weighted": l = -clip(ρ) A logprob with the clipped ratio as a constant, so no token
     loses its gradient (CISPO, arXiv 2506.13585).
     objective "tapered": the same where A < 0, and l = -A logprob where A > 0. A good completion is
-    learned however likely it has become; a bad token is pushed down less as it becomes less likely
-    than when it was sampled (TOPR, arXiv 2503.14286, with a ratio per token).
+    learned no matter how likely it has become. A bad token is pushed down less, the less likely it
+    has become since it was sampled (TOPR, arXiv 2503.14286, with a ratio per token).
     TRL's default multiplies the KL term by ρ; here it is not multiplied.
 
     Args:

@@ -1,7 +1,7 @@
-"""Memory plan: what a run will need, and the micro-batch that fits.
+"""Memory plan: the memory that a run will need, and the micro-batch that fits.
 
-What a forward pass keeps for the backward pass is measured on a few tokens of the very model,
-not estimated from its shape; everything else is computed.
+The activations that a forward pass saves are measured with a few tokens on the loaded model, not
+estimated from its shape. Everything else is computed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from rlm.training.sft_examples import Example
 
 PROBE_TOKENS = 64
-# Larger micro-batches are hardly faster: a few hundred tokens saturate products in fp32 on a CPU, a
-# thousand (and 128 for prompts) where it computes in bf16, some thousands a GPU.
+# Larger micro-batches are hardly faster. A CPU's matmuls are saturated by a few hundred tokens in
+# fp32 and by a thousand (plus 128 for prompts) in bf16, a GPU's by several thousand.
 CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}  # tokens
 GPU_MICRO_BATCH = 8192
 SMALLEST_MICRO_BATCH = 64
 HEADROOM = 0.9  # share of the available memory
-# Memory on a CPU beyond what is counted: oneDNN's code for each shape of a product, and
-# holes between what is kept for the backward pass, which glibc hardly fills again (docs/log.md).
+# CPU memory that nothing else counts: code that oneDNN generates for each matmul shape, and holes
+# between saved activations, which glibc hardly reuses (docs/log.md).
 LIBRARY_BYTES = {"cpu": 3 * 2**26, "cuda": 0}
 FRAGMENTATION = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
 
@@ -51,12 +51,12 @@ class MemoryPlan:
     """Bytes that a run needs, on the GPU if the model is there."""
 
     loaded: int  # already allocated: weights, libraries
-    sampling: int  # the sampler's copy of the weights, keys and values
+    sampling: int  # the sampler's copy of the weights, and its KV cache
     optimizer: int  # gradients, two moments, the best adapter so far
-    learning: int  # what a micro-batch keeps for its backward pass, and its logits
+    learning: int  # activations saved by a micro-batch, and its logits
     kept: int  # memory that libraries and the allocator keep after it is freed
-    available: int  # free memory beyond what is loaded
-    train_batch_tokens: int  # in a micro-batch
+    available: int  # free memory, without what is loaded
+    train_batch_tokens: int  # padded tokens in a micro-batch
     checkpointing: bool = False  # recompute activations in the backward pass
     halved: bool = False  # the micro-batch was halved after an out-of-memory error
 
@@ -92,15 +92,16 @@ def plan_memory(
     prompts: Sequence[Sequence[int]],
     evaluated: int,
 ) -> MemoryPlan:
-    """Plan the memory of a GRPO run, choose the micro-batch, and print the plan. Starts the
-    sampler's servers, if it has any.
+    """Plan the memory of a GRPO run, choose the micro-batch, and print the plan.
+
+    This starts the sampler's servers, if it has any.
 
     Args:
         prompts: the longest prompts of the run, as token ids.
         evaluated: the number of validation problems.
     """
     policy = weights.policy
-    sampler.start()  # this run's servers take memory, so they start before it is measured
+    sampler.start()  # servers take memory, so they start before memory is measured
     longest = max(map(len, prompts))
     served = getattr(sampler, "max_model_len", None)  # the limit of a vLLM server
     if served and longest + config.max_new_tokens > served:
@@ -108,7 +109,7 @@ def plan_memory(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
             f"server's {served}; leave that problem out, or serve with a longer --max-model-len"
         )
-    if policy.device.type == "meta":  # a server has the weights, and cuts what it is sent
+    if policy.device.type == "meta":  # a server has the weights, and splits batches itself
         return MemoryPlan(0, 0, 0, 0, 0, 0, train_batch_tokens=sys.maxsize)
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
@@ -148,8 +149,8 @@ def plan_memory(
 def plan_sft(
     policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
 ) -> tuple[int, bool]:
-    """Choose the micro-batch of SFT, at most `config.micro_batch`, and whether it needs gradient
-    checkpointing. On a CPU both stay as configured."""
+    """Return the micro-batch of SFT, at most `config.micro_batch`, and whether it needs gradient
+    checkpointing. A CPU uses `config.micro_batch` without checkpointing."""
     micro_batch = config.micro_batch
     if policy.device.type != "cuda":
         return micro_batch, False
@@ -177,14 +178,15 @@ def _fit_micro_batch(
     room: int,
     tokens: int | None = None,
 ) -> tuple[int, bool, int]:
-    """Choose the tokens of a micro-batch and whether to use gradient checkpointing: only if the
-    smallest micro-batch would not fit into `room` without it.
+    """Choose the tokens of a micro-batch, and whether to use gradient checkpointing.
+
+    Checkpointing is used only if the smallest micro-batch would not fit into `room` without it.
 
     Args:
-        tokens: a micro-batch of SFT has this many; None: as many as fit.
+        tokens: the fixed size of a micro-batch, for SFT; None: as many as fit.
 
     Returns:
-        Both, and the bytes that they take.
+        The tokens, whether to use checkpointing, and the bytes of a micro-batch.
     """
     set_gradient_checkpointing(policy, False)
     per_token = activation_bytes(policy)
@@ -220,9 +222,9 @@ def _learning_bytes(
     """
     model = policy.config.get_text_config()
     layers = model.num_hidden_layers
-    if checkpointing:  # each layer's input, and all of one layer
+    if checkpointing:  # each layer's input, and all activations of one layer
         per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
-    else:  # gradients of the current layer
+    else:  # and the gradients of the current layer
         per_token += per_token // layers
     tokens, dtype = max(tokens, longest_sequence), policy.dtype
     logits = score_bytes(model.vocab_size, LOGITS_CHUNK, dtype, policy.device.type)
@@ -247,7 +249,7 @@ def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
     )
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
-    del logprobs  # and the saved activations with it
+    del logprobs  # frees the saved activations, too
     return sum(seen.values()) // PROBE_TOKENS
 
 

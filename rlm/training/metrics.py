@@ -31,8 +31,8 @@ def announce_run(
 
     Args:
         trainable: parameters that are trained.
-        sampler: its description.
-        problems, validation: their numbers.
+        sampler: the sampler's description.
+        problems, validation: the numbers of training and validation problems.
     """
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
     few = ""
@@ -72,7 +72,7 @@ def announce_run(
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
-    """Print what happened, and what to do next."""
+    """Print the results of a run, and the command to run next."""
     terminal.table(
         "Stage 2 done",
         {
@@ -88,7 +88,7 @@ def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
 
 @contextmanager
 def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the seconds spent inside to `seconds[phase]`."""
+    """Add the seconds spent in the block to `seconds[phase]`."""
     began = time.monotonic()
     yield
     seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
@@ -97,7 +97,7 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def mean_metrics(
     processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
 ) -> dict[str, float]:
-    """Average the reward's metrics over all calls and processes, weighted by groups.
+    """Average the reward's metrics over all calls and processes, weighted by the number of groups.
 
     >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
     {'a': 0.75, 'b': 1.0}
@@ -115,8 +115,9 @@ def step_metrics(
     kept: Tensor,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return metrics of sampling and of times. Dropped groups count too: otherwise dynamic sampling
-    would flatter the reward.
+    """Return the metrics of rewards, completions and times.
+
+    Dropped groups count too, because without them dynamic sampling would flatter the reward.
 
     Args:
         rewards: (P, G), as the reward returned them, NaN without a verdict.
@@ -154,14 +155,14 @@ def step_metrics(
 
 @dataclass
 class LearnMetrics:
-    """Sums over the micro-batches of a step, for its metrics of learning."""
+    """Sums over the micro-batches of a step, and the training metrics made from them."""
 
     mini_batches: int = 1  # updates in a pass
-    passes: int = 0  # updates that were begun
+    passes: int = 0  # passes that were begun
     grad_norms: list[float] = field(default_factory=list)  # one per update
     sums: list[LossSums] = field(default_factory=list)  # last pass only
     entropy: list[float] = field(default_factory=list)  # first pass only
-    # First update only: sum and maximum of the gap to the sampler's log-probabilities, and tokens.
+    # First update only: sum and maximum of |log-probability - the sampler's|, and tokens.
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(
@@ -210,7 +211,7 @@ def remaining(
     Args:
         done: steps so far.
         a_step, validation: seconds of each.
-        seconds: those that --max-minutes already counts.
+        seconds: the part of --max-minutes already used.
     """
     until, limit = 0.0, 60 * (config.max_minutes or math.inf)
     steps = required(config.steps, "--steps")
@@ -268,6 +269,6 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
 
 
 def _exact(metrics: Mapping[str, float]) -> list[str]:
-    """Return the share of right answers if the reward is another figure."""
+    """Return the share of right answers if it differs from the mean reward."""
     right = metrics.get("reason/correct", metrics["reward/mean"])
     return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]

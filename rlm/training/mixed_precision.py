@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rlm.sampling import TinkerEngine
 
-Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # what is trained: here, on a server
+Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # trains here or on a server
 
 GOOD_UPDATES = 200
 MAX_LOSS_SCALE = 2.0**16
@@ -25,14 +25,14 @@ MAX_LOSS_SCALE = 2.0**16
 class MixedPrecisionAdapter:
     """The trained LoRA matrices: the model's copy and their fp32 master weights.
 
-    A model that computes in bf16 computes fast only if its adapter is bf16 too; but updates
-    are smaller than bf16's steps, so they are added to fp32 master weights. In fp32 both are the
-    same tensors, and `accumulate` and `copy_to_model` do nothing.
+    A bf16 model is fast only if its adapter is bf16 too. Updates are too small for bf16, so they
+    are added to fp32 master weights. For an fp32 model both are the same tensors, and `accumulate`
+    and `copy_to_model` do nothing.
 
-    In fp16 the smallest number is 6e-8, and most gradients of one token among ten thousand lie
-    below it: the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
-    divides by it in fp32. If a gradient overflows, the update is skipped and the scale is halved;
-    after GOOD_UPDATES in a row it is doubled.
+    The smallest fp16 number is 6e-8, and most gradients of one token among ten thousand lie below
+    it. Therefore the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
+    divides by it in fp32. If a gradient overflows, the update is skipped and the scale is halved.
+    After GOOD_UPDATES finite updates in a row the scale is doubled.
     """
 
     def __init__(self, policy: PeftModel) -> None:
@@ -50,7 +50,7 @@ class MixedPrecisionAdapter:
                 tensor.data = tensor.data.to(policy.dtype)
 
     def token_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy of each completion token: two (n, T)."""
+        """Compute log-probability and entropy of each completion token, each (n, T)."""
         return token_logprobs(self.policy, batch, temperature)
 
     def make_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
@@ -58,13 +58,13 @@ class MixedPrecisionAdapter:
         return torch.optim.Adam(self.master_weights.values(), lr=learning_rate)
 
     def fetch(self) -> None:
-        """Do nothing: the master weights are here."""
+        """Do nothing: the master weights are on this machine."""
 
     def save_state(self) -> None:
-        """Return None: checkpoints hold all of it."""
+        """Return None: checkpoints contain the whole state."""
 
     def load_state(self, path: str | None) -> None:
-        """Do nothing: checkpoints hold all of it."""
+        """Do nothing: checkpoints contain the whole state."""
 
     def accumulate(self) -> None:
         """Add the gradients of a micro-batch to the master weights' gradients, in fp32."""

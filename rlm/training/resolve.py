@@ -1,5 +1,5 @@
-"""Resolve the options of both stages: the start adapter, the data and the machine decide what no
-option sets."""
+"""Resolve the options of SFT and GRPO: the start adapter, the data and the machine decide what the
+user leaves unset."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the given options of a training config, with the missing ones filled in.
 
-    Those come from the start adapter, or else from the machine: model, data, quantization, tool,
-    rank, tags, system prompt.
+    Model, data, quantization, tool, rank, tags and system prompt come from the start adapter, or
+    else from the machine.
 
     Args:
         given: field → value.
@@ -63,14 +63,14 @@ def resolve(
 def check_start(
     adapter: Path | None, dataset: str | None, columns: str | None, rows: str | None, tool: str
 ) -> list[Problem]:
-    """Check the options of these names before torch is imported; return the problems of the user's
-    own files (`peek_problems`).
+    """Check these options before torch is imported; return the problems of the user's own files
+    (`peek_problems`).
 
     Args:
         rows: --split.
 
     Raises:
-        UsageError: one of them does not exist, or rows are bad.
+        UsageError: one of them does not exist, or rows of the data are invalid.
     """
     from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 
@@ -87,7 +87,7 @@ def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
     """Return a config made in Python, completed by `resolve`.
 
     Raises:
-        UsageError: it contradicts the adapter.
+        UsageError: the config contradicts the adapter.
     """
     options = {option.name: getattr(config, option.name) for option in fields(config)}
     unset = {option.name for option in fields(config) if options[option.name] == option.default}
@@ -97,10 +97,10 @@ def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
 
 
 def choose_max_new_tokens(dataset: str | None) -> int:
-    """Return how many tokens completions may have where no option says it.
+    """Return the default of --max-new-tokens.
 
     Args:
-        dataset: None where it is not known, as in a config made in Python.
+        dataset: None if unknown, as in a config made in Python.
     """
     parts = dataset_parts(dataset) if dataset else []
     if parts and {dataset_name(part).partition(":")[0] for part in parts} <= GENERATED:

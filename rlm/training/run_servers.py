@@ -1,5 +1,5 @@
-"""vLLM servers for the rollouts of a GRPO run: running ones, or servers that the run starts, one
-for each card that trains."""
+"""vLLM servers for the rollouts of a GRPO run. They are already running, or the run starts one per
+training GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_PROMPT = 2048  # tokens of the longest prompt that a started server acce
 
 
 class RunServers:
-    """The vLLM servers of a run. The main process starts and ends them; all processes use them."""
+    """The vLLM servers of a run. The main process starts and stops them; all processes use them."""
 
     def __init__(self, policy: PeftModel, config: GRPOConfig, distributed: Distributed) -> None:
         self._policy, self._config, self._distributed = policy, config, distributed
@@ -60,13 +60,13 @@ class RunServers:
         """Check that the servers are running.
 
         Raises:
-            UsageError: a server has ended.
+            UsageError: a server has exited.
         """
         for server in self._servers:
             server.check()
 
     def stop(self) -> None:
-        """End the servers and wait for them."""
+        """Stop the servers and wait until they have exited."""
         for server in self._servers:
             server.stop()
         self._servers.clear()
@@ -74,7 +74,7 @@ class RunServers:
     def _command(self) -> list[str]:
         policy, config = self._policy, self._config
         model = str(policy.get_base_model().name_or_path)
-        if not Path(model).is_dir():  # the files that were loaded here, without the network
+        if not Path(model).is_dir():  # the local files that were loaded here, found offline
             model = snapshot_download(model, local_files_only=True)
         length = LONGEST_PROMPT + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
@@ -83,7 +83,7 @@ class RunServers:
         return server_command(config.vllm_command, model, options)
 
     def _environments(self) -> list[dict[str, str]]:
-        """Return the environment variables of each server: the card that it sees."""
+        """Return the environment variables of each server, which select its GPU."""
         size = self._distributed.size
         if size == 1 or self._policy.device.type != "cuda":
             return [{}]
@@ -111,7 +111,7 @@ def make_vllm_sampler(
 
     def export() -> Path:
         path = config.run_dir / "sampler_adapter"
-        # "auto" would ask the hub for the base's config each time.
+        # save_embedding_layers="auto" would ask the hub for the base's config each time.
         policy.save_pretrained(
             str(path), selected_adapters=["default"], save_embedding_layers=False
         )

@@ -1,14 +1,13 @@
-"""TRL's SFTTrainer, with two things of our own: a loss that computes the system prompt once for a
-micro-batch and no logits of tokens that are not learned, and checkpoints from which a stopped run
-ends with exactly the same adapter.
+"""TRL's SFTTrainer with our own loss and checkpoints. The loss computes the system prompt once per
+micro-batch, and no logits of tokens that are not learned. A run that is resumed from a checkpoint
+ends with exactly the same adapter as one that was never stopped.
 
-TRL's own loss leaves prompts out before the product with the vocabulary only where Triton runs;
-elsewhere it scores every position and drops what is masked (1.16, `_use_triton`). Two thirds of a
-word problem's tokens are prompt, and that product is a third of a small model's step.
+TRL's own loss drops prompts before the matmul with the output embeddings only where Triton runs.
+Elsewhere it scores every position and then drops masked ones (1.16, `_use_triton`). Two thirds of a
+word problem's tokens are prompt, and that matmul takes a third of a small model's step.
 
-transformers' own checkpoints hold pickles, may be half-written, and continue a second epoch with
-other batches (5.23), because they do not keep the state of the random generator at the epoch's
-beginning.
+transformers' own checkpoints contain pickles, may be half-written, and continue a second epoch with
+other batches (5.23), because they lack the random state at the epoch's beginning.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example, pack_examples
 from rlm.training.state import LOG_BYTES
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
+if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is imported
     from peft import PeftModel
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
-SAVE_SECONDS = 60.0  # a report and a checkpoint at the first step after so many
+SAVE_SECONDS = 60.0  # log and save at the first step after this many seconds
 KEEP = 2  # checkpoints
-# Options that may differ when a run is resumed: what is learned does not depend on them, or a hash
+# Options that may differ when a run is resumed. Either training does not depend on them, or a hash
 # of what they name is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
@@ -73,7 +72,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         """Return the mean negative log-likelihood of the labels, equal to TRL's."""
         if return_outputs or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Other attentions compute masked positions, which are most of a packed sequence.
+        # Other attention kernels compute masked positions, most of a packed sequence.
         packed = model.config._attn_implementation == ATTN_IMPLEMENTATION
         batch = pack_examples(inputs, model.device.type, packed)
         logprobs, _ = token_logprobs(model, batch, 1.0)
@@ -85,7 +84,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return self.evaluate(datasets.Dataset.from_list([dict(e) for e in examples]))["eval_loss"]
 
     def train_from(self, step: int) -> None:
-        """Train from a step whose adapter and optimizer `CheckpointCallback` restores."""
+        """Train from this step; `CheckpointCallback` restores its adapter and optimizer."""
         if step == 0:
             self.train()
             return
@@ -127,7 +126,7 @@ def make_trainer(
         train_sampling_strategy="group_by_length",  # little padding
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        # Autocast takes twice the time of a bf16 model on a CPU.
+        # On a CPU, autocast takes twice as long as a bf16 model.
         bf16=gpu and policy.dtype == torch.bfloat16,
         fp16=gpu and policy.dtype == torch.float16,
         use_cpu=not gpu,
@@ -151,7 +150,7 @@ def make_trainer(
 
 
 class CheckpointCallback(TrainerCallback):
-    """Logs, saves our checkpoints and decides whether to stop, between two steps."""
+    """Logs, saves our checkpoints and decides whether to stop, after each step."""
 
     def __init__(
         self,
@@ -164,10 +163,10 @@ class CheckpointCallback(TrainerCallback):
         """Begin the run, or load its newest checkpoint for the trainer.
 
         Raises:
-            UsageError: too little room on the disk; no checkpoint, or it is of another run.
+            UsageError: too little disk space; no checkpoint to resume, or one of another run.
         """
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
-        self.steps, self.step = config.steps(len(examples)), 0  # total, and done before
+        self.steps, self.step = config.steps(len(examples)), 0  # total, and those done before
         self._seconds_before = 0.0
         self._loaded: dict[str, Tensor] = {}
         self._epoch_began = torch.get_rng_state()
@@ -199,7 +198,7 @@ class CheckpointCallback(TrainerCallback):
         return self._seconds_before + time.monotonic() - self._started
 
     def mean_loss(self) -> float:
-        """Mean loss of all steps; each log row has the mean since the previous row."""
+        """Return the mean loss of all steps; a log row has the mean since the previous row."""
         total, done = 0.0, 0
         for row in self.run.metrics():
             total += row["loss/sft"] * (row["step"] + 1 - done)
@@ -216,8 +215,8 @@ class CheckpointCallback(TrainerCallback):
                 group["lr"] = rate
 
     def on_epoch_begin(self, args: Any, state: TrainerState, *control: Any, **parts: Any) -> None:
-        # The order of the epoch is drawn next. A resumed epoch draws it again, skips what was done,
-        # and goes on with the generator as it was there.
+        # The epoch's order is drawn next. A resumed epoch draws the same order, skips the steps
+        # that were done, and continues with the random state that was saved after them.
         if self._loaded:
             between = state.global_step % (self.steps // int(args.num_train_epochs)) == 0
             torch.set_rng_state(self._loaded["random/now" if between else "random/epoch"])
@@ -265,7 +264,7 @@ class CheckpointCallback(TrainerCallback):
     def _save(self, step: int) -> None:
         tensors = checkpoint_tensors(self.adapter, self._optimizer)
         tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
-        if torch.cuda.is_available():  # dropout is drawn there
+        if torch.cuda.is_available():  # dropout uses its generator
             tensors["random/cuda"] = torch.cuda.get_rng_state()
         schedule = self._scheduler.state_dict()
         state = {"origin": self.origin, "seconds": self.seconds, "schedule": schedule}

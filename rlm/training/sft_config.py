@@ -17,7 +17,7 @@ from rlm.training.config import SWITCHES
 from rlm.training.resolve import check_start, resolve
 
 MAX_SAMPLES = 400  # unless the data is a file of the user's
-ENOUGH_STEPS = 20  # 11 examples taught nothing in one step, and a text task in twenty
+ENOUGH_STEPS = 20  # 11 examples taught nothing in one step, but a text task in twenty steps
 # Defaults when the GPU's memory picks the model, which then trains on GSM8K.
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
@@ -141,7 +141,7 @@ class SFTConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what --adapter and the machine decide; `resolve_config` calls it."""
+        """Fill in options from --adapter and the machine; `resolve_config` calls this."""
         from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 
         adapter = given.get("adapter")
@@ -156,10 +156,10 @@ class SFTConfig:
         check_start(self.adapter, self.dataset, self.columns, self.split, self.tool)
 
     def epochs_for(self, examples: int) -> int:
-        """Return `epochs`, else 1, or with a small file enough for ENOUGH_STEPS."""
+        """Return `epochs`; if unset, enough for ENOUGH_STEPS with a user's file, else 1."""
         enough = math.ceil(ENOUGH_STEPS / math.ceil(examples / self.batch_size))
         return self.epochs or (enough if self.dataset and own_files(self.dataset) else 1)
 
     def steps(self, examples: int) -> int:
-        """Return the optimizer steps for this many examples."""
+        """Return the number of optimizer steps for this many examples."""
         return self.epochs_for(examples) * math.ceil(examples / self.batch_size)

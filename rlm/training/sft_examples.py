@@ -55,7 +55,7 @@ def to_examples(
     format: Format,
     max_length: int,
 ) -> list[Example]:
-    """Turn problems with solutions into training examples, leaving out those that are too long."""
+    """Turn problems with solutions into training examples; leave out those that are too long."""
     examples = [to_example(tokenizer, problem, format) for problem in problems]
     return [e for e in examples if len(e["input_ids"]) <= max_length]
 
@@ -73,15 +73,15 @@ def mask_prompt(prompt: list[int], completion: list[int]) -> Example:
 
 
 def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> MicroBatch:
-    """Pack a padded batch of examples as token ids.
+    """Pack a padded batch of examples.
 
     Args:
         inputs: `input_ids`, `attention_mask` and `labels`, (B, S) each, padded on the right.
-        packed: put all into one sequence that computes their common prefix (the system prompt)
-            once; otherwise each is a sequence.
+        packed: put all examples into one sequence that computes their common prefix (the system
+            prompt) once; otherwise each example is a sequence.
 
     Returns:
-        A micro-batch of B rows whose targets are the learned tokens.
+        A micro-batch of B completions whose targets are the learned tokens.
     """
     lengths = inputs["attention_mask"].sum(1).tolist()
     ids, labels = (
@@ -115,6 +115,6 @@ def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
 
 
 def show_counts(problems: int, examples: int, max_length: int, what: str = "problems") -> None:
-    """Print how many of the problems that were read are used."""
+    """Print how many problems were read, are used, and were left out."""
     left_out = f"{problems - examples} left out (over --max-length {max_length} tokens)"
     terminal.line(f"{what}: {problems} read, {examples} used, {left_out}")

@@ -30,14 +30,14 @@ from rlm.training.validation import ProblemScores, Validations
 
 MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
 LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
-# Options that may differ when a run is resumed: what is learned does not depend on them, or (model,
-# dataset) a hash of what they name is compared instead.
+# Options that may differ when a run is resumed. Either training does not depend on them, or a hash
+# of what they name (model, dataset) is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),
     *("max_num_seqs", "sampler", "server", "train_batch_size"),
 }
-# Fields of the state in a checkpoint's JSON, beside the run's origin.
+# Fields of the state in a checkpoint's JSON, besides the run's origin.
 SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
 
 
@@ -55,7 +55,7 @@ class StepControl:
 class TrainingState:
     """Adapter, optimizer and the best adapter so far.
 
-    It holds no random state: what a step draws is a function of the seed and the step.
+    It has no random state, because what a step samples depends only on the seed and the step.
     """
 
     weights: Learner
@@ -66,7 +66,7 @@ class TrainingState:
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # updates without a finite gradient, which changed nothing
     consecutive_skips: int = 0
-    last_finite: int = 0  # the last step that began with weights that gave a finite gradient
+    last_finite: int = 0  # the last step whose first weights gave a finite gradient
     updates: int = 0  # updates made, for the warm-up
     keep: int = 2  # how many of the newest checkpoints are kept
     updated: bool = False  # whether the current step has changed the weights
@@ -77,7 +77,7 @@ class TrainingState:
 
     @property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
-        """Name → fp32 master weights."""
+        """The fp32 master weights, by name."""
         return self.weights.master_weights
 
     @property
@@ -103,13 +103,13 @@ class TrainingState:
             The step to continue with.
 
         Raises:
-            UsageError: too little room on the disk; nothing to resume; or the checkpoint or another
+            UsageError: too little disk space; nothing to resume; or the checkpoint or another
                 process has other data, options, base or start adapter.
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
-            # Adapter, best adapter and two moments; beside those kept, one that is protected, the
-            # one that is being written, and the exported best and last.
+            # A checkpoint has the adapter, the best adapter and two moments. Besides those kept
+            # there are a protected one, the one being written, and the exported best and last.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
@@ -127,7 +127,7 @@ class TrainingState:
         else:
             self.save(run, 0)
             step = 0
-        run.begin(to_dict(config))  # only now, so that a refused run starts no tracker
+        run.begin(to_dict(config))  # last, so that a refused run starts no tracker
         return step
 
     def _compare_origins(self) -> None:
@@ -138,7 +138,7 @@ class TrainingState:
                 process.
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
-        free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # its tensors are compared
+        free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # the adapter's tensors are compared
         changes = differences(main, mine, free, {})
         if main["base_hash"] != mine["base_hash"]:
             changes.append("the base model: other tensors under its name")
@@ -149,7 +149,7 @@ class TrainingState:
             )
 
     def control_after(self, step: int, config: GRPOConfig, interrupted: bool) -> StepControl:
-        """Decide what is due after a step by its number, the clock and signals to any process."""
+        """Decide what is due after a step, from its number, the clock and any process's signals."""
         done = step + 1
         out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
         last = self.distributed.broadcast(out_of_time) or done == config.steps
@@ -162,8 +162,8 @@ class TrainingState:
         return StepControl(due(config.eval_every), save, last, interrupted)
 
     def count_update(self, *, skipped: bool) -> None:
-        """Count updates in a row without a finite gradient, except those that a lower loss scale
-        may cure."""
+        """Count an update. Skipped ones in a row are counted, too, except those that a lower loss
+        scale may cure."""
         self.updates += 1
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
@@ -180,7 +180,7 @@ class TrainingState:
         Raises:
             UsageError: there is no good checkpoint, or this has happened before.
         """
-        if self.updated:  # a step without signal says nothing about its weights
+        if self.updated:  # a step without an update proves nothing about its weights
             self.last_finite, self.updated = step, False
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
@@ -199,7 +199,7 @@ class TrainingState:
         )
 
     def brake(self, step: int) -> str:
-        """Print and return why the run must stop at this step (`Validations.fall`)."""
+        """Print and return why the run must stop at this step, or "" (`Validations.fall`)."""
         fall = self.validations.fall()
         if fall:
             terminal.line(
@@ -216,13 +216,13 @@ class TrainingState:
 
     @torch.no_grad()
     def put_on_model(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter's weights; `tensors` are named as in `adapter`."""
+        """Set the adapter's weights, named as in `self.adapter`."""
         for name, tensor in adapter.items():
             self.adapter[name].copy_(tensor)
         self.weights.copy_to_model()
 
     def save(self, run: RunDirectory, next_step: int) -> None:
-        """Write a checkpoint. The best adapter is in each, so no deletion can lose it."""
+        """Write a checkpoint. Each has the best adapter, so deleting old ones cannot lose it."""
         if not run.writes:
             return
         self.weights.fetch()

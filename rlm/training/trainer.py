@@ -1,4 +1,4 @@
-"""Everything around the loop of train_grpo.py: data, parts, and a run.
+"""Everything around the loop of train_grpo.py: data, components, and a run.
 
 `TrainingRun` is one call of `GRPOTrainer.train`: the run directory, the memory plan, validations,
 logs and the export. `Validator` samples as training does, for validation and for --doctor.
@@ -81,7 +81,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Render = Callable[[Problem], list[int]]  # a problem's prompt as token ids
-# Each problem's mean over k completions, by "accuracy" or "reward"; calls back after a completion.
+# (problems, k, callback) → each problem's mean over k completions, by "accuracy" or "reward". The
+# callback is called after each completion.
 ScoreProblems = Callable[[Sequence[Problem], int, Callable[[], None]], Mapping[str, ProblemScores]]
 
 
@@ -97,7 +98,7 @@ class StepScorer(Protocol):
     ) -> Scores: ...
 
 
-# --- what a trainer is made of --------------------------------------------------------------------
+# --- components of a trainer ----------------------------------------------------------------------
 
 
 def check_arguments(model_name: object, config: object) -> None:
@@ -109,7 +110,7 @@ def check_arguments(model_name: object, config: object) -> None:
     if not isinstance(model_name, str | Path):
         kind = type(model_name).__name__
         raise TypeError(
-            f"model_name is a {kind}: give a hub id or a directory; trainer.model is what it loads"
+            f"model_name is a {kind}: give a hub id or a directory; it is loaded as trainer.model"
         )
     if not isinstance(config, GRPOConfig | None):
         kind = f"{type(config).__module__}.{type(config).__name__}"
@@ -122,15 +123,15 @@ def resolve_start(
     """Return the config adapted to this base and machine, the start adapter, and the run's tool
     (`tool`, or what --tool names). Each change is printed.
 
-    Values from `GRPOConfig.resolve` stay. A config made in Python may have the default adapter,
-    which is used only if it fits, or `quantize` auto.
+    Values that `GRPOConfig.resolve` has set are kept. A config made in Python may have the default
+    adapter, which is used only if it fits, or `quantize="auto"`.
 
     Raises:
         TypeError: `tool` is not a Tool.
         UsageError: a given adapter does not exist or belongs to another base, or has other tags or
             another rank than the config; there are more processes than problems in a step; --tool
             names no tool.
-        ValueError: a tool with a server, which supports none.
+        ValueError: a tool is given with a sampler on a server, which supports none.
     """
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
@@ -145,7 +146,7 @@ def resolve_start(
     if config.backend == "tinker":
         if processes > 1:
             raise UsageError("--backend tinker computes on its server: start one process here")
-        adapter = None  # the default one, if any: the config refuses others
+        adapter = None  # it can only be the default one: the config refuses others
     elif adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}")
@@ -168,16 +169,16 @@ def resolve_start(
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
-    """Load the base with the trainable adapter, in eval mode; without weights for a server."""
+    """Load the base with the trainable adapter, in eval mode; for a server, load no weights."""
     if config.backend == "tinker":
         return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
-    gc.collect()  # SFT's trainer, a reference cycle of a gigabyte if it ran in this process
+    gc.collect()  # frees SFT's trainer if it ran in this process: a gigabyte in a reference cycle
     release_memory()
     device = device or pick_device(config.dtype)
     base = load_base(model, device, quantize=config.quantize, attn="auto")
     if config.sft_adapter:
         return load_adapter(base, config.sft_adapter, trainable=True)
-    torch.manual_seed(config.seed)  # random matrices of a new adapter
+    torch.manual_seed(config.seed)  # seeds the random matrices of a new adapter
     return new_adapter(base, r=config.lora_r, alpha=config.lora_alpha).eval()
 
 
@@ -188,10 +189,10 @@ def make_engine(
     distributed: Distributed,
     tool: Tool | None = None,
 ) -> tuple[Learner, RolloutSampler]:
-    """Make what learns and what samples.
+    """Make the learner and the sampler.
 
     Raises:
-        UsageError: no server answers, or this model has no fast path and --sampler asks for it.
+        UsageError: no server answers, or --sampler merged with a model that has no fast path.
     """
     if config.backend != "tinker":
         weights = MixedPrecisionAdapter(policy)
@@ -266,10 +267,10 @@ def fit_prompts(
     what: str = "problems",
 ) -> list[Problem]:
     """Leave out the problems whose prompts leave no room for a completion in the model's context
-    window, and print how many these are.
+    window, and print their number.
 
     Args:
-        what: what the problems are for.
+        what: what the printed line calls the problems.
 
     Raises:
         UsageError: all problems would be left out.
@@ -288,7 +289,7 @@ class TrainingData:
     eval_problems: list[Problem]
     longest_prompts: list[list[int]]  # as token ids
     answer_types: tuple[AnswerType, ...]  # in the training problems, most frequent first
-    measure: str  # "accuracy" or "reward": the export is chosen by it
+    measure: str  # "accuracy" or "reward", which selects the adapter to export
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -359,14 +360,14 @@ def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
 
 @dataclass(frozen=True)
 class Validator:
-    """Samples completions as training does, grades and scores them."""
+    """Samples completions as training does, and grades and scores them."""
 
     config: GRPOConfig
     sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
     format: Format
     scorer: StepScorer
-    measure: str = "accuracy"  # the export is chosen by it
+    measure: str = "accuracy"  # or "reward"; selects the adapter to export
 
     def sample(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
@@ -410,7 +411,7 @@ class Validator:
 class TrainingRun:
     """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
 
-    config: its `steps` is set. first_step: 0, or where a resumed run continues.
+    config: with `steps` set. first_step: 0, or the step at which a resumed run continues.
     start_metrics: metrics of the validation before training.
     memory_plan: the micro-batch that fits.
     """
@@ -432,7 +433,7 @@ class TrainingRun:
         self.policy, self.distributed = state.weights.policy, state.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
-        self._stopped = ""  # why the run stops early, if its last weights are not to be trusted
+        self._stopped = ""  # why the run stops early: its last weights are not to be trusted
         state.validations.measure = data.measure
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         plan = plan_memory(
@@ -454,15 +455,15 @@ class TrainingRun:
         tokenizer: PreTrainedTokenizerBase,
         score_problems: ScoreProblems,
     ) -> Iterator[TrainingRun]:
-        """Open --run-dir and begin or resume the run. Within the context, signals wait for the end
-        of the step.
+        """Open --run-dir and begin or resume the run. Within the context, signals take effect only
+        at the end of a step.
 
         Raises:
             UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
         """
         writes = state.distributed.is_main
         if writes:
-            check_output(config.output)  # before an old run is moved away
+            check_output(config.output)  # before the directory of an old run is moved
         directory = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
         with directory, closing(sampler):
             yield cls(config, data, state, sampler, tokenizer, directory, score_problems)
@@ -482,7 +483,7 @@ class TrainingRun:
             measured = self._score_problems(mine, k, advance) if mine else {}
         self.sampler.release()
         metrics: dict[str, float] = {}
-        for name in self.distributed.broadcast(list(measured)):  # the main process has a problem
+        for name in self.distributed.broadcast(list(measured)):  # the main process's is not empty
             scores = self.distributed.gather(measured.get(name, []))
             found = Validation(step, scores).summary(name)
             start = "" if step else "start_"
@@ -509,17 +510,18 @@ class TrainingRun:
         )
 
     def repeat_if_out_of_memory(self, learn: Callable[[], T]) -> T:
-        """Learn from the rollouts of a step. If a GPU's memory runs out, once a run, repeat with
-        half the micro-batch and gradient checkpointing, and keep these.
+        """Call `learn`, the training pass of a step, and repeat it if a GPU's memory runs out.
 
-        Nothing is repeated after the step's first update, which would be applied twice.
+        This happens at most once per run. The repetition and later steps use half the micro-batch
+        and gradient checkpointing. After the step's first update there is no repetition, because
+        that update would be applied twice.
         """
         try:
             return learn()
         except torch.OutOfMemoryError:
             if self.state.updated or self.memory_plan.halved:
                 raise
-        # Here the error no longer holds tensors.
+        # Outside of `except`, the error no longer keeps tensors alive.
         weights = self.state.weights
         for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
             tensor.grad = None
@@ -528,8 +530,8 @@ class TrainingRun:
         set_gradient_checkpointing(self.policy, True)
         terminal.line(
             "out of GPU memory: the update is repeated in micro-batches of "
-            f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing, and so are "
-            "those to come"
+            f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing, and later "
+            "updates are made in the same way"
         )
         return learn()
 
@@ -540,8 +542,8 @@ class TrainingRun:
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
     ) -> None:
-        """Write a line on the terminal, one to metrics.jsonl, every completion to samples.jsonl;
-        print a completion of the first step and of those that are validated.
+        """Write a line to the terminal, one to metrics.jsonl, and all completions to samples.jsonl.
+        Print a completion of the first step, of the last, and of every `eval_every`-th.
 
         Args:
             advantages: (P, G).
@@ -611,7 +613,7 @@ class TrainingRun:
     def export(self) -> dict[str, Any]:
         """Export the adapter that `choose_export` names, keep the best and the last in --run-dir,
         and return the contents of run.json."""
-        rows = self.distributed.broadcast(self.directory.metrics())  # a row per step
+        rows = self.distributed.broadcast(self.directory.metrics())  # one row per step
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
@@ -645,7 +647,7 @@ class TrainingRun:
         def save(name: str, path: Path, keep_previous: bool) -> dict[str, Any]:
             step, tensors = found[name]
             state.put_on_model(tensors)
-            self.sampler.invalidate_weights()  # a recipe may sample from what is exported
+            self.sampler.invalidate_weights()  # a recipe may sample from the exported adapter
             accuracy = rows[step - 1].get("eval/accuracy") if step else summary["start_accuracy"]
             of_step = summary | {"step": step, "accuracy": accuracy}
             if self.distributed.is_main:

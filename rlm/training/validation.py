@@ -1,7 +1,7 @@
 """Compare the validations of a GRPO run, and choose the step to export by a paired interval.
 
 The best of several validations looks better than it is: with six problems chance alone moves the
-mean by tens of points. So the last step is exported, unless the best is ahead of it beyond chance.
+mean by tens of points. Therefore the last step is exported, unless the best leads beyond chance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rlm.evaluation import t_interval
 
 CONFIDENCE = 0.95
-# With fewer problems no result is significant: a sign test of 5 has p = 2 / 2⁵ > 0.05.
+# With fewer problems no result is significant: a sign test of 5 problems has p = 2 / 2⁵ > 0.05.
 MIN_PROBLEMS = 6
 # Each problem's mean over its completions; None: no completion had a verdict.
 ProblemScores = Sequence[float | None]
@@ -34,7 +34,7 @@ class Validation:
         return sum(scores) / len(scores) if scores else 0.0
 
     def summary(self, measure: str) -> dict[str, float]:
-        """Return mean, low and high; an accuracy's interval is clipped to 0…1."""
+        """Return the mean and the ends of its interval, which is clipped to 0…1 for accuracy."""
         scores = [score for score in self.scores if score is not None]
         low, high = t_interval(scores) if scores else (-math.inf, math.inf)
         if measure == "accuracy":
@@ -46,7 +46,7 @@ class Validation:
 class Gain:
     """The lead of one validation over another: the mean difference and its interval.
 
-    comparisons: the number of validations of which the other is the best.
+    comparisons: the number of validations from which the leading one was chosen.
     """
 
     mean: float
@@ -59,8 +59,8 @@ def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
     """Compare two validations problem by problem.
 
     Args:
-        comparisons: the number of validations of which `after` is the best. The interval is
-            widened to hold for all of them (Bonferroni).
+        comparisons: the number of validations from which `after` was chosen. The interval is
+            widened to be valid for all of them (Bonferroni).
     """
     pairs = zip(before.scores, after.scores, strict=True)
     differences = [b - a for a, b in pairs if a is not None and b is not None]
@@ -73,11 +73,11 @@ def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
 
 @dataclass
 class Validations:
-    """The start's, the best and the last validation of a run.
+    """The validations of the start, of the best step and of the last step of a run.
 
-    measure: what the scores are, "accuracy" or "reward".
+    measure: the kind of score, "accuracy" or "reward".
     data: identifies the problems and the reward; "" without validation problems.
-    count: the number of validations, the start's included.
+    count: the number of validations, including the start's.
     """
 
     measure: str = "accuracy"
@@ -99,9 +99,10 @@ class Validations:
     def fall(self) -> str:
         """Describe how far the accuracy has fallen below the start's.
 
-        Returns "" if that may be chance, or if the measure has risen beyond chance.
+        Returns "" if the fall may be chance, or if the measure has risen beyond chance.
 
-        A reward that ignores the answers ruins a model, and its own mean does not show it.
+        The accuracy shows when a reward that ignores the answers ruins a model; the mean reward
+        does not.
         """
         if not (self.start_accuracy and self.last_accuracy and self.start and self.last):
             return ""
@@ -112,9 +113,9 @@ class Validations:
         return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
 
     def add(self, step: int, scores: ProblemScores) -> bool:
-        """Record a validation; return whether it is the best so far (of equals the later).
+        """Record a validation; return whether it is the best so far. Of equals, the later one is.
 
-        One whose accuracy fell is not, whatever its reward: `add_accuracy` comes first.
+        One whose accuracy fell is not, whatever its reward, so call `add_accuracy` before this.
         """
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         if step == 0:
@@ -176,7 +177,7 @@ def choose_export(validations: Validations, last_step: int, stopped: str = "") -
         return Choice("last", last_step, f"{the_last}: it was not validated")
     if best.step == last_step:
         return Choice("last", last_step, f"{the_last}: it is the best, too")
-    lead = gain(last, best, validations.count - 1)  # the best of all but the last
+    lead = gain(last, best, validations.count - 1)  # `best` was chosen from all but the last
     by, is_sure = describe(lead, validations.measure), lead.low > 0
     if stopped or is_sure:
         why = "more than chance" if best.step else "no step was better; try a lower --learning-rate"
@@ -207,7 +208,7 @@ def sample_count(completions: int, problems: int) -> str:
 
 
 def describe(gain: Gain, measure: str) -> str:
-    """Format a gain with its interval; an accuracy's in points.
+    """Format a gain with its interval; a gain in accuracy in points.
 
     >>> describe(Gain(0.07, 0.015, 0.125), "accuracy"), describe(Gain(0.25, -0.5, 1.0), "reward")
     ('+7.0 points (95 % interval +1.5 to +12.5)', '+0.250 (95 % interval -0.500 to +1.000)')
@@ -220,7 +221,7 @@ def describe(gain: Gain, measure: str) -> str:
 
 
 def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the closing lines of a run: start, best and last, the gains, what was exported.
+    """Return lines for a run's summary: start, best and last, the gains, the exported adapter.
 
     Args:
         summary: what `TrainingRun.export` returns.
@@ -251,5 +252,5 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Return None for a value that is not finite."""
+    """Replace values that are not finite by None."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

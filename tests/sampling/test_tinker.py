@@ -183,7 +183,7 @@ def test_another_adapter_from_the_server_is_refused(archive, model_dir, tmp_path
         ({"lora_alpha": 16}, "--lora-alpha must be 32"),
         ({"tool": "calculator"}, "--tool does not work with --backend tinker"),
         ({"plan": True}, "--plan times this machine"),
-        ({"server": "vllm serve"}, "--server vllm serve is no URL"),
+        ({"server": "vllm serve"}, "--server vllm serve is not a URL"),
         ({"sft_adapter": Path("mine")}, "--sft-adapter mine cannot be sent"),
         ({"quantize": "4bit", "dtype": "bfloat16"}, "--quantize, --dtype: the server"),
         ({"train_batch_size": 9, "sampler": "merged"}, "--sampler, --train-batch-size: the"),
