@@ -1,5 +1,5 @@
-"""Stage 2: trains a LoRA adapter with GRPO. `GRPOTrainer.train` is the hand-written loop: sample and
-score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
+"""Stage 2: trains a LoRA adapter with GRPO. The hand-written loop is `GRPOTrainer.train`: sample
+and score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
 
 This is not TRL's trainer. Each step samples a group of completions for each problem, checks each
 final answer (0 or 1), compares inside the group and updates the adapter. Four parts of textbook
