@@ -118,7 +118,7 @@ class InferenceConfig:
     gguf: Path | None = flag(
         None, "ask nothing; write base and adapter as this GGUF file, for llama.cpp"
     )
-    gguf_type: str = flag("f16", "number type of the GGUF file", choices=GGUF_TYPES)
+    gguf_type: str = flag("f16", "dtype of the GGUF file", choices=GGUF_TYPES)
 
     def __post_init__(self) -> None:
         check_values(self)

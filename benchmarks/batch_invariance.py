@@ -53,7 +53,7 @@ COMPARED_ROWS = 64  # rows of the reference product, with which those of other r
 MAX_NUM_SEQS = (64, 16, 1)
 DTYPES = ("float32", "bfloat16")
 ONEDNN = "oneDNN"
-ON_CPU = Device("cpu", torch.float32, "compared in both number types")
+ON_CPU = Device("cpu", torch.float32, "compared in both dtypes")
 
 # Each with its number of inputs.
 Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
@@ -120,7 +120,7 @@ def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: i
 def product_cells(
     config: BatchInvarianceConfig, model: PreTrainedModel, name: str
 ) -> list[dict[str, Any]]:
-    """Time and compare the products in a number type, one cell for each thread and row count."""
+    """Time and compare the products in a dtype, one cell for each thread and row count."""
     dtype = getattr(torch, name)
     ops = ops_for(model, dtype)
     arms = {ONEDNN: decoding_products(model, by_onednn(ops), dtype)}

@@ -2,7 +2,7 @@
 
 A decode step reads every weight and the cache once, and multiplies every weight once for every row.
 The larger of the two times is its floor. A learning pass is bound by products alone. Both rates are
-measured, on this machine and in the number type of each phase; nothing is taken from a data sheet.
+measured, on this machine and in the dtype of each phase; nothing is taken from a data sheet.
 Products are torch's or oneDNN's, whichever are faster.
 """
 
@@ -50,7 +50,7 @@ class ModelCost:
         """Measure a model without its adapter.
 
         Args:
-            dtype: number type of weights and cache (None: the model's).
+            dtype: of weights and cache (None: the model's).
         """
         linears = [
             module

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 OURS = "ours"
 ROOT = Path(__file__).parent.parent
-# What decides how fast a CPU multiplies matrices, and in which number type.
+# What decides how fast a CPU multiplies matrices, and in which dtype.
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("torch", "transformers", "trl", "peft")
 

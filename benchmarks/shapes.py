@@ -39,7 +39,7 @@ class ShapeConfig:
 
 
 def main(config: ShapeConfig) -> int:
-    """Weights of the machine's number type and the embedded tokenizer, as from_pretrained reads."""
+    """Weights of the machine's dtype and the embedded tokenizer, as from_pretrained reads."""
     device, tokenizer = pick_device(), load_tokenizer(EMBEDDED_MODEL)
     kind, *sizes = SHAPES[config.shape]
     shape = AutoConfig.for_model(

@@ -1,1 +1,1 @@
-"""The same GRPO loop, other actors. Recipes import `train_grpo` and `rlm`, never each other."""
+"""The same GRPO loop with other actors. Recipes import `train_grpo` and `rlm`, never each other."""

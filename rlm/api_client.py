@@ -1,8 +1,8 @@
 """The one client for OpenAI-compatible servers: any LLM API for recipes, vLLM for rollouts.
 
-It sends through the `openai` package, whose own retries are off: here each try waits for the rate
-limit and counts in the budget. `openai` (a third of a second) is imported for the first client,
-not with this module.
+Requests go through the `openai` package. Its own retries are off, because here each try waits for
+the rate limit and counts against the budget. Importing `openai` takes a third of a second, so the
+first client imports it, not this module.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FREE = Price()
 
 @dataclass
 class Usage:
-    """Tokens and cost of a request: first the maximum, then the actual values."""
+    """Tokens and cost of a request: the maximum before the reply, the actual values after it."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -80,10 +80,11 @@ class Budget:
     def reserve(self, usage: Usage) -> Iterator[None]:
         """Reserve a request's maximum cost while it runs; then count its actual `usage`.
 
-        Wait if it does not fit beside those in flight: most end cheaper than their maximum.
+        Wait while the maximum does not fit beside the requests in flight, most of which will cost
+        less than their own maximum.
 
         Raises:
-            BudgetExceeded: it does not fit alone.
+            BudgetExceeded: the request does not fit even alone.
         """
         max_cost = usage.cost
         with self._changed:
@@ -120,7 +121,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def wait(self, usage: Usage) -> None:
-        """Wait until a request fits; one larger than the limit waits for an empty window."""
+        """Wait until a request fits; a request over the limit waits for an empty window."""
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -136,7 +137,7 @@ class RateLimit:
             time.sleep(max(pause, 0.001))
 
 
-MAX_RETRY_AFTER = 60.0  # seconds; a longer Retry-After is reported to the user
+MAX_RETRY_AFTER = 60.0  # seconds; a longer Retry-After raises an APIError
 TEMPLATE_TOKENS = 64  # tokens that a server may add to a conversation (system prompt, roles)
 
 
@@ -157,7 +158,7 @@ class ChatReply:
     prompt_tokens: int
     completion_tokens: int
     cost: float
-    reasoning: str = ""  # where the server sends it apart (`reasoning_content`)
+    reasoning: str = ""  # if the server sends it separately (`reasoning_content`)
 
 
 class APIClient:
@@ -181,13 +182,13 @@ class APIClient:
         """
         Args:
             url: base URL, such as http://127.0.0.1:8000/v1; /v1 is added if it has no path.
-            api_key_env: the environment variable that holds the key. With neither it nor
-                `api_key`, no key is sent.
+            api_key_env: the environment variable that contains the key. If neither this nor
+                `api_key` is given, no key is sent.
             key_source: where the user sets `api_key`, for messages.
             budget, rate_limit: may be shared by clients; every try counts.
             concurrency: requests in flight at the same time; more wait for their turn.
             timeout: seconds without a byte from the server.
-            attempts: tries of a request, the first included.
+            attempts: tries per request, including the first.
             backoff: seconds before the second try, doubled for each further one.
 
         Raises:
@@ -239,10 +240,10 @@ class APIClient:
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
     def models(self) -> list[dict[str, Any]]:
-        """List the models. One try only, to check that the server answers.
+        """List the models. This makes one try only, to check that the server answers.
 
         Raises:
-            UsageError: it is not.
+            UsageError: the server does not answer, or offers no model.
         """
         models = self._send("get", "models", Usage()).get("data")
         if not models:
@@ -254,8 +255,8 @@ class APIClient:
     ) -> dict[str, Any]:
         """Post a JSON object and return the response's object ({} for plain text).
 
-        429, 5xx and broken connections are retried after a doubling pause with jitter, at least
-        Retry-After. Other refusals are final.
+        429, 5xx and broken connections are retried after Retry-After plus a pause with jitter,
+        which doubles with each try. Other errors are final.
 
         Args:
             tokens: an estimate for the rate limit.
@@ -279,7 +280,7 @@ class APIClient:
         raise AssertionError("the last try returns or raises")
 
     def _send(self, method: str, path: str, usage: Usage, **body: Any) -> dict[str, Any]:
-        """Try once. The budget pays nothing for a refusal and the maximum without a response."""
+        """Try once. A refusal costs nothing; a request without a reply counts at its maximum."""
         import httpx2
         import openai
 
@@ -287,7 +288,7 @@ class APIClient:
         with self.budget.reserve(usage):
             try:
                 send = getattr(self._client, method)
-                # Left to itself, openai would send what OPENAI_API_KEY, … hold to any server.
+                # Otherwise openai would send the values of OPENAI_API_KEY, … to any server.
                 key = f"Bearer {self._key}" if self._key else openai.Omit()
                 options = {"headers": {"Authorization": key}}
                 response = send(f"/{path}", cast_to=httpx2.Response, options=options, **body)
@@ -296,7 +297,7 @@ class APIClient:
                 raise self._refusal(error) from None  # the cause would quote the key
             except openai.APIConnectionError as error:
                 cause = error.__cause__
-                what = str(cause) or type(cause).__name__  # time-outs come without a text
+                what = str(cause) or type(cause).__name__  # timeouts have no message
                 if isinstance(cause, httpx2.ConnectError | httpx2.ConnectTimeout):
                     usage.cost = 0.0
                     raise APIError(f"no server answers at {self.url}: {what}") from error
@@ -309,7 +310,7 @@ class APIClient:
                     counts = usage.prompt_tokens, usage.completion_tokens = _token_counts(answer)
                     usage.cost, usage.tokens = self.price.cost(*counts), sum(counts)
             except (ValueError, TypeError, KeyError) as error:
-                raise APIError(f"{response.url}: the reply makes no sense", 200) from error
+                raise APIError(f"{response.url}: invalid reply", 200) from error
             return answer
 
     def _refusal(self, error: openai.APIStatusError) -> UsageError:
@@ -325,7 +326,7 @@ class APIClient:
         if status in (401, 403):
             where = f"; it is read from {self._key_source}" if self._key_source else ""
             return UsageError(f"{text} (wrong or missing API key{where})")
-        if status == 404:  # a missing model is named, a missing path is not
+        if status == 404:  # servers name a missing model, but not a missing path
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
         return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
@@ -336,7 +337,7 @@ def _checked_key(variable: str | None, given: str, source: str) -> str:
     if variable and not key:
         raise UsageError(f"API key not found: set the environment variable {variable}")
     if not (key.isascii() and key.isprintable()):  # the HTTP library's error would quote the key
-        raise UsageError(f"{source or 'what is given'} holds no API key")
+        raise UsageError(f"{source or 'api_key'} is not a valid API key")
     return key
 
 
@@ -349,7 +350,7 @@ def _checked_url(url: str) -> str:
         raise UsageError(f"{url!r} is not a URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
-    if parsed.userinfo:  # the URL is in every message
+    if parsed.userinfo:  # every message contains the URL
         raise UsageError("put the key into an environment variable, not into the URL")
     return url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
 
@@ -360,8 +361,8 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
 
     http = httpx2.Client(
         timeout=httpx2.Timeout(timeout, pool=None),
-        # Servers close idle connections (commonly after 5 s). A request that meets one just being
-        # closed would look like a crash, so the client drops them first.
+        # Servers close idle connections (commonly after 5 s). A request on a connection that is
+        # just being closed would look like a crash, so the client drops idle ones earlier.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
         # A company proxy does not reach servers on this machine.
         trust_env=httpx2.URL(url).host not in ("127.0.0.1", "localhost"),
@@ -374,7 +375,7 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
 def _token_counts(reply: dict[str, Any]) -> tuple[int, int]:
     counts = reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]
     if not all(isinstance(count, int) for count in counts):
-        raise TypeError("a number of tokens that is none")
+        raise TypeError("token counts must be integers")
     return counts
 
 

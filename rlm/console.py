@@ -13,10 +13,10 @@ from rlm.cli import CONSOLE, UsageError, print_stderr, run_main
 
 __all__ = ["COMMANDS", "main"]
 
-# Command → script, and options that come before the user's.
+# Command → its script, and options that are placed before the user's.
 COMMANDS: dict[str, tuple[str, ...]] = {command: (script,) for script, command in CONSOLE.items()}
 COMMANDS["doctor"] = ("train_grpo", "--doctor")
-FOLDER = Path(__file__).parents[1]  # the checkout, or site-packages: the scripts lie there
+FOLDER = Path(__file__).parents[1]  # contains the scripts: the checkout, or site-packages
 HELP = """usage: rlm COMMAND [options]
 
   rlm sft        as python train_sft.py: stage 1, teaches the format
@@ -25,15 +25,15 @@ HELP = """usage: rlm COMMAND [options]
   rlm ask        as python inference.py: one question, or a prompt loop
   rlm serve      as python server.py: an HTTP server with a page
   rlm doctor     as python train_grpo.py --doctor: why is a reward flat?
-  rlm reward     writes a reward of your own to begin with: rlm reward mine.py
+  rlm reward     writes a reward template for you to edit: rlm reward mine.py
   rlm view       shows a run's curves and completions in a browser: rlm view runs/grpo --follow
 
-rlm COMMAND --help lists the options of a command; rlm --version says which rlm this is.
+rlm COMMAND --help lists the options of a command; rlm --version prints the version.
 """
 
 
 def _write_reward(options: Sequence[str]) -> int:
-    """Write the template of a reward; return the exit code."""
+    """Write a reward template; return the exit code."""
     from rlm.rewards import write_reward_template
 
     if len(options) != 1 or options[0].startswith("-"):
@@ -44,7 +44,7 @@ def _write_reward(options: Sequence[str]) -> int:
     except UsageError as error:
         print_stderr(f"error: {error}")
         return 2
-    print_stderr(f"{options[0]}: a reward that runs as it is; try it: python {options[0]}")
+    print_stderr(f"wrote the reward template {options[0]}; try it: python {options[0]}")
     return 0
 
 
@@ -68,9 +68,9 @@ def main() -> NoReturn:
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]
     spec = spec_from_file_location("__main__", FOLDER / f"{script}.py")
-    assert spec is not None  # known from the ending, as its loader
+    assert spec is not None  # the .py suffix determines spec and loader
     assert spec.loader is not None
     module = sys.modules["__main__"] = module_from_spec(spec)
-    module.__spec__ = None  # as of a script: child processes find it by its file
+    module.__spec__ = None  # as for a script: child processes find it by its file
     spec.loader.exec_module(module)  # runpy would overwrite sys.argv[0], the name in messages
     sys.exit(0)

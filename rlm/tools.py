@@ -1,8 +1,8 @@
-"""Tools write into a completion while the model generates it.
+"""Tools, which insert text into a completion while the model generates it.
 
-The tool protocol, loading for `--tool` and `tool=`, and the calculator: it completes `<<11*5=` with
-`55>>` (GSM8K's notation) by exact arithmetic. What an expression may hold is in
-rlm/grading/equations.py; its length is bounded.
+This module has the tool protocol, the loaders for `--tool` and `tool=`, and the calculator, which
+completes `<<11*5=` with `55>>` (GSM8K's notation) by exact arithmetic. rlm/grading/equations.py
+defines what an expression may contain; its length is limited here.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class Tool(Protocol):
     def __call__(self, text: str) -> str | None:
         """Return the text to insert after `text`, the end of the completion so far, or None.
 
-        It must depend on the text alone: a completion is a function of prompt, seed and weights.
+        The result must depend on `text` alone, because a completion is a function of prompt, seed
+        and weights.
         """
         ...
 
 
 def as_tool(tool: object) -> Tool:
-    """Return a `Tool`; a class is instantiated.
+    """Return `tool` as a `Tool`; a class is instantiated.
 
     Raises:
-        TypeError: it is not a Tool; the message says what is missing.
+        TypeError: `tool` is not a Tool; the message says what is missing.
     """
     tool = tool() if isinstance(tool, type) else tool
     for attribute in ("name", "trigger"):
@@ -57,7 +58,7 @@ def load_tool(spec: str) -> Tool | None:
     """Load the tool of `--tool`: none, calculator, or FILE.py:NAME.
 
     Raises:
-        UsageError: the tool, file or name does not exist, or it is not a tool.
+        UsageError: the tool, file or name does not exist, or the object is not a tool.
     """
     if spec == "none":
         return None
@@ -101,7 +102,7 @@ class Calculator:
 
 
 def write_decimal(value: Fraction) -> str | None:
-    """Format a number as GSM8K does (55, 0.25); None if that is not exact or too long.
+    """Format a number as GSM8K does (55, 0.25); None if that is inexact or too long.
 
     >>> [write_decimal(Fraction(n)) for n in ("55", "-1/4", "10/3", "1/1024")]
     ['55', '-0.25', None, None]

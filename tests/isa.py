@@ -41,7 +41,7 @@ SETTINGS = {
     "amx": ("", {}),  # in plain C on a CPU without
     "no-compiler": ("", {"CC": "none"}),
 }
-# Kernels, sampling, the learning pass, goldens, answers, the choice of a number type.
+# Kernels, sampling, the learning pass, goldens, answers, the choice of a dtype.
 NUMBERS = (
     "ops", "sampling/test_engine.py",
     "training/test_batches.py",

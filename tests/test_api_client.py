@@ -96,12 +96,12 @@ def test_passing_failures_are_tried_again(server, failure):
         (Reply("", 307, {"Location": "http://127.0.0.1/"}), APIError, "307"),
         (refuse(401), UsageError, "wrong or missing API key"),
         (refuse(404, "The model `m` does not exist."), UsageError, r"`m` does not exist\.$"),
-        (GARBAGE, APIError, "makes no sense"),
-        (Reply([1]), APIError, "makes no sense"),
+        (GARBAGE, APIError, "invalid reply"),
+        (Reply([1]), APIError, "invalid reply"),
         (Reply({"choices": []}), APIError, "without message or usage"),
-        (Reply({"choices": [{"message": {}}], "usage": {}}), APIError, "makes no sense"),
+        (Reply({"choices": [{"message": {}}], "usage": {}}), APIError, "invalid reply"),
         (Reply("<html>", content_type="text/html"), APIError, "without message or usage"),
-        (chat_reply("4", written=None), APIError, "makes no sense"),
+        (chat_reply("4", written=None), APIError, "invalid reply"),
         (chat_reply([{"type": "text"}]), APIError, "without message or usage"),
         (chat_reply(7), APIError, "without message or usage"),
     ],
@@ -323,7 +323,7 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(server, monkeypat
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(None, "not found: set .* SOME_KEY"), (" ", "not found"), ("a\nb", "no API")],
+    [(None, "not found: set .* SOME_KEY"), (" ", "not found"), ("a\nb", "not a valid API key")],
 )
 def test_a_missing_or_broken_key_is_named(monkeypatch, value, says):
     if value is not None:
@@ -335,7 +335,7 @@ def test_a_missing_or_broken_key_is_named(monkeypatch, value, says):
 def test_a_key_may_be_given(server):
     client_of(server, api_key=" sk-own ").chat(HELLO, **ASK)
     assert server.requests[0].headers["authorization"] == "Bearer sk-own"
-    with pytest.raises(UsageError, match="holds no API key"):
+    with pytest.raises(UsageError, match="api_key is not a valid API key"):
         client_of(server, api_key="a\nb")
 
 

@@ -58,7 +58,7 @@ def test_the_command_itself_answers(monkeypatch, capsys):
 def test_a_template_of_a_reward_runs_as_it_is(monkeypatch, capsys, tmp_path):
     file = tmp_path / "mine.py"
     assert console(monkeypatch, "reward", str(file)) == 0
-    assert "a reward that runs as it is" in capsys.readouterr().err
+    assert "wrote the reward template" in capsys.readouterr().err
     done = subprocess.run(
         [sys.executable, file], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=60, check=True,
@@ -80,7 +80,7 @@ def test_the_page_of_a_run_has_a_command(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.startswith("usage: rlm view [run] [options]")
     assert console(monkeypatch, "view", str(tmp_path)) == 2
     assert capsys.readouterr().err == (
-        f"error: {tmp_path}/samples.jsonl holds no rollouts; name the directory of a run\n"
+        f"error: {tmp_path}/samples.jsonl contains no rollouts; name the directory of a run\n"
     )
 
 

@@ -630,7 +630,7 @@ def test_what_is_a_change_and_what_is_none():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
     assert differences(origin, dict(origin), MAY_CHANGE, {}) == []
     (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE, {})
-    assert "the adapter that training started from" in change
+    assert "the start adapter: its file has changed" in change
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}
     assert differences(old, origin, MAY_CHANGE, {"dtype": "auto"}) == []  # an option since then
     assert differences(old, origin, MAY_CHANGE, {"dtype": "float32"}) == ["--dtype: float32 → auto"]
@@ -723,7 +723,7 @@ def with_a_full_disk(runs, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("with_what", "said"),
     [
-        (with_nan, "holds values that are not finite"),
+        (with_nan, "contains values that are not finite"),
         (with_another_tokenizer, "the tokenizer has 262 tokens, the model 259"),
         (with_a_full_disk, "are needed, 0 MB are free"),
     ],

@@ -163,9 +163,9 @@ def test_the_answer_is_what_it_has_to_be(ask, scripted, arguments, answer, tmp_p
     [
         (["--regex", "("], "regex: unclosed group"),
         (["--response-format", "nowhere.json"], "--response-format nowhere.json cannot be read"),
-        (["--response-format", "{"], "the JSON schema is no JSON"),
+        (["--response-format", "{"], "the JSON schema is not valid JSON"),
         (["--regex", "a", "--choice", "b"], "give one of --response-format, --regex and --choice"),
-        (["--choice", "a,,b"], "choice has an empty text"),
+        (["--choice", "a,,b"], "choice contains an empty string"),
     ],
 )
 def test_what_the_answer_cannot_be_is_one_line(scripted, adapter, capsys, arguments, said):
@@ -195,7 +195,7 @@ def test_tokens_are_drawn_as_asked_for(ask, scripted, arguments, drawn):
 
 def test_one_line_says_that_other_code_multiplies(ask, scripted, monkeypatch):
     monkeypatch.setattr("rlm.sampling.engine.ops_for", lambda *_: TorchOps("a test"))
-    note = "a completion may depend on its batch: passes between products not compiled: a test"
+    note = "a completion may depend on its batch: kernels not compiled: a test"
     assert ask("two and three")[0].splitlines()[-1] == note
     assert note not in ask("two and three", "--json")[0]
 

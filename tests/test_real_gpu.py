@@ -1,6 +1,6 @@
 """What only a CUDA GPU can show; `make test-gpu` runs it where there is one.
 
-Kernels of each number type, unpacking of 4-bit weights, and memory as the allocator counts it: the
+Kernels of each dtype, unpacking of 4-bit weights, and memory as the allocator counts it: the
 rest is tested on pretended cards (`test_gpu.py`).
 """
 

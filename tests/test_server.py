@@ -267,7 +267,7 @@ def start(capsys, *arguments) -> tuple[int, str]:
         (["--port", "70000"], "--port"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--deadline", "0"], "--deadline"),
-        (["--key-file", "/dev/null"], "holds no API key"),
+        (["--key-file", "/dev/null"], "contains no API key"),
         (["--key-file", "nowhere"], "cannot read"),
         (["--adapters", "nowhere"], "no such directory"),
     ],

@@ -456,7 +456,7 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     state = a_trainer(model_dir, config, device=fp16).state
     scale = state.weights.loss_scale
     assert scale == 2.0**14
-    for halvings in range(1, 5):  # more than end a run in another number type
+    for halvings in range(1, 5):  # more than end a run in another dtype
         state.count_update(skipped=True)
         assert state.weights.loss_scale == scale / 2**halvings
     assert state.consecutive_skips == 0
@@ -692,7 +692,7 @@ def test_a_pass_over_the_problems_becomes_steps(model_dir, tmp_path, capsys):
     assert "steps: 2 (" in " ".join(capsys.readouterr().out.split())
 
 
-# --- samplers, number types, memory -------------------------------------------------------------
+# --- samplers, dtypes, memory -------------------------------------------------------------
 
 
 def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path, monkeypatch):

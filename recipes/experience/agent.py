@@ -40,7 +40,7 @@ from rlm.serving import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
-# python server.py, whose own limit this is: half of it is kept for the JSON of a plan.
+# python server.py; max_tokens is its own limit, of which half is kept for the JSON of a plan.
 OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 512, "concurrency": 16}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
@@ -58,7 +58,7 @@ PLACEHOLDERS = {
 
 
 def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
-    """Load the prompts, NAME.txt with $placeholders; refuse others than those that are filled."""
+    """Load the prompts, NAME.txt with $placeholders; raise if these are not PLACEHOLDERS."""
     prompts = {}
     for name, expected in PLACEHOLDERS.items():
         path = directory / f"{name}.txt"
@@ -75,14 +75,14 @@ def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
 
 
 class Endpoint(BaseModel):
-    """Holds what api_config.json says of a role. Prices are for a million tokens."""
+    """A role's entry in api_config.json. Prices are per million tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     api_key: SecretStr = SecretStr("")
     base_url: str = ""
     model: str = ""  # "": the first that the endpoint offers
-    description: str = ""  # this and the next two: for the reader
+    description: str = ""  # this and the next two are notes for the reader
     role: str = ""
     notes: str = ""
     price: Price = FREE
@@ -97,7 +97,7 @@ class Endpoint(BaseModel):
     _key_source: str = PrivateAttr("")  # where the user may change the key
 
     def client(self, budget: Budget) -> APIClient:
-        """Make the one client of a role in a process: it keeps the role's limits."""
+        """Make a role's client, which keeps the role's limits: use only one in a process."""
         options = ("price", "concurrency", "timeout", "attempts", "backoff")
         return APIClient(
             self.base_url,
@@ -119,9 +119,9 @@ def load_endpoints(
     """Load the endpoints of these roles, the judge's only if it is configured. Nothing is sent.
 
     Raises:
-        UsageError: bad settings, or no key, or under `max_cost` no price.
+        UsageError: settings are invalid, a key is missing, or `max_cost` is given without a price.
     """
-    if path != API_CONFIG and not path.exists():  # our own server would answer in its place
+    if path != API_CONFIG and not path.exists():  # this project's server would answer instead
         raise UsageError(f"--api-config {path} does not exist")
     try:
         roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -144,7 +144,7 @@ def load_endpoints(
 def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
     try:
         endpoint = Endpoint.model_validate(entry)
-    except ValidationError as error:  # its own text would quote the key
+    except ValidationError as error:  # its text would quote the key
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
@@ -173,12 +173,12 @@ class Agent:
     prompts: Mapping[str, Template]
     temperature: float
     max_tokens: int
-    seed: int | None = None  # the run's; None where every run asks the same
+    seed: int | None = None  # of the run; None: all runs ask the same
     no_schemas: Event = field(default_factory=Event)  # set once the endpoint has refused one
 
     @cached_property
     def model(self) -> str:
-        """The model's name: one for a run, asked for once and before anything is paid."""
+        """The model's name, which is requested once per run, before anything is paid."""
         try:
             return self.endpoint.model or self.client.models()[0]["id"]
         except UsageError as error:
@@ -186,7 +186,7 @@ class Agent:
 
     @property
     def reply_tokens(self) -> int:
-        """How long a reply may be."""
+        """The longest reply, in tokens."""
         return min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens)
 
     def ask(
@@ -208,7 +208,7 @@ class Agent:
             schema: JSON schema that the reply must match, if the endpoint can enforce one.
 
         Raises:
-            APIError: no reply; for the caller to record.
+            APIError: there is no reply; the caller records it.
             UsageError: no further request makes sense (key, model, budget).
         """
         seed = seed if self.seed is None else f"{self.seed} {seed}"
@@ -228,7 +228,7 @@ class Agent:
         except APIError as error:
             if error.status not in (400, 422):
                 raise
-            reply = self._send(stage, plain)  # or this is refused as well: it was not the schema
+            reply = self._send(stage, plain)  # raises if it was not the schema
             if not self.no_schemas.is_set():
                 self.no_schemas.set()
                 tqdm.write(f"  {self.name}: continues without JSON schemas ({error})", sys.stderr)

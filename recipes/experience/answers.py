@@ -1,4 +1,4 @@
-"""Samples answers with lessons in front, and says before it starts what they may cost."""
+"""Samples answers with lessons before the question, and prints beforehand what they may cost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rlm.data import FORMATS, NEAREST, Experience, Problem, apply_experiences
 from rlm.grading import majority_vote
 from rlm.runs import Journal
 
-Replies = list[list[ChatReply | None]]  # k of each problem; None where a call failed for good
+Replies = list[list[ChatReply | None]]  # k per problem; None if a call failed for good
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class CostConfig:
-    """Options of every command that sends requests: how much they may take."""
+    """Options of every command that sends requests: how much these may cost."""
 
     max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
     max_cost: float | None = flag(
@@ -41,7 +41,7 @@ class CostConfig:
 
 @dataclass(kw_only=True)
 class AskingConfig(CostConfig):
-    """Options of the commands that ask for answers alone, without plans."""
+    """Options of the commands that ask only for answers, not for plans."""
 
     instructions: bool = flag(
         True,
@@ -58,7 +58,7 @@ class AskingConfig(CostConfig):
 def open_agents(
     names: Sequence[str], config: AskingConfig, temperature: float, api_config: Path, file: Path
 ) -> dict[str, Agent]:
-    """Open an agent for each role on one journal, whose costs count against the limit."""
+    """Open an agent per role; they share a journal, whose costs count against the limit."""
     endpoints = load_endpoints(names, api_config, max_cost=config.max_cost)
     journal, prompts, budget = Journal(file), load_prompts(), Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
@@ -67,7 +67,7 @@ def open_agents(
 
 
 def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[T | None]:
-    """Run named requests at once, as many as the role may have; None for one that failed."""
+    """Run named requests concurrently, up to the role's limit; return None for a failed one."""
 
     def run(name: str, task: Callable[[], T]) -> T | None:
         try:
@@ -82,7 +82,7 @@ def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[
             shown = tqdm(futures, agent.name, leave=False, file=sys.stderr)
             return [future.result() for future in shown]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent, and paid
+            pool.shutdown(wait=False, cancel_futures=True)  # nothing more is sent and paid
             raise
 
 
@@ -95,7 +95,7 @@ def answer_all(
     stage: str = "solve",
     nearest: int | None = NEAREST,
 ) -> Replies:
-    """Sample k replies to each problem with the nearest lessons in front."""
+    """Sample k replies to each problem, with the nearest lessons before it."""
 
     def task(problem: Problem, sample: int) -> tuple[str, Callable[[], ChatReply]]:
         asked = apply_experiences(problem.question, library, nearest)
@@ -107,7 +107,7 @@ def answer_all(
 
 
 def format_attempt(reply: ChatReply, problem: Problem) -> str:
-    """Write an attempt as a conversation carries it: with the tags where thinking came apart."""
+    """Format an attempt for a conversation; reasoning that came separately gets its tags."""
     if not reply.reasoning:
         return reply.text.strip()
     answer = grade_answer(reply.text, problem)[1]
@@ -115,7 +115,7 @@ def format_attempt(reply: ChatReply, problem: Problem) -> str:
 
 
 def format_attempts(replies: Sequence[ChatReply], problem: Problem) -> str:
-    """Write several attempts for the critic."""
+    """Format several attempts for the critic."""
     texts = [
         f"Attempt {n}:\n{format_attempt(reply, problem)}" for n, reply in enumerate(replies, 1)
     ]
@@ -138,16 +138,19 @@ def vote_score(replies: Sequence[ChatReply], problem: Problem) -> float:
 
 
 def tokens_of(texts: Sequence[str]) -> int:
-    """Estimate what prompts take: a token for four bytes, and the template around each."""
+    """Estimate the tokens of prompts: one per four bytes, and 64 for each template."""
     return sum(len(text.encode()) // 4 + 64 for text in texts)
 
 
 def announce_cost(
     calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], max_cost: float | None
 ) -> None:
-    """Say what each role's requests, calls being (requests, tokens read), may take, and the sum.
+    """Print what each role's requests may cost, and the sum.
 
-    The tokens written are a bound, those read an estimate; the limit holds whatever they are.
+    The tokens written are a bound, those read an estimate; the limit applies in any case.
+
+    Args:
+        calls: role → (requests, tokens read).
     """
     total = 0.0
     for agent in agents:

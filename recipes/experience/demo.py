@@ -1,4 +1,4 @@
-"""Shows an experience library that helps: the bare model, and lessons that were kept by trial.
+"""Shows an experience library that helps: a bare model, with lessons that passed trials.
 
 Starts this project's server with the base model, lets it answer problems of a kind that it does not
 know, keeps the worked examples that make more held-out problems right, and compares: no library,

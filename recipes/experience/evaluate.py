@@ -1,8 +1,8 @@
 """Measures whether a library helps: the same model with and without it, on unseen problems.
 
-Each problem is answered k times with the question alone, and k times with the nearest lessons in
-front, with the same seeds. The difference is paired by problem. A placebo row uses lessons of other
-problems. The critic answers from the attempts of the generators, which also vote.
+Each problem is answered k times with the question alone, and k times with the nearest lessons
+before it, with the same seeds. The difference is paired by problem. A placebo row uses lessons of
+other problems. The critic answers from the attempts of the generators, which also vote.
 
     python -m recipes.experience.evaluate
     python -m recipes.experience.evaluate --dataset aime2025 --samples 8
@@ -45,7 +45,7 @@ from rlm.data import NEAREST, Experience, Problem, load_experiences, similarity
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.runs import read_lines, replace_json
 
-OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # sets without a split to spare
+OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # datasets with only one split
 BASELINE = "no library"
 VOTE, CRITIC = "vote of the generators", "critic on their attempts"
 
@@ -115,10 +115,10 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
 
 
 def placebo(library: Sequence[Experience]) -> list[Experience]:
-    """Give each lesson's place, as often as it is used, to the one for the least similar problems.
+    """Replace each lesson by the one for the least similar problems, and use it just as often.
 
     Prompts are as long and as often changed as with the library, but by lessons of other problems.
-    A place that every lesson fits (they are within its reach) gets none.
+    If every lesson fits a place (is within its reach), the placebo leaves it empty.
     """
     others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
     return [
@@ -132,7 +132,7 @@ def placebo(library: Sequence[Experience]) -> list[Experience]:
 def answer_as_committee(
     agents: Mapping[str, Agent], problems: Sequence[Problem], config: EvaluateConfig
 ) -> dict[str, tuple[Replies, Score]]:
-    """Sample k attempts of each generator; k votes of three, and k answers of the critic to them.
+    """Sample k attempts of each generator, for k votes of three and k answers of the critic.
 
     The replies of a problem are the attempts, sample by sample, then the critic's.
     """
@@ -151,7 +151,7 @@ def answer_as_committee(
 
 
 def mean_vote(replies: Sequence[ChatReply], problem: Problem) -> float:
-    """Average the votes of three of which the replies consist."""
+    """Average the scores of the votes, each of which is among three replies."""
     return fmean(vote_score(three, problem) for three in _threes(replies))
 
 
@@ -160,7 +160,7 @@ def last_score(k: int, replies: Sequence[ChatReply], problem: Problem) -> float:
 
 
 def _threes(replies: Sequence[T]) -> list[Sequence[T]]:
-    """Cut them into one reply of each generator."""
+    """Split replies into groups with one reply of each generator."""
     size = len(GENERATORS)
     return [replies[i : i + size] for i in range(0, len(replies), size)]
 
@@ -223,7 +223,7 @@ def show(rows: Mapping[str, Row], libraries: Mapping[str, Sequence[Experience]],
 
 
 def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
-    """Load the library of each row, none first."""
+    """Load the library of each row; the first row has none."""
     libraries: dict[str, Sequence[Experience]] = {BASELINE: ()}
     for path in config.library:
         if path.stem in libraries:
@@ -240,7 +240,7 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
 def estimate(
     config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
 ) -> dict[str, tuple[int, int]]:
-    """Estimate (requests, tokens read) of each role, at most."""
+    """Estimate the most (requests, tokens read) of each role."""
     one = tokens_of([problem.question for problem in problems])
     asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
     read = config.samples * one * len(asked)
@@ -259,7 +259,7 @@ def main(config: EvaluateConfig) -> int:
     libraries = load_libraries(config)
     names = (*GENERATORS, "critic") if config.committee else (config.role,)
     file = config.run_dir / "evaluate_calls.jsonl"
-    # Before the data: a missing key is found without a hub, or a download.
+    # Opened before the data is loaded, so that a missing key is reported without a download.
     agents = open_agents(names, config, config.temperature, config.api_config, file)
     problems = load_unseen(config)
     calls = estimate(config, problems, libraries)

@@ -28,14 +28,14 @@ GENERATOR_CATEGORIES = ("causal_graph", "validation", "problem_solving")
 CRITIC_CATEGORIES = ("fusion_strategy", "validation", "conflict_resolution")
 MAX_WORDS = 32
 MAX_OPERATIONS = 4  # per group; one of them may add
-SIMILAR = 0.8  # share of common words from which two lessons are one
+SIMILAR = 0.8  # from this share of common words, two lessons count as one
 
 Lesson = dict[str, Any]
 Outcome = dict[str, Any]
 
 
 class Library:
-    """Holds the lessons of one role."""
+    """The lessons of one role."""
 
     def __init__(
         self, role: str, directory: Path, max_items: int = 20, max_tokens: int = 1200
@@ -46,11 +46,11 @@ class Library:
         self.categories = CRITIC_CATEGORIES if role == "critic" else GENERATOR_CATEGORIES
         self.items: list[Lesson] = []
         if self.path.exists():
-            load_experiences(self.path)  # refuses what is none
+            load_experiences(self.path)  # raises if it is not a library
             self.items = json.loads(self.path.read_text(encoding="utf-8"))
         for name in ("id", "category"):
             if not all(isinstance(item.get(name), str) for item in self.items):
-                raise UsageError(f"{self.path}: a lesson without a text as its {name}")
+                raise UsageError(f"{self.path}: the {name} of a lesson is missing or not a text")
         self._last_number = 0  # in ids, which are never reused
         self._note_numbers(item["id"] for item in self.items)
 
@@ -79,12 +79,12 @@ class Library:
 
     @property
     def digest(self) -> str:
-        """Hash lessons and counters, not the clock."""
+        """A hash of lessons and counters, without timestamps."""
         kept = [{k: v for k, v in item.items() if not k.endswith("_at")} for item in self.items]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Finish what a kill between a run's last record and its library left undone."""
+        """Finish the save that a kill between a run's last record and its library prevented."""
         for record in records:
             operations = (record.get("extraction") or {}).get("operations", [])
             self._note_numbers(done["id"] for done in operations if done["kept"])
@@ -96,13 +96,13 @@ class Library:
         replace_json(self.path, self.items)
 
     def count_use(self, uses: int, successes: int) -> None:
-        """Credit every lesson with the rollouts in whose prompts it stood."""
+        """Credit every lesson with the rollouts whose prompts contained it."""
         for item in self.items:
             item["usage_count"] = item.get("usage_count", 0) + uses
             item["success_count"] = item.get("success_count", 0) + successes
 
     def learn(self, agent: Agent, problem: Problem, rollouts: str, now: str) -> dict[str, Any]:
-        """Ask what a comparison of rollouts teaches, and apply the operations that are allowed."""
+        """Ask the agent for lessons from a comparison of rollouts; apply the allowed operations."""
         listed = [f"{i['id']} ({i['category']}): {i['content']}" for i in self.items]
         values = {"problem": problem.question, "gold": problem.answer, "rollouts": rollouts}
         values |= {"library": "\n".join(listed) or "–"}
@@ -120,7 +120,7 @@ class Library:
         return {"error": None, "operations": self.apply(operations, problem, now)}
 
     def apply(self, operations: Sequence[Any], problem: Problem, now: str) -> list[Outcome]:
-        """Apply the operations that are allowed; tell of each action, id, content, kept, reason.
+        """Apply the allowed operations; return action, id, content, kept and reason of each.
 
         Reasons: schema, unknown_id, category, too_long, gold_leak, duplicate, too_many. Lessons
         that had to make room follow as operations of their own (`evict`).
@@ -201,9 +201,9 @@ def shorten(text: str) -> str | None:
 
 
 def reveals_gold(lesson: str, problem: Problem) -> bool:
-    """Tell whether it holds the gold, which a later run on the same problem could just repeat.
+    """Return whether a lesson contains the gold, which a later run on the problem could repeat.
 
-    Integers below 10 are too common to tell, and so are numbers that the problem itself names.
+    Integers below 10 are ignored as too common, and so are numbers that the problem itself names.
     """
     gold = parse_number(problem.answer)
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):
@@ -212,7 +212,7 @@ def reveals_gold(lesson: str, problem: Problem) -> bool:
 
 
 def count_tokens(items: Sequence[Lesson]) -> int:
-    """Estimate what a prompt spends on them: a token for four bytes."""
+    """Estimate how many tokens lessons take in a prompt: one per four bytes."""
     return sum(len(item["content"].encode()) // 4 + 4 for item in items)
 
 
@@ -222,5 +222,5 @@ def _similar(a: str, b: str) -> bool:
 
 
 def _success_rate(item: Lesson) -> float:
-    """Estimate it as Laplace, so that few uses mean little."""
+    """Estimate the rate by Laplace's rule of succession, so that few uses mean little."""
     return (item.get("success_count", 0) + 1) / (item.get("usage_count", 0) + 2)

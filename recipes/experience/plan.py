@@ -79,7 +79,7 @@ class Step(_Part):
 
 class Plan(_Part):
     target_variable: Name
-    knowns: dict[str, int | float | str | None]  # text where a unit is given, too
+    knowns: dict[str, int | float | str | None]  # text if it includes a unit
     causal_graph: list[Link] = Field(min_length=1)
     computation_plan: list[Step] = Field(min_length=1)
     constraints: list[str] = Field(
@@ -87,7 +87,7 @@ class Plan(_Part):
     )
 
     def text(self) -> str:
-        """Write it as JSON that `parse_plan` reads."""
+        """Return the plan as JSON that `parse_plan` reads."""
         return json.dumps(self.model_dump(), ensure_ascii=False)
 
     def graph(self) -> networkx.DiGraph:
@@ -112,8 +112,8 @@ def _list_of(items: Any, most: int = 8) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
 
 
-# The JSON schema sent to an endpoint with structured outputs. `parse_plan` reads its plans, and
-# their lists are bounded (a small model would list quantities until it is cut off).
+# The JSON schema sent to an endpoint with structured outputs. `parse_plan` reads its plans. Lists
+# are bounded, because a small model would list quantities until it is cut off.
 PLAN_SCHEMA = _object(
     target_variable=_NAME,
     knowns={"type": "object", "additionalProperties": {"type": ["number", "null"]}},
@@ -132,10 +132,10 @@ PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
-    """Find the first JSON object after the thinking that has `key`, at its top or one level below.
+    """Find the first JSON object after the thinking with `key`, at its top or one level below.
 
     Raises:
-        ReplyError: no_json, bad_json, or schema where objects are there without the key.
+        ReplyError: no_json, bad_json, or schema if there are objects, but none has the key.
     """
     text = split_completion(reply)[1][:MAX_TEXT]
     start, problem = text.find("{"), None
@@ -144,15 +144,15 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
             break
         try:
             found, end = json.JSONDecoder().raw_decode(text, start)
-            # JSON can spell lone surrogates, but no file or request can hold them.
+            # JSON can spell lone surrogates, but no file or request can contain them.
             found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
-        except (ValueError, RecursionError):  # the latter from nesting very deep
+        except (ValueError, RecursionError):  # the latter for very deep nesting
             end, problem = start + 1, "bad_json: what follows { is not JSON"
         else:
             for value in (found, *found.values()):
                 if isinstance(value, dict) and key in value:
                     return value
-            problem = problem or f"schema: no object has {key}"  # a part of a broken one is none
+            problem = problem or f"schema: no object has {key}"  # not for parts of broken JSON
         start = text.find("{", end)
     raise ReplyError(problem or "no_json: the reply holds no {")
 
@@ -175,8 +175,8 @@ def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
 def check_plan(plan: Plan) -> dict[str, float]:
     """Check a plan's form; each check is a share in [0, 1].
 
-    Every input of a step is known or was computed before; the steps reach the target, by a rule;
-    the rules are arithmetic.
+    The checks: every input of a step is known or was computed before; the steps reach the target by
+    rules; the rules are arithmetic.
     """
     rules = [(link.effect, is_arithmetic(link.rule)) for link in plan.causal_graph]
     known, steps, with_inputs = set(plan.knowns), plan.computation_plan, 0
@@ -197,7 +197,7 @@ def check_plan(plan: Plan) -> dict[str, float]:
 def plan_value(plan: Plan) -> Fraction | None:
     """Compute the target by the plan's own steps, in exact arithmetic.
 
-    None where that is not possible: something is not known, a formula is none, or it needs more
+    Return None if that is not possible: a value is unknown, a formula is invalid, or it needs more
     than + - * / // % ** and a few functions that give exact numbers.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
@@ -213,7 +213,7 @@ def plan_value(plan: Plan) -> Fraction | None:
 
 
 def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
-    """The value of an expression over names; an exception where it has none."""
+    """Return the value of an expression over names; raise one of NOT_COMPUTABLE if it has none."""
     of = partial(_evaluate, values=values)
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
@@ -235,7 +235,7 @@ def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
 
 
 def is_arithmetic(rule: str) -> bool:
-    """Tell whether a rule, or its right-hand side, is arithmetic over names."""
+    """Return whether a rule, or its right-hand side, is arithmetic over names."""
     if len(rule) > MAX_RULE:
         return False
     try:

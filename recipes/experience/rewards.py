@@ -1,7 +1,7 @@
 """Computes the rewards of a rollout: r_ans, r_logic, r_graph, for a fusion r_fusion; their mean.
 
-Each is in [0, 1], or None where nobody could tell. A judge that fails is never a number: its reward
-is None, the weights of the others are renormalised, and `judge_failed` stands in the record.
+Each is in [0, 1], or None if it could not be determined. If the judge fails, its reward is None,
+the weights of the others are renormalised, and the record has `judge_failed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlm.data import Problem
 from rlm.grading import grade, numbers_in, parse_number
 
 GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # for r_ans, r_logic, r_graph
-CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # and of r_fusion
+CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # and for r_fusion
 LOGIC_SCORES = ("coherence", "completeness", "verification", "no_errors", "tool_consistency")
 LOGIC_SCHEMA = {
     "type": "object",
@@ -33,13 +33,13 @@ LOGIC_SCHEMA = {
     "additionalProperties": False,
 }
 ROUNDED = Fraction(1, 200)  # an answer with a fraction may be written with two decimals
-NO_CONFLICT = 0.7  # the share of conflicts settled, where the proposals have none
+NO_CONFLICT = 0.7  # conflict resolution if the proposals have no conflicts
 
 _POWER_OF_TEN = re.compile(r" ?(?:×|x|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-−+]?\d{1,3})\}?")
 
 
 def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float]) -> float | None:
-    """Average the rewards that are there, in the order of the weights; None without any.
+    """Average the rewards that are not None, in the order of the weights; None without any.
 
     >>> weighted_mean({"r_ans": 0.0, "r_logic": 0.75, "r_graph": 0.80}, GENERATOR_WEIGHTS)
     0.3875
@@ -52,7 +52,7 @@ def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float])
 
 
 def relative_tolerance(problem: Problem) -> float:
-    """Read how far from its gold an answer may be, as a share of it."""
+    """Return how far an answer may be from the gold, as a share of the gold."""
     given = problem.columns.get("rel_tol", 0)
     try:
         share = float(given)
@@ -72,7 +72,7 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     tolerance = relative_tolerance(problem)
     if tolerance:
         text = _POWER_OF_TEN.sub(lambda match: "e" + match[1].replace("−", "-"), text)
-        unit = re.escape(str(problem.columns.get("unit", "")))  # 5 K is no 5000 then
+        unit = re.escape(str(problem.columns.get("unit", "")))  # or 5 K would be 5000
         text = re.sub(rf"(?<=\d) ?{unit}(?!\w)", "", text) if unit else text
     verdict = grade(text, problem.answer, strict=False)
     answer = verdict.answer or ""
@@ -87,7 +87,8 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
 def graph_reward(plan: Plan | None) -> float:
     """Compute 0.3 acyclic + 0.2 coverage of knowns and target + 0.4 links with a rule + 0.1 whole.
 
-    Coverage: the share that the graph has. Whole: the share of its largest component.
+    Coverage is the share of these that the graph has; whole is the share of nodes in its largest
+    component.
     """
     if plan is None:
         return 0.0
@@ -105,10 +106,11 @@ def graph_reward(plan: Plan | None) -> float:
 def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
     """Compute 0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
 
-    Consistency: how much of the fusion some proposal has. Resolution: of the quantities whose rule
-    the proposals disagree on, those for which the fusion has exactly one of these rules.
-    Preservation: how much survives of what at least half of the proposals have. Both count nodes
-    0.4 and edges 0.6. Improvement: 0.5 where r_graph equals that of the best proposal.
+    Consistency is the share of the fusion that some proposal has. Preservation is the share of what
+    at least half of the proposals have that the fusion keeps. Both weight nodes 0.4 and edges 0.6.
+    Conflict resolution is over the quantities on whose rule the proposals disagree: the share for
+    which the fusion has exactly one of their rules. Improvement is 0.5 if r_graph equals that of
+    the best proposal.
     """
     consistency = preservation = 0.0
     for kind, weight in (("nodes", 0.4), ("edges", 0.6)):
@@ -152,10 +154,10 @@ def compute_rewards(
     seed: str = "",
     **r_fusion: float | None,
 ) -> dict[str, Any]:
-    """Compute a rollout's rewards as its record holds them, with who gave them.
+    """Compute a rollout's rewards in the form of its record, with who gave them.
 
     Args:
-        judge: asked for r_logic; without one `logic_checks` computes it.
+        judge: gives r_logic; without a judge, `logic_checks` computes it.
     """
     correct, answer, reason = grade_answer(solution, problem)
     r_logic, judge_error = 0.0, None
@@ -183,8 +185,8 @@ def compute_rewards(
 def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
     """Compute r_logic without a judge: does the plan hold together, and does the answer follow?
 
-    The mean of `check_plan` and of the share of the plan's numbers that the problem names; 0 where
-    the plan's formulas, computed exactly, do not give the answer that stands under them.
+    It is the mean of the shares of `check_plan` and the share of the plan's numbers that the
+    problem names. It is 0 if the plan's formulas, computed exactly, do not give the answer.
     """
     numbers = [parse_number(str(value)) for value in plan.knowns.values() if value is not None]
     named = numbers_in(problem.question)
@@ -200,7 +202,7 @@ def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
 
 
 def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed: str) -> float:
-    """Average the judge's five scores, all of which must be there and be scores."""
+    """Average the judge's five scores; each must be a number from 0 to 1."""
     values = {"problem": problem.question, "scaffold": plan.text(), "solution": solution}
     reply = judge.ask("judge_logic", seed, values, schema=LOGIC_SCHEMA)
     found = find_object(reply.text, LOGIC_SCORES[0])

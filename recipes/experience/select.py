@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __name__ == "select":  # a script beside it was run by its path, and Python looks for its own
+# If a script beside this file is run by its path, Python imports this file as its own `select`.
+if __name__ == "select":
     sys.stderr.write(f"error: run it as python -m recipes.experience.{Path(sys.argv[0]).stem}\n")
     sys.exit(2)
 
@@ -119,7 +120,7 @@ class Trial:
 def differing_groups(
     problems: Sequence[Problem], attempts: Sequence[Sequence[ChatReply | None]], most: int
 ) -> list[Group]:
-    """Return groups with right and wrong attempts, each as unlike those before it as can be."""
+    """Return groups with right and wrong attempts, each as unlike the previous ones as possible."""
     left = []
     for problem, replies in zip(problems, attempts, strict=True):
         right = [reply for reply in replies if reply and is_right(reply, problem)]
@@ -175,7 +176,7 @@ def _fusion(critic: Agent, group: Group) -> Candidate | None:
 
 
 def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -> list[int]:
-    """Return which problems are most like the candidate's own, most similar first."""
+    """Return the indices of the problems most like the candidate's own, most similar first."""
     about = candidate.problem.question
     scores = [similarity(about, problem.question) for problem in held_out]
     return sorted(range(len(held_out)), key=lambda i: -scores[i])[:size]
@@ -184,7 +185,7 @@ def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -
 def judge_trial(
     candidate: Candidate, problems: Sequence[Problem], without: Replies, with_it: Replies
 ) -> Trial:
-    """Compare one answer to each problem; where a call failed, the problem is left out."""
+    """Compare one answer to each problem; problems with a failed call are left out."""
     pairs = [
         (is_right(a, problem), is_right(b, problem))
         for problem, (a,), (b,) in zip(problems, without, with_it, strict=True)
@@ -196,7 +197,7 @@ def judge_trial(
 
 
 def select(trials: Sequence[Trial], alpha: float) -> list[bool]:
-    """Tell which helped: more right with it, and p significant among all that were tried."""
+    """Return which candidates helped: more right answers, and a significant p among all tried."""
     significant = holm([trial.p for trial in trials], alpha)
     return [s and t.with_it > t.without for s, t in zip(significant, trials, strict=True)]
 
@@ -223,7 +224,7 @@ def try_all(
 
 
 def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
-    """Write a candidate as a library holds it."""
+    """Return a candidate as a library item."""
     category = "problem_solving" if candidate.kind == "rule" else WORKED_EXAMPLE
     about = {"source_problem": candidate.problem.id, "source_question": candidate.problem.question}
     head = {"id": "", "content": candidate.content, "category": category}
@@ -231,7 +232,7 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 
 
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate (requests, tokens read) of each role, at most; an example is as long as a prompt."""
+    """Estimate the most (requests, tokens read) per role; examples count as long as prompts."""
     read = tokens_of([problem.question for problem in problems]) // len(problems)
     calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
     calls[GENERATORS[0]] += config.held_out + len(config.kinds) * config.groups * config.trial_size
@@ -285,7 +286,7 @@ def main(config: SelectConfig) -> int:
 
 
 def show(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each kind of candidate."""
+    """Print a table with a row for each kind of candidate."""
     cells = {}
     for kind in kinds:
         mine = [row for row in rows if row["kind"] == kind]

@@ -1,9 +1,9 @@
-"""Trains generators and a critic with training-free GRPO: it writes lessons, changes no weights.
+"""Trains generators and a critic with training-free GRPO: it changes lessons, not weights.
 
 For each problem a generator writes a plan several times and follows it, and code scores the
 attempts. Where the scores differ (σ > τ), the generator is asked for one lesson, and later prompts
-carry it. The critic then merges the plans of each generator, and learns from its three merged plans
-in the same way.
+contain it. The critic then merges the plans of each generator, and learns from its three merged
+plans in the same way.
 
     python -m recipes.experience.train generator 1 --dataset aime2024 --max-problems 10
     python -m recipes.experience.train critic
@@ -117,17 +117,17 @@ class TrainConfig(CostConfig):
 def load_problem_set(
     dataset: str, split: str, max_problems: int | None, seed: int = 0
 ) -> list[Problem]:
-    """Load the problems, AIME's with ids like aime2024_001; a set without splits comes whole."""
+    """Load the problems, AIME's with ids like aime2024_001; sets without splits load whole."""
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems", "elementary") else "test"
-    if is_local_file(source):  # all of it, in its order
+    if is_local_file(source):  # the whole file, in order
         problems = load_jsonl(source)[:max_problems]
     else:
         problems = load_problems(source, split, max_samples=max_problems, seed=seed)
     require_numeric_answers(dataset, problems)
     for problem in problems:
-        relative_tolerance(problem)  # refused now, not when answers have been paid for
+        relative_tolerance(problem)  # raises now, not after answers are paid for
     if name in ("aime2024", "aime2025"):
         return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
     return problems
@@ -201,7 +201,7 @@ def main(config: TrainConfig) -> int:
             trainer.check_options({name: getattr(config, name) for name in SHARED + own})
         try:
             train_at_once(trainers[: len(GENERATORS)], tasks)
-            if config.target == "all":  # the critic, on what they have just written
+            if config.target == "all":  # the critic trains on the generators' new records
                 train_at_once(trainers[-1:], load_proposals(config.run_dir))
         finally:
             for trainer in trainers:
@@ -212,7 +212,7 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate (requests, tokens read) of each role, at most; plans as long as a reply may be."""
+    """Estimate the most (requests, tokens read) of each role; plans count as the longest reply."""
     count, rollouts = len(problems), config.rollouts
     prompts = [prompt.template for prompt in load_prompts().values()]
     one = max(tokens_of([text]) for text in prompts) + config.library_tokens

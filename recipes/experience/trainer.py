@@ -1,7 +1,8 @@
-"""Trains one role: samples a group of rollouts a problem, and learns a lesson where they differ.
+"""Trains one role: samples a group of rollouts per problem; learns a lesson where they differ.
 
-The records are the truth. One is written before the library, and holds the library that follows
-from it, so that a kill between the two loses nothing; a kill inside a problem loses no paid reply.
+The records are the source of truth. A record is written before the library and contains the library
+that follows from it, so a kill between the two loses nothing. A kill within a problem loses no paid
+reply.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROUNDING = 1e-9  # σ > τ means: by more than this
 MAX_SHOWN = 1500  # characters of one solution in a prompt that compares several
 
 Row = dict[str, Any]
-# A problem and what each rollout takes: its number, or for a fusion (generator, its rollouts).
+# A problem, and arguments per rollout: its number, or for a fusion (generator, its rollouts).
 Task = tuple[Problem, Sequence[tuple[Any, ...]]]
 Proposed = tuple[Plan | None, str, dict[str, float | None]]  # a plan, its text, r_fusion
 
@@ -58,7 +59,7 @@ class Trainer:
     tau: float
 
     def __post_init__(self) -> None:
-        """Open the records, repaired if a kill left them torn; nothing is sent."""
+        """Open the records, and repair them if a kill left them torn; nothing is sent."""
         self.name, self.is_critic = self.agent.name, self.agent.name == "critic"
         self._path = records_path(self.run_dir, self.name)
         self.records = read_lines(self._path)
@@ -69,7 +70,7 @@ class Trainer:
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
-        """Refuse to continue with other options: records of both would not compare."""
+        """Refuse to continue with other options, as the records would not be comparable."""
         agent, judge = self.agent, self.judge
         prompts = "\0".join(prompt.template for prompt in agent.prompts.values())
         options |= {"temperature": agent.temperature, "weights": list(self.weights)}
@@ -85,8 +86,8 @@ class Trainer:
             ]
             if was:
                 raise UsageError(
-                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; continue "
-                    "with that, or name another --run-dir (and --library-dir)"
+                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; use "
+                    "these options again, or name another --run-dir (and --library-dir)"
                 )
         replace_json(path, options)
 
@@ -94,7 +95,7 @@ class Trainer:
         """Practise on each problem that has no record yet.
 
         Args:
-            stop: set by others to end this after the problem in hand.
+            stop: once set, training ends after the current problem.
         """
         done = {row["problem_id"] for row in self.records}
         rest = [task for task in tasks if task[0].id not in done]
@@ -112,7 +113,7 @@ class Trainer:
                 progress.update()
 
     def _sample(self, problem: Problem, lessons: str, number: Any, *proposals: Any) -> Row:
-        """Sample a rollout; a call that failed for good makes one with an error and no rewards."""
+        """Sample a rollout; if a call fails for good, it has an error and no rewards."""
         seed, values = f"{problem.id} {number}", {"problem": problem.question}
         row = {"generator_id" if self.is_critic else "rollout_id": number, "scaffold_error": None}
         propose = self._fuse_plans if self.is_critic else self._write_plan
@@ -134,7 +135,7 @@ class Trainer:
         return row | {"answer": answer} | rewards | solved
 
     def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
-        """Ask for a plan; text that is none is followed as it is."""
+        """Ask for a plan; a reply that is not a plan is followed as it is."""
         row["scaffold"] = _plan_text(None, "")
         text = self.agent.ask("scaffold", seed, values, schema=PLAN_SCHEMA).text
         plan, row["scaffold_error"] = _read_plan(text)
@@ -146,8 +147,8 @@ class Trainer:
     ) -> Proposed:
         """Ask to fuse a generator's valid plans into one.
 
-        fusion: `fused`; `best_of` where the fusion was refused (r_fusion is 0) or only one plan is
-        valid; `none` where no one is (r_fusion is None: there was nothing to fuse).
+        `fusion` is `fused`; `best_of` if the fusion was refused (r_fusion is 0) or only one plan is
+        valid; `none` if no plan is. With fewer than two plans to fuse, r_fusion is None.
         """
         read = [(_read_plan(each["scaffold"])[0], each["answer"]) for each in rollouts]
         proposals = [(plan, answer or "–") for plan, answer in read if plan]
@@ -169,11 +170,11 @@ class Trainer:
         return best, best.text() if best else "–", {"r_fusion": r_fusion}
 
     def _learn(self, problem: Problem, group: list[Row]) -> None:
-        """Compare a group, learn a lesson if it differs, write the record, then the library."""
+        """Compare a group, learn a lesson if rewards differ, write the record, then the library."""
         if all(row["error"] for row in group):
             raise UsageError(f"{self.name}: no reply for {problem.id}: {group[0]['error']}")
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
-        # With fewer than two proposals there was nothing to fuse: no prompt had a lesson.
+        # With fewer than two proposals, no fusion prompt was sent; only that contains lessons.
         used = [row for row in group if _rewards(row).get("r_fusion", 0) is not None]
         self.library.count_use(len(used), sum(row["is_correct"] for row in used))
         mean, std = group_statistics(group)
@@ -199,9 +200,9 @@ class Trainer:
         self.library.save()
 
     def summary(self) -> Row:
-        """Count what became of rollouts, groups, operations and calls, resumes included.
+        """Count the outcomes of rollouts, groups, operations and calls, over all resumes.
 
-        Numbers, and dicts of numbers; `learned` alone is a sentence.
+        The values are numbers and dicts of numbers; only `learned` is a sentence.
         """
         groups = [row for row in self.records if "library_after" in row]
         rollouts = [r for row in self.records for r in row.get("rollouts", [row])]
@@ -241,7 +242,7 @@ class Trainer:
         return {"learned": self.conclusion(summary)} | summary
 
     def conclusion(self, summary: Row) -> str:
-        """Say in a sentence what was learned, or why nothing could be, and what to type."""
+        """Return a sentence: what was learned, or why nothing could be, and what to type."""
         if self.library.items:
             count = len(self.library.items)
             lessons = "1 lesson stands" if count == 1 else f"{count} lessons stand"
@@ -275,7 +276,7 @@ class Trainer:
 
 
 def shown_summary(summary: Row) -> dict[str, str]:
-    """The figures of a summary as text, to be printed."""
+    """Return the figures of a summary as text for printing."""
     return {
         name: ", ".join(f"{count:.4g} {what}" for what, count in value.items())
         if isinstance(value, dict)
@@ -289,12 +290,12 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def _plan_text(plan: Plan | None, text: str) -> str:
-    """Write JSON in any case; what is no plan stands under `invalid`."""
+    """Return JSON in any case; text that is not a plan is under the key `invalid`."""
     return plan.text() if plan else json.dumps({"invalid": text}, ensure_ascii=False)
 
 
 def _read_plan(text: str, *, acyclic: bool = False) -> tuple[Plan | None, str | None]:
-    """Parse a plan; return it, or why there is none."""
+    """Parse a plan; return it and None, or None and the error."""
     try:
         return parse_plan(text, acyclic=acyclic), None
     except ReplyError as error:
@@ -302,15 +303,15 @@ def _read_plan(text: str, *, acyclic: bool = False) -> tuple[Plan | None, str | 
 
 
 def _rewards(row: Row) -> dict[str, float | None]:
-    """Return the rewards of a rollout, whose record holds them flat, or of a fusion."""
+    """Return the rewards of a rollout, whose record has them at its top level, or of a fusion."""
     return row.get("rewards") or {name: row[name] for name in REWARDS}
 
 
 def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
     """Return (μ, population σ) of r_total over the rollouts that have all their rewards.
 
-    What a failed call or a failed judge left open compares with nothing. Without any rollout
-    μ is None; fewer than two do not differ: σ is 0.
+    Rollouts without a reward, because a call or the judge failed, are left out. If none is left,
+    μ is None; with fewer than two, σ is 0.
     """
     whole = [each for row in group if None not in (each := _rewards(row)).values()]
     totals = [total for each in whole if (total := each["r_total"]) is not None]
@@ -318,7 +319,7 @@ def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
 
 
 def show_group(group: Sequence[Row]) -> str:
-    """Show a group for the prompt that compares it."""
+    """Format a group for the prompt that compares its rollouts."""
     texts = []
     for number, row in enumerate(group, 1):
         solution = row["solution"]

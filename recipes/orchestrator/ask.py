@@ -32,12 +32,12 @@ class AskConfig:
 def main(config: AskConfig) -> int:
     prepare_process()
     orchestrator = Orchestrator.load(config.run)
-    # The gold does not matter: the verdict also carries the answer as it was found.
+    # The gold does not matter: only the answer in the verdict is used.
     problem = Problem("asked", required(config.question, "question"), "0")
     for attempt in range(config.tries):
         (run,) = orchestrator.solve([problem], temperature=min(attempt, 1), seed=attempt)
         written = run.written
-        assert written is not None  # by `solve`
+        assert written is not None  # set by `solve`
         if isinstance(run.graph, Graph):
             break
         terminal.line(f"no valid graph ({run.graph.reason}: {run.graph.detail})")
@@ -47,7 +47,7 @@ def main(config: AskConfig) -> int:
     if run.error:
         raise UsageError(run.error)
     for agent, reply in zip(run.graph.agents, run.replies, strict=True):
-        terminal.line(f"{agent.id}, told: {agent.system_prompt}\n{reply.text}\n")
+        terminal.line(f"{agent.id}, given: {' / '.join(agent.texts)}\n{reply.text}\n")
     terminal.line(
         f"answer: {run.verdict.answer or 'none found'}  (graph {written.completion_tokens} "
         f"tokens, agents {run.completion_tokens})"

@@ -1,8 +1,8 @@
-"""Teaches the orchestrator the form of a graph, by supervised training on random ones.
+"""Teaches the orchestrator to write graphs, by supervised training on random ones.
 
-A small model can not write the JSON, and what never happens is never rewarded. A seeded generator
-writes graphs out of parts, good and bad ones alike; training on them teaches the format and a wide
-choice of prompts. Which of these help is left to GRPO.
+A small model cannot write the JSON, so GRPO would have nothing to reward. A seeded generator
+composes graphs of parts, good and bad alike. Training on them teaches the format and a variety of
+prompts; GRPO then finds out which of these help.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LEARNING_RATE = 1e-3  # peak
 
 
 def random_graph(rng: random.Random, format: Format) -> Graph:
-    """Compose a graph of parts: an agent that solves, and one that checks and ends.
+    """Compose a graph of random parts: one agent solves, the other checks and concludes.
 
     Args:
-        format: what the agents were trained to write.
+        format: the format that the agents were trained on.
     """
     parts = [rng.choice(texts) for texts in PROMPTS["random_graphs"].values()]
     roles, methods, checks, endings = (part.format(**format.tags) for part in parts)
@@ -61,7 +61,7 @@ def train_start_adapter(
     """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`.
 
     Args:
-        format: what the agents were trained to write.
+        format: the format that the agents were trained on.
 
     Raises:
         Interrupted: a signal asked to stop.
@@ -85,8 +85,8 @@ def train_start_adapter(
         run_dir=config.run_dir.with_name(f"{config.run_dir.name}_cold_start"),
     )
     terminal.line(
-        f"cold start: {config.sft_adapter} is not there; learning the format from {len(examples)} "
-        "random graphs"
+        f"cold start: {config.sft_adapter} does not exist; learning the format from "
+        f"{len(examples)} random graphs"
     )
     about = {"stage": "orchestrator_start", "dataset": config.dataset, "config": to_dict(config)}
     try:

@@ -1,4 +1,4 @@
-"""Defines the options of orchestrator training: those of GRPO, and who the agents are."""
+"""Defines the options of orchestrator training: those of GRPO, and those of the agents."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlm.cli import flag, takes_aliases, terminal
 from rlm.training import GRPOConfig, resolve
 
 DEFAULT_START = Path("weights/orchestrator_start")
-DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # taken if it is there
+DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # used if it exists
 
 
 @takes_aliases
 @dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
-    """Holds the options of one training run; making it touches no disk."""
+    """Options of one training run; creating it does not touch the disk."""
 
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),
@@ -26,7 +26,7 @@ class OrchestratorConfig(GRPOConfig):
 
     PROVISIONAL: ClassVar = {}
 
-    # Options of stage 2 that mean nothing for a graph: refused, and not in --help.
+    # Options of stage 2 that do not apply to graphs: they are refused, and not in --help.
     NOT_USED = (
         *("doctor", "plan", "reward", "backend"),
         *("reasoning_format", "system_prompt", "tool"),
@@ -101,7 +101,7 @@ class OrchestratorConfig(GRPOConfig):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a config with what --run-dir, --debug and the algorithm decide."""
+        """Complete a config by the values that --run-dir, --debug and the algorithm imply."""
         made = dict(values)
         made["output"] = made["output"] or Path(made["run_dir"]) / "adapters_lora"
         if made["debug"]:
@@ -112,7 +112,7 @@ class OrchestratorConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            allowed = {option.default, "deepseek"}  # the latter: tags in records of older runs
+            allowed = {option.default, "deepseek"}  # deepseek: in records of older runs
             if option.name in self.NOT_USED and getattr(self, option.name) not in allowed:
                 name = option.name.replace("_", "-")
                 raise ValueError(f"--{name} is an option of train_grpo.py and has no use here")
@@ -120,15 +120,15 @@ class OrchestratorConfig(GRPOConfig):
         if self.agent_url and not self.agent_model:
             raise ValueError("--agent-url needs --agent-model: the name that the server knows")
         if self.agent_key and not self.agent_url:
-            raise ValueError("--agent-key goes with --agent-url")
+            raise ValueError("--agent-key requires --agent-url")
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return 1: the greedy graph."""
+        """Return 1: only the greedy graph is validated."""
         return 1
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what the adapter to start from, the agents' and the machine decide."""
+        """Add the values that the start adapter, the agents' adapter and the machine imply."""
         from rlm.model import AdapterInfo
 
         start = given.get("sft_adapter", DEFAULT_START)
@@ -156,7 +156,7 @@ PUBLISHED_NAMES = {
 
 
 class Config:
-    """Holds the published description's options, for Python code that sets one after the other."""
+    """Options of the published description, for Python code that sets them one by one."""
 
     __slots__ = tuple(PUBLISHED_NAMES)  # a misspelt name is an error
 

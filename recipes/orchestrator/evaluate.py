@@ -1,6 +1,6 @@
 """Compares the orchestrator with a single agent: same problems, same agents, same token limit.
 
-The limit for a problem is the length of two replies: the single agent has it in one reply, the
+The limit for a problem is the length of two replies: the single agent uses it in one reply, the
 other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote
 the single agent may write about as much as the orchestrator and its agents together. Rows are
 paired by problem, so a problem on which an agent's API failed is left out of all rows.
@@ -34,8 +34,8 @@ from rlm.training import fit_prompts
 SINGLE = "single agent"
 BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
 ADAPTERS = {BARE: None, UNTRAINED: "start", TRAINED: "default"}
-ORACLE = "two agents, oracle's plan"  # from the worked solution: what a plan can do, no rival
-# Head of a column of the second table → metric of a row, and its format.
+ORACLE = "two agents, oracle's plan"  # from worked solutions: what a plan can reach
+# Column heading of the second table → metric of a row, and its format.
 COLUMNS = {
     "agents": ("written", ".0f"),
     "graph": ("orchestrator", ".0f"),
@@ -46,7 +46,7 @@ COLUMNS = {
     "leaks": ("graph/leak_rate", ".2f"),
     "cut off": ("agents/truncated_rate", ".2f"),
 }
-Row = Sequence[Sequence[Trajectory]]  # for each problem one, or those that vote
+Row = Sequence[Sequence[Trajectory]]  # per problem: one, one per run, or those that vote
 
 
 @dataclass
@@ -68,7 +68,7 @@ class EvaluateConfig:
 
 
 def fixed_graphs(solver: str) -> dict[str, Graph]:
-    """Return what the orchestrator is compared with; `solver` is the agents' own system prompt."""
+    """Return the graphs to compare with; `solver` is the agents' own system prompt."""
     return {
         name: Graph.chain(*(text.replace("{solver}", solver) for text in texts), field=field)
         for name, arm in PROMPTS["fixed_graphs"].items()
@@ -79,7 +79,7 @@ def fixed_graphs(solver: str) -> dict[str, Graph]:
 def make_rows(
     orchestrator: Orchestrator, others: Sequence[Path], problems: Sequence[Problem], seed: int
 ) -> dict[str, Row]:
-    """Run everything that is compared on the problems; the vote comes last, as its size follows.
+    """Run all that is compared on the problems; the vote is last, as its size depends on the rest.
 
     Args:
         others: runs of the same agents and problems, whose graphs join those of `orchestrator`.
@@ -113,7 +113,7 @@ def make_rows(
 
 
 def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -> dict[str, Row]:
-    """Solve the problems with the bare model, with what training began with, and with its end."""
+    """Solve the problems with the bare model, the start adapter and the trained adapter."""
     rows = {}
     for name, adapter in ADAPTERS.items():
         if adapter == "start" and orchestrator.config.sft_adapter is None:
@@ -144,7 +144,7 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
 
 
 def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Leave out the problems that an API call failed on in any row: a failure is no wrong answer.
+    """Leave out problems on which an API call failed in any row: a failure is not a wrong answer.
 
     Raises:
         UsageError: no problem is left.
@@ -168,7 +168,7 @@ def scores(row: Row) -> list[float]:
 def tokens(row: Row) -> dict[str, float]:
     """Average tokens over problems: written by the agents and by the orchestrator, read by both.
 
-    A vote takes the tokens of all its replies; training runs are averaged.
+    A vote counts the tokens of all its replies; training runs are averaged.
     """
     runs = [run for group in row for run in group]
     graphs = [run.written for run in runs if run.written]
@@ -182,7 +182,7 @@ def tokens(row: Row) -> dict[str, float]:
 
 
 def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
-    """Compute what evaluation.json holds of a row."""
+    """Compute the entry of a row in evaluation.json."""
     solved, used = scores(row), tokens(row)
     of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
     graphs = {name: fmean(run[name] for run in of_runs) for run in of_runs[:1] for name in run}
@@ -199,9 +199,9 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
 
 
 def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
-    """Pair the trained orchestrator with what training began with, and with its best rival.
+    """Compare the trained orchestrator with its start and with its best rival, paired by problem.
 
-    The best one is chosen on these very problems, which favours the rival.
+    The best rival is chosen on these very problems, which favours it.
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
@@ -217,7 +217,7 @@ def start_row(rows: Mapping[str, Row]) -> str:
 
 
 def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
-    """Print the first problems that have another graph after training, with both graphs.
+    """Print the first problems whose graph changed in training, with both graphs.
 
     Only the first run is shown.
     """
@@ -233,7 +233,7 @@ def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
 
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
-    """Print two tables, each as wide as a plain terminal: who is right, and what it takes."""
+    """Print two tables, of accuracy and of cost, each of which fits a plain terminal."""
     accuracy = {
         name: {
             "accuracy, %": percent(row["accuracy"]),
@@ -246,12 +246,12 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
         for name, row in metrics.items()
     }
     show_table(title, accuracy)
-    show_table("Tokens a problem; cost of 1000; graphs", cost)
+    show_table("Tokens per problem; cost of 1000; graphs", cost)
 
 
 def main(config: EvaluateConfig) -> int:
     prepare_process()
-    check_writable("--output", config.output)  # before the hours, not after them
+    check_writable("--output", config.output)  # before hours of work
     orchestrator = Orchestrator.load(config.run[0])
     dataset = required(orchestrator.config.dataset, "--dataset")
     split = config.split or ("validation" if is_local_file(dataset) else "test")

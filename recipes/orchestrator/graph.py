@@ -4,8 +4,8 @@
                 {"id": "agentB", "type": "llm", "system_prompt": "…"}]}
 
 The first agent writes a draft; the second reads problem and draft, and its text is the final one.
-An agent with a "question" is asked that alone, in place of problem and draft, and needs no system
-prompt: it has the one that it was trained on. In a question, {problem} stands for the problem, and
+An agent with a "question" gets only that, in place of problem and draft. It needs no system prompt,
+because it has the one that it was trained on. In a question, {problem} stands for the problem, and
 {agentA} for the first agent's answer.
 """
 
@@ -28,15 +28,15 @@ AGENT_IDS = ["agentA", "agentB"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 REASONS = (
     "no_json",  # no { anywhere
-    "bad_json",  # it begins and is no JSON: cut off, a raw line break, a key given twice
-    "trailing_text",  # something after it, other than a closing fence
+    "bad_json",  # it is not valid JSON: cut off, a raw line break, a key given twice
+    "trailing_text",  # text after the JSON, other than a closing fence
     "schema",  # JSON of another shape
 )
 
 
 @dataclass(frozen=True)
 class InvalidGraph:
-    """Says why a completion holds no valid graph. It stands in for one, without agents."""
+    """The reason why a completion has no valid graph. It stands in for a graph without agents."""
 
     reason: str  # one of REASONS
     detail: str
@@ -45,7 +45,7 @@ class InvalidGraph:
 
 
 class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Describes a node of a graph: an LLM with a system prompt, a question of its own, or both."""
+    """A node of a graph: an LLM with a system prompt, a question of its own, or both."""
 
     id: str
     type: Literal["llm"]
@@ -58,7 +58,7 @@ class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
 
 
 class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Holds the agents, each of which reads the draft of the one before it."""
+    """The agents of a graph; each reads the draft of the one before it."""
 
     agents: list[Agent]
 
@@ -74,7 +74,7 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 
     @classmethod
     def chain(cls, *texts: str, field: str = "system_prompt") -> Graph:
-        """Make a graph whose agents have these prompts; the single agent is a graph of one."""
+        """Make a graph whose agents have these prompts; a single agent is a graph of one."""
         pairs = zip(AGENT_IDS, texts, strict=False)
         return cls(agents=[Agent(id=name, type="llm", **{field: text}) for name, text in pairs])
 
@@ -85,7 +85,7 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 
     @property
     def texts(self) -> list[str]:
-        """All that the orchestrator wrote to the agents, in its order."""
+        """All that the orchestrator wrote to the agents, in order."""
         return [text for agent in self.agents for text in agent.texts]
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 def parse_graph(text: str) -> Graph | InvalidGraph:
     """Read the graph of two agents in a completion; never raises.
 
-    Words and a ```json fence may stand before it, nothing but the closing fence after it: a
-    model that is paid for text behind its answer never learns to stop.
+    Text and a ```json fence may precede the graph; only the closing fence may follow it. A model
+    that is rewarded in spite of text after its answer never learns to stop.
     """
     if "{" not in text:
         return InvalidGraph("no_json", "no { anywhere")
@@ -113,7 +113,7 @@ def parse_graph(text: str) -> Graph | InvalidGraph:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         detail = ": ".join([".".join(map(str, first["loc"])), first["msg"]])
-        return InvalidGraph("schema", detail.encode(errors="replace").decode())  # keys: any bytes
+        return InvalidGraph("schema", detail.encode(errors="replace").decode())  # no surrogates
     except (ValueError, RecursionError) as error:
         return InvalidGraph("bad_json", str(error)[:80])
     if len(graph.agents) < len(AGENT_IDS):
@@ -122,13 +122,13 @@ def parse_graph(text: str) -> Graph | InvalidGraph:
 
 
 def _first_object(text: str) -> tuple[dict[str, Any], int]:
-    """Decode the first JSON object, and find its end; one right behind a fence goes before others.
+    """Decode the first JSON object and find its end; one right after a fence takes precedence.
 
     The JSON parser itself finds the end, so braces and fences inside a string are text.
     """
     first, fence = text.index("{"), re.search(r"```(?:json)?\s*(?=\{)", text)
     content, end = {}, first
-    with suppress(ValueError, RecursionError):  # in prose; behind a fence it is raised
+    with suppress(ValueError, RecursionError):  # braces in prose; after a fence, errors are raised
         content, end = _DECODER.raw_decode(text, first)
     if end == first or (fence and fence.end() > end):
         return _DECODER.raw_decode(text, fence.end() if fence else first)
@@ -146,13 +146,13 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse_repeated_keys)
 
 # --- leaks ----------------------------------------------------------------------------------------
 
-# A text leaks if it holds the gold as a whole number that the problem itself does not give. A gold
-# below 10 also stands in texts that tell no quantity of the problem: "Think in 2 steps", "Step 2",
-# "2. Check it". Such digits are left out: one that numbers an item, and one that counts what the
-# problem does not speak of.
-SMALL = 10  # a gold below it is a digit that instructions hold, too
+# A text leaks if it contains the gold as a number of its own that the problem does not give. A gold
+# below 10 also occurs in texts that reveal no quantity of the problem: "Think in 2 steps",
+# "Step 2", "2. Check it". Two kinds of digits are therefore ignored: those that number an item, and
+# those that count something that the problem does not mention.
+SMALL = 10  # a gold below this also occurs as a digit in instructions
 _IN_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-# A word that goes on about the number, in place of a noun that it counts: "7 plus 5", "7 is right".
+# Words after a number that are not a noun which it counts: "7 plus 5", "7 is right".
 _NO_NOUN = "is|as|was|plus|minus|times|divided|equals"
 _ITEM = re.compile(
     r"(?i:\b(?:step|part|line|rule|number|agent|point) )\d(?![\d.]*\d)"  # step 2, but not step 2.5
@@ -162,7 +162,7 @@ _COUNT = re.compile(rf"(?<![\w.,/])\d (?!(?:{_NO_NOUN})\b)([a-z]+s|step|line|sen
 
 
 def is_leaked(problem: Problem, texts: Sequence[str]) -> bool:
-    """Tell whether one of the texts holds the gold, and the problem does not."""
+    """Return whether one of the texts contains the gold and the problem does not."""
     gold = parse_number(problem.answer)
     if gold is None or abs(gold) in numbers_in(problem.question):
         return False

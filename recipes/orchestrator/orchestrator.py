@@ -1,6 +1,7 @@
 """Runs the orchestrator: a model writes graphs of agents, and the agents solve problems.
 
-The agents are a frozen model: ours, which shares the orchestrator's weights if it can, or an API's.
+The agents are a frozen model: a local one, which shares the orchestrator's weights if possible, or
+one served by an API.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def render(tokenizer: PreTrainedTokenizerBase, question: str, form: str = "promp
 
 @dataclass(frozen=True)
 class AgentModel:
-    """Names a frozen model; `load_agents` loads its weights, if they are not there already."""
+    """Names a frozen model; `load_agents` loads its weights, unless they are loaded already."""
 
     name: str
     adapter: Path | None = None
@@ -75,7 +76,7 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
     """Return the agents that the config names.
 
     Raises:
-        UsageError: the adapter is not there, or the URL or key of the API is none.
+        UsageError: the adapter does not exist, the API's URL is invalid, or its key is not set.
     """
     if config.agent_url:
         limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
@@ -93,9 +94,9 @@ def load_agents(
     policy: PeftModel,
     writer: LocalLLM,
 ) -> LocalLLM | RemoteLLM:
-    """Load the agents' model, if it is ours; where it is the orchestrator's, they share weights.
+    """Load the agents' model if it is local; if it is also the orchestrator's, they share weights.
 
-    They have the tool that their adapter was trained with.
+    The agents have the tool that their adapter was trained with.
 
     Raises:
         UsageError: the adapter belongs to another base, or cannot share the orchestrator's.
@@ -115,7 +116,7 @@ def load_agents(
     if agents.adapter:
         name = "agent"
         load_adapter(policy, agents.adapter, trainable=False, name=name)
-    # A vLLM server has the orchestrator's adapter only; the orchestrator has no tool.
+    # A vLLM server has only the orchestrator's adapter, and the orchestrator has no tool.
     if tool or not isinstance(sampler, Sampler):
         sampler = Sampler(policy, tokenizer, dtype=getattr(sampler, "dtype", None), tool=tool)
     return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))
@@ -143,16 +144,16 @@ class Orchestrator:
         """Load a finished run: its policy has the adapters "default" (trained) and "start".
 
         Raises:
-            UsageError: the directory holds no finished run.
+            UsageError: the directory contains no finished run.
         """
         file = run_dir / "config.json"
         if not file.is_file():
             raise UsageError(
-                f"{run_dir} holds no run; python -m recipes.orchestrator.train makes one"
+                f"{run_dir} contains no run; python -m recipes.orchestrator.train makes one"
             )
         config = parse(OrchestratorConfig, ["--config", str(file)])
         model, output = required(config.model, "--model"), required(config.output, "--output")
-        check_adapter(output, "the run has not ended: train with --resume")
+        check_adapter(output, "the run is not finished: train with --resume")
         check_base(output, model, base_model_hash(model))
         tokenizer = load_tokenizer(model)
         base = load_base(model, pick_device(), quantize=config.quantize)
@@ -175,7 +176,7 @@ class Orchestrator:
         seed: int = 0,
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
-        """Write a graph for each problem, with the adapter that is active, and run it."""
+        """Write a graph for each problem with the active adapter, and run it."""
         questions, told = [p.question for p in problems], SYSTEM_PROMPTS[self.config.graph_form]
         calls = [Call(told, text, prompt_seed(seed, text)) for text in questions]
         params = SamplingParams(self.config.max_new_tokens, temperature)

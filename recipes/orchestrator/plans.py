@@ -11,23 +11,23 @@ from recipes.orchestrator.graph import Graph
 from rlm.data import Problem
 from rlm.grading import Equation, find_equations
 
-WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent is a single agent
-# How often a random plan is of each kind. The whole problem for both agents is none of them: it is
-# a single agent, the safest of bad plans, and GRPO settles on it before it finds a division.
+WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # equals a single agent
+# Relative frequencies of the kinds of random plans. WHOLE_PROBLEM is not among them: it is the
+# safest of the bad plans, and GRPO would settle on it before it finds how to divide a problem.
 KINDS = {"solution": 2, "operations": 1}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def steps_of(problem: Problem) -> list[Equation]:
-    """Return the equations of the worked solution, each once: a calculator mark repeats one."""
+    """Return the distinct equations of the worked solution; a calculator mark repeats one."""
     return list(dict.fromkeys(find_equations(problem.solution)))
 
 
 def oracle_plan(problem: Problem) -> Graph | None:
-    """Return the plan that the worked solution gives; None where one step does not use another.
+    """Return the plan that the worked solution gives; None if its last step uses no other step.
 
-    The second agent takes the last step, and the first one the last of the steps before it whose
-    result that needs. What else is needed is written out.
+    The second agent takes the last step. The first agent takes the latest earlier step whose result
+    the last step needs. All other results are written out as expressions.
     """
     steps = steps_of(problem)
     for number in reversed(range(len(steps) - 1)):
@@ -41,7 +41,7 @@ def oracle_plan(problem: Problem) -> Graph | None:
 def _write_out(expression: str, steps: Sequence[Equation], known: int | None = None) -> str:
     """Replace the results of earlier steps by their expressions, that of step `known` by {agentA}.
 
-    Of steps with equal results the latest one is meant: the value is the same.
+    If several steps have the same result, the latest of them is used.
     """
 
     def earlier(match: re.Match[str]) -> str:

@@ -1,9 +1,9 @@
-"""Runs many graphs at once, all first agents in one batch, then all second ones; rewards them.
+"""Runs many graphs at once, all first agents in one batch, then all second ones, and scores them.
 
 The reward is 1 if the last agent's final number is the gold, else 0. An invalid graph stays in its
 group with 0: a retry would hide the failure from the learner. An orchestrator could also solve the
-problem itself and write the answer into a prompt, which no verifier sees; such leaks are counted,
-and earn nothing unless asked otherwise.
+problem itself and write the answer into a prompt, which no verifier notices. Such leaks are
+counted, and by default earn nothing (--zero-leaks).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
 @dataclass(frozen=True)
 class Call:
-    """Holds what an LLM is asked; equal greedy calls have equal replies."""
+    """A request to an LLM; equal greedy calls have equal replies."""
 
     system_prompt: str
     text: str
@@ -52,19 +52,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """Holds the reply to a call; where an API failed `error` says why, and the text is empty."""
+    """The reply to a call; if an API failed, `error` is the reason and the text is empty."""
 
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
     logprobs: Sequence[float] = ()  # one per token, if the model is ours
-    truncated: bool = False  # cut off at the longest reply that was allowed
+    truncated: bool = False  # cut off at the token limit
 
 
 @dataclass
 class LocalLLM:
-    """Answers calls with a model of ours, through the sampling engine."""
+    """Answers calls with a local model, through the sampling engine."""
 
     sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class LocalLLM:
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[Reply]:
         """Reply to each call, all in one batch."""
-        # Whatever a system prompt holds, it was written by a model: plain text, no special tokens.
+        # A model wrote the system prompts, so they are plain text, without special tokens.
         render = partial(render_prompt, self.tokenizer, format=FORMATS["deepseek"])
         prompts = [render(call.text, system_prompt=call.system_prompt) for call in calls]
         with self.use_adapter():
@@ -97,7 +97,7 @@ class LocalLLM:
 
     def release(self) -> None:
         """Free the memory that only a batch needs."""
-        if isinstance(self.sampler, Sampler):  # a server's adapter stays: the trainer says when
+        if isinstance(self.sampler, Sampler):  # a server keeps its adapter until the trainer acts
             self.sampler.release()
 
 
@@ -113,7 +113,7 @@ class RemoteLLM:
         return f"{self.model} at {self.client.url}"
 
     def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
-        """Reply to each call, as many at a time as the client sends."""
+        """Reply to each call, with as many requests at a time as the client allows."""
         with ThreadPoolExecutor(self.client.concurrency) as pool:
             return list(pool.map(partial(self._chat, params), calls))
 
@@ -141,13 +141,13 @@ class Trajectory:
     graph: Graph | InvalidGraph
     calls: list[Call] = field(default_factory=list)  # in the agents' order
     replies: list[Reply] = field(default_factory=list)
-    written: Reply | None = None  # the orchestrator's reply, where it wrote the graph
+    written: Reply | None = None  # the orchestrator's reply, if it wrote the graph
     format: Format = FORMATS["deepseek"]  # for the agents' replies
     seed: int | None = None  # None for greedy agents
 
     @property
     def error(self) -> str | None:
-        """Say why there is no verdict: an agent's API failed."""
+        """The error of a failed agent's API, because of which there is no verdict; else None."""
         return next((reply.error for reply in self.replies if reply.error), None)
 
     @property
@@ -160,7 +160,7 @@ class Trajectory:
 
     @property
     def verdict(self) -> Verdict:
-        """Grade the last text so far leniently; where there is none, the reason says why."""
+        """Grade the last text so far leniently; without a text, the reason says why."""
         if isinstance(self.graph, InvalidGraph):
             return Verdict(False, self.graph.reason, None)
         if self.error:
@@ -170,15 +170,15 @@ class Trajectory:
 
     @property
     def leak(self) -> bool:
-        """Tell whether a prompt holds the gold, and the problem itself does not."""
+        """Whether a prompt contains the gold and the problem itself does not."""
         return is_leaked(self.problem, self.graph.texts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
-        """Tell whether the answer is right, and with `zero_leaks` not given away by a prompt."""
+        """Return whether the answer is right and, with `zero_leaks`, not given away by a prompt."""
         return self.verdict.correct and not (zero_leaks and self.leak)
 
     def next_call(self) -> Call | None:
-        """Return what the next agent is asked; None if all were, or the graph can not go on."""
+        """Return the call of the next agent; None if all have replied or one has failed."""
         asked, text = len(self.replies), self.problem.question
         if self.error or asked == len(self.graph.agents):
             return None
@@ -193,7 +193,7 @@ class Trajectory:
         return Call(prompt, text, 0 if self.seed is None else prompt_seed(self.seed, agent.id))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record that rollouts.jsonl holds."""
+        """Return the record for rollouts.jsonl."""
         row = {"verdict": self.verdict.reason, "correct": self.verdict.correct, "leak": self.leak}
         if isinstance(self.graph, InvalidGraph):
             return row | {"graph": None, "detail": self.graph.detail}
@@ -231,11 +231,11 @@ class Runner:
         seed: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """Run each graph on the problem beside it: as many batches as a graph has agents.
+        """Run each graph on the problem at its position, in as many batches as graphs have agents.
 
         Args:
             seed: the seed for agents that sample at a temperature.
-            numbers: tells the graphs of a problem apart, for that seed; by default their places.
+            numbers: distinguish the graphs of a problem in the seeds; by default, their positions.
         """
         runs = [
             Trajectory(*pair, format=self.format) for pair in zip(problems, graphs, strict=True)
@@ -253,7 +253,7 @@ class Runner:
         return runs
 
     def _chat(self, calls: Sequence[Call]) -> list[Reply]:
-        """Ask equal calls once; a failed one is asked again next time."""
+        """Send equal calls once; a failed call is sent again next time."""
         new = [call for call in dict.fromkeys(calls) if call not in self._cache]
         params = SamplingParams(self.max_new_tokens, self.temperature)
         replies = dict(zip(new, self.agents.chat(new, params), strict=True)) if new else {}
@@ -277,10 +277,10 @@ class GraphReward:
         truncated: Sequence[Sequence[bool]] | None = None,
         token_ids: Sequence[Sequence[list[int]]] | None = None,
     ) -> Scores:
-        """Score each graph by its text alone: one that was cut off is no JSON."""
+        """Score each graph by its text alone: a truncated one is not valid JSON."""
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
         graphs = [parse_graph(text) for group in groups for text in group]
-        # Not their places: these change with the other problems, and the processes.
+        # Not positions in the batch, which depend on the other problems and on the processes.
         numbers = [number for group in groups for number in range(len(group))]
         runs = self.runner.run(asked, graphs, self.config.seed, numbers)
         rows = iter([run.to_dict() | {"reward": self._reward(run)} for run in runs])
@@ -297,8 +297,8 @@ class GraphReward:
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Count shares of all graphs; `graph/distinct` is of the valid ones."""
-    if not trajectories:  # the share of a process that has no problem to replace
+    """Return shares of all graphs; `graph/distinct` is a share of the valid ones."""
+    if not trajectories:  # a process without a problem to replace
         return {}
     count = len(trajectories)
     graphs = [t.graph for t in trajectories if isinstance(t.graph, Graph)]

@@ -1,4 +1,4 @@
-"""Trains a model to design the two agents that solve a problem. The loop is train_grpo.py's.
+"""Trains a model to design the two agents that solve a problem, in the loop of train_grpo.py.
 
 For each problem the orchestrator writes several graphs: agents with their system prompts. A frozen
 model runs each graph, and the last agent's number is checked (0 or 1). GRPO with a KL term compares
@@ -144,7 +144,7 @@ class OrchestratorTrainer(GRPOTrainer):
             run.directory.append(run.directory.path / "rollouts.jsonl", rows)
 
     def _cold_start(self) -> str:
-        """Say what to type so that training starts from an adapter that writes graphs."""
+        """Return what to type so that training starts from an adapter that writes graphs."""
         if self._loaded is None:
             return "leave out --sft-adapter none: the cold start then teaches it the JSON first"
         given = f'pass start_adapter="{DEFAULT_START}" to make_lora_orchestrator'
@@ -159,11 +159,11 @@ class OrchestratorTrainer(GRPOTrainer):
         validation: Sequence[Problem] = (),
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, Any]]:
-        """Train, test what is exported, and return the lines of train_logs.csv and the summary."""
+        """Train, test the exported adapter, and return the rows of train_logs.csv and summary."""
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
-                "warning: the orchestrator starts bare: hardly any of its graphs can be read, and "
-                f"the others earn 0; {self._cold_start()}"
+                "warning: the orchestrator starts bare: hardly any of its graphs will be valid, "
+                f"and invalid graphs earn 0; {self._cold_start()}"
             )
         test = fit_prompts(self.config, self.policy, self.render, test, "test problems")
         summary = self.train(train, validation)
@@ -213,7 +213,7 @@ def load_tokenizers(
 def make_lora_orchestrator(
     orchestrator_id: str | None, start_adapter: Path | None = None, seed: int = 0
 ) -> PeftModel:
-    """Load the base with the adapter to train: a given one, or one that changes nothing yet."""
+    """Load the base with the adapter to train: a given one, or a new one with no effect yet."""
     model = load_agent_model(orchestrator_id)
     origin: dict[str, Any] = {"model": model.name, "quantize": model.quantize}
     origin |= {"sft_adapter": start_adapter}
@@ -267,23 +267,23 @@ def main(config: OrchestratorConfig) -> int:
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_local_file(dataset):  # whose test split is all of it
+    if config.test_samples and not is_local_file(dataset):  # its test split is the whole file
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)
     require_numeric_answers(dataset, [*train, *validation, *test])
     check_output(output)
     if start and start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UsageError(f"{start} is not there: make it in one process first (--steps 1)")
+            raise UsageError(f"{start} does not exist: train it in one process first (--steps 1)")
         if config.run_dir in start.parents:
             raise UsageError(
-                f"--sft-adapter {start} would lie in --run-dir {config.run_dir}, which holds a run "
-                f"alone: type another folder, such as --sft-adapter {config.run_dir}_start"
+                f"--sft-adapter {start} is inside --run-dir {config.run_dir}, which is for the run "
+                f"only: type another folder, such as --sft-adapter {config.run_dir}_start"
             )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)
     trainer = OrchestratorTrainer(config, agents)
-    limit = f"at most {config.agent_max_tokens} tokens a reply (--agent-max-tokens)"
+    limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
     tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not asked"

@@ -1,8 +1,8 @@
-"""Flags: a dataclass field as a command-line option, and the checks of its values.
+"""Flags: dataclass fields as command-line options, and the checks of their values.
 
-`option_groups.yaml` says under which heading of --help an option stands, in all scripts.
-`synonyms.yaml` has the names that mean the same in TRL, transformers and other GRPO trainers; an
-unknown name gets the most similar one.
+`option_groups.yaml` lists the options under each heading of --help, for all scripts.
+`synonyms.yaml` has the names of the same options in TRL, transformers and other GRPO trainers. For
+an unknown name, the error suggests the most similar option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Flag:
     help: str = ""
     choices: Sequence[Any] | None = None  # allowed values; for a tuple field, of each item
     aliases: Sequence[str] = ()  # other names; those of TRL and others are in synonyms.yaml
-    # Makes the fields that another spelling (`OTHER_SPELLINGS` of a config) sets from its value.
+    # For another spelling (a config's `OTHER_SPELLINGS`): its value → the fields that it sets.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
     bare: object = None  # the value if the option is typed without one
@@ -62,12 +62,12 @@ class Flag:
 
     def spelled(self, value: object) -> object:
         """Return the choice that a value names in any spelling (Dr.GRPO), else the value."""
-        if isinstance(value, list | tuple):  # for a list, check each item
+        if isinstance(value, list | tuple):  # map each item of a list
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
 
     def normalised(self, value: Any) -> Any:
-        """Return the value as stored in a config: a choice or a Path, with `~` of a YAML file."""
+        """Return the value as a config stores it: a choice or a Path, with `~/` expanded."""
         members = members_of(self.kind)
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
@@ -84,7 +84,7 @@ class Flag:
         return True
 
     def check(self, value: Any) -> None:
-        """Raise ValueError if a value, or one of its items, is not a choice or out of bounds."""
+        """Raise ValueError if a value, or one of its items, is no choice or is out of bounds."""
         bounds = (
             ("at least", self.min, operator.ge),
             ("above", self.above, operator.gt),
@@ -128,7 +128,7 @@ class Flag:
 def flag(default: Any, help: str, **about: Any) -> Any:
     """Declare a dataclass field with its command-line option.
 
-    Choices and bounds hold in Python too if `__post_init__` calls `check_values`.
+    Choices and bounds are also checked in Python if `__post_init__` calls `check_values`.
 
     Args:
         about: the other fields of `Flag`.
@@ -211,7 +211,7 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: an unknown name, or an option that is given twice.
-        ValueError: two of them contradict each other.
+        ValueError: two options contradict each other.
     """
     fields = {key: flag for flag in flags_of(cls) for key in flag.keys}
     values: dict[str, Any] = {}
@@ -227,7 +227,7 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the aliases of a layer by the fields that they set (`Flag.becomes`).
+    """Replace the aliases in `values` by the fields that they set (`Flag.becomes`).
 
     Raises:
         ValueError: the fields already have other values, or the value is refused.
@@ -262,7 +262,7 @@ def check_values(config: object) -> None:
     Values are replaced by their normalised form; the config may be frozen.
 
     Raises:
-        ValueError: names the first flag that fails.
+        ValueError: a value is invalid; the message names its flag.
     """
     for flag in flags_of(type(config)):
         if flag.becomes:
@@ -271,7 +271,7 @@ def check_values(config: object) -> None:
         if bool in members_of(flag.kind) and not isinstance(value, bool | None):
             raise ValueError(f"{flag.spelling}: expected true or false, got {value!r}")
         new = flag.normalised(value)
-        if new is not value:  # not if `takes_aliases` did it in the constructor
+        if new is not value:  # the same if `takes_aliases` has normalised it
             object.__setattr__(config, flag.name, new)
         flag.check(new)
 
@@ -288,7 +288,7 @@ print_once = cache(print_stderr)  # a script may parse its command line twice
 def replace_unencodable(stream: IO[str]) -> None:
     """Make a stream write "?" for a character that its encoding lacks, instead of failing.
 
-    Python does so itself for stderr.
+    Python's stderr never fails on a character.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         with contextlib.suppress(OSError):  # nobody reads it, so it cannot be flushed
@@ -320,7 +320,7 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
 
-# Names of other programs → an option of the same purpose here, and how its value differs.
+# Options of other programs → our option for the same purpose, and the unit of our value.
 OTHER_UNITS = {
     "warmup_ratio": ("warmup_steps", "a number of updates"),
     "warmup_steps": ("warmup_share", "a share of the steps"),
@@ -328,7 +328,7 @@ OTHER_UNITS = {
         ("num_train_epochs", "num_epochs", "epochs"),
         ("steps", "problems times passes, divided by the batch size"),
     ),
-    "gradient_accumulation_steps": ("batch_size", "all that an update learns from"),
+    "gradient_accumulation_steps": ("batch_size", "all samples of an update"),
     "val_size": ("eval_samples", "a number of problems"),
     "val_set_size": ("eval_samples", "a number of problems"),
 }
@@ -338,12 +338,12 @@ CUTOFF = 0.75  # difflib's ratio; below it a guess is seldom what was meant
 @cache
 def read_table(name: str) -> Any:
     """Read a YAML file of this folder, once."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former takes a tenth of the time
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
     return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
 
 
 def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of synonyms.yaml that each field of a script has, where it has any."""
+    """Return each field's other names in synonyms.yaml; a field without any is absent."""
     found: dict[str, list[str]] = {}
     for name, options in read_table("synonyms").items():
         ours = [option for option in options.split() if option in fields]
@@ -356,7 +356,7 @@ def hint(word: str, known: Mapping[str, str]) -> str:
     """Suggest an option for an unknown name: one that does the same or has a similar name.
 
     Args:
-        known: every name of a script, with underscores → the option that it names.
+        known: every option name of a script, with underscores → its option.
     """
     name = with_underscores(word)
     option, unit = OTHER_UNITS.get(name, ("", ""))
@@ -379,7 +379,7 @@ _PLACES = {group: place for place, group in enumerate((FIRST, *GROUPS), 1)}
 
 
 def group_of(name: str, first: Collection[str]) -> str | None:
-    """Return the heading of an option; None in a script with a short list, without `first`."""
+    """Return an option's heading; None in a script that names no `first`, as its list is short."""
     if not first:
         return None
     return FIRST if name in first else _GROUP_OF.get(name)

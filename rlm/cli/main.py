@@ -1,6 +1,6 @@
 """Run a script from its command line to its exit code; print a user's mistake as one line.
 
-Exit codes: 0, what `main` returns, 2 for a user's mistake, 128 + n after signal n.
+Exit codes: what `main` returns (0 for None), 2 for a user's mistake, 128 + n after signal n.
 """
 
 import dataclasses
@@ -74,10 +74,10 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         poll.register(sys.stdout.fileno(), 0)  # no events: only errors are reported
         if not poll.poll(0):  # another pipe broke: a bug
             raise
-        # `script | head` has read enough. Python flushes stdout once more at exit: to nowhere.
+        # `script | head` has read enough. Python flushes stdout at exit, so point it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except OSError as error:  # files are replaced whole or grow by whole lines, so none is lost
+    except OSError as error:  # files are replaced whole or grow by whole lines, so none is damaged
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
@@ -88,7 +88,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
 
 
 def _open_standard_streams() -> None:
-    """Open standard streams that a parent closed (`>&-`): the next file would take their place."""
+    """Open standard streams that a parent closed (`>&-`); else the next file takes their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -119,10 +119,10 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
 
 
 def command_of(script: str, **options: object) -> str:
-    """Return the command that runs a script; a wheel has no script files.
+    """Return the command that runs a script: `rlm NAME` from a wheel, which has no script files.
 
     Args:
-        options: those that are not None, quoted for a shell.
+        options: quoted for a shell; those that are None are left out.
 
     >>> command_of("train_sft", dataset="my file.jsonl", columns=None)
     "python train_sft.py --dataset 'my file.jsonl'"

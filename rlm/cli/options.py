@@ -66,7 +66,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
 
 
 def check(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """`parse`, but what only the machine can decide has the value that `cls.PROVISIONAL` names."""
+    """Like `parse`, but values that depend on the machine come from `cls.PROVISIONAL`."""
     return _build_provisional(cls, read_options(cls, argv, **options))
 
 
@@ -74,21 +74,21 @@ def required(value: T | None, option: str) -> T:
     """Return a value that is set in a resolved config.
 
     Raises:
-        UsageError: it is None, in a config made in Python.
+        UsageError: the value is None, which a config made in Python may have.
     """
     if value is None:
-        raise UsageError(f"{option} is not set, and nothing else says it")
+        raise UsageError(f"{option} is not set; give it a value")
     return value
 
 
 def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """Parse the command line; `cls.resolve`, if defined, decides what no layer sets.
+    """Parse the command line; `cls.resolve`, if defined, fills in what no layer sets.
 
     `resolve(given)` gets the values that a preset, the YAML file or the command line set, and
-    returns the config's values. Only it may look at the machine or the disk.
+    returns the config's values. Only `resolve` may look at the machine or the disk.
     """
     given = read_options(cls, argv, **options)
-    config = _build_provisional(cls, given)  # contradictions are refused before the machine is seen
+    config = _build_provisional(cls, given)  # refuses contradictions before `resolve` runs
     resolve: Callable[[Values], Values] | None = getattr(cls, "resolve", None)
     return _build(cls, resolve(given)) if resolve else config
 
@@ -184,7 +184,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     tokens = [token.partition("=") for token in (sys.argv[1:] if argv is None else argv)]
     for name, *_ in tokens:
         option = f"--{name.lstrip('-' + LONG_DASHES).replace('_', '-')}"
-        if name.startswith(tuple(LONG_DASHES)) and option in flags:  # copied from a page
+        if name.startswith(tuple(LONG_DASHES)) and option in flags:  # copied from a web page
             raise UsageError(f"{name} begins with a long dash: type {option}")
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
@@ -213,22 +213,22 @@ def _read_yaml(path: str) -> list[Row]:
         root, get = loader.get_single_node(), loader.construct_object
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{path}: expected lines of `option: value`")
-        loader.flatten_mapping(root)  # what `<<: *anchor` brings
+        loader.flatten_mapping(root)  # resolves `<<: *anchor`
         return [(f"{path}:{k.start_mark.line + 1}", get(k), get(v, True)) for k, v in root.value]
     except OSError as error:
         raise UsageError(f"--config: cannot read {path!r}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         where = f"{path}:{error.problem_mark.line + 1 if error.problem_mark else 1}"
         raise UsageError(f"{where}: {error.context or 'bad YAML'}: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text; a 13th month
+    except (yaml.YAMLError, ValueError) as error:  # bytes that are not text; a 13th month
         raise UsageError(f"{path}: {error}") from error
 
 
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
     """Check and convert the rows of a layer; `typed`: they are from the command line.
 
-    Files of other programs are read too: their -1 and their empty values (not set) are skipped
-    under their own names, and all mistakes are named at once.
+    Files of other programs are read too: under their names of options, -1 and an empty value (not
+    set) are skipped. All mistakes are reported at once.
     """
     values, by_key = {}, {key: option for option in options for key in option.keys}
     where, mistakes = "", []
@@ -260,15 +260,15 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             expects = option.expects if typed else option.expects.replace(",...", " list")
             mistakes.append(f"{label}: expected {expects}, got {got!r:.80}")
     if mistakes:
-        file = where.rpartition(":")[0]  # named once
+        file = where.rpartition(":")[0]  # printed once
         others = (mistake.removeprefix(file) for mistake in mistakes[1:])
         raise UsageError(" | ".join([mistakes[0], *others]))
     return values
 
 
 def _convert(kind: Any, value: Any, typed: bool) -> Any:
-    """Return `value` as a `kind`, or raise ValueError. Only what was typed may stand for a list,
-    and a list of one, as files of other programs have it, for what is no list."""
+    """Return `value` as a `kind`, or raise ValueError. Only a typed string may stand for a list. A
+    list of one item may stand for the item, because files of other programs write it so."""
     args, origin, members = get_args(kind), get_origin(kind), members_of(kind)
     if NoneType in members and value in (None, "none", ["none"]):
         return None
@@ -286,7 +286,7 @@ def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
     """Return `value` as a `kind` that is no tuple, or raise ValueError."""
     if kind is int and (typed or type(value) is int or (type(value) is float and value % 1 == 0)):
         return int(value)
-    # YAML 1.1 reads 1e-4 (no dot) as a string, so a float may be one in every layer.
+    # YAML 1.1 reads 1e-4 (no dot) as a string, so every layer takes a string for a float.
     if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
         return float(value)
     if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") is "."
@@ -310,7 +310,7 @@ def _run_file(name: str, path: Path, modified: int) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     finally:
-        # At the end of sys.path: a file named like a library must not hide it from other modules.
+        # The folder goes to the end of sys.path: a file named like a library must not hide it.
         sys.path.remove(folder)
         sys.path.append(folder)
     return module
@@ -322,7 +322,7 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     The file can import modules from its folder.
 
     Args:
-        option: the flag that names it, for messages.
+        option: the flag that takes `spec`, for messages.
         kinds: accepted types besides callables.
 
     Raises:

@@ -30,11 +30,11 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with suppress(OSError, ValueError):  # Python flushes stdout once more at exit: to nowhere
+        with suppress(OSError, ValueError):  # Python flushes stdout at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# No markup: paths, data and a model's text may hold brackets.
+# No markup: paths, data and a model's text may contain brackets.
 console = _Console(highlight=False, soft_wrap=True, markup=False)
 
 
@@ -67,7 +67,7 @@ def sample(question: str, completion: str, verdict: str) -> None:
 
 
 def bars(counts: Mapping[str, int], total: int) -> None:
-    """Print a bar for each answer, the longest for all of `total`."""
+    """Print one bar per answer; a full bar stands for `total`."""
     for answer, count in counts.items():
         line(f"  {answer:>12.12} {'█' * round(24 * count / total)} {count} of {total}")
 
@@ -76,7 +76,7 @@ def bars(counts: Mapping[str, int], total: int) -> None:
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a progress bar that disappears when done; yield a function that advances it by one.
 
-    Without a terminal it prints a line a minute, so that a log shows progress.
+    Without a terminal, a line is printed each minute, so that a log shows progress.
     """
     if not console.is_terminal:
         yield _lines(description, total)

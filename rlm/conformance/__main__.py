@@ -1,9 +1,9 @@
 """Compare the formulas of GRPO trainers with values computed by hand: ours, TRL's, verl's, yours.
 
-    python -m rlm.conformance                                # a table; 1 if ours fails
+    python -m rlm.conformance                                # a table; exits with 1 if ours fails
     python -m rlm.conformance --trainer my_trainer.py:adapter --json conformance.json
 
-docs/reference/conformance.md has the formulas, and how an adapter is written.
+docs/reference/conformance.md has the formulas, and shows how to write an adapter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(config: ConformanceConfig) -> int:
 
 
 def markdown(result: dict[str, Any]) -> list[str]:
-    """Return the table in Markdown, the places of known differences below it."""
+    """Return the table in Markdown, followed by the source lines of known differences."""
     names, notes = result["trainers"], []
     lines = [f"| formula | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for row in result["formulas"]:

@@ -30,7 +30,7 @@ LOSS = {
 }
 OLD_LOGPROB = -3.0
 
-# (formula, what is given) → a tensor, or None for what it does not offer.
+# (formula, inputs) → a tensor, or None if the trainer does not offer the formula.
 Adapter = Callable[[str, SimpleNamespace], Tensor | None]
 
 

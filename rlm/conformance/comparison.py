@@ -13,7 +13,7 @@ import torch
 from rlm.conformance.cases import Adapter, Case, run_case
 from rlm.conformance.ours import ours
 
-# Peer → the module of its adapter; each names the MODULE whose lines are cited.
+# Each has a module peer_<name>, whose SOURCE is the module of which lines are cited.
 PEERS = ("trl", "verl")
 
 
@@ -82,7 +82,7 @@ def table(cases: list[Case], user: Callable[..., Any] | None) -> dict[str, Any]:
         for name, (adapter, source) in peers.items():
             try:
                 trainers[name] = compare(case, adapter, name.split()[0], source)
-            except Exception as error:  # this version differs from the one that was read
+            except Exception as error:  # the installed version has another interface
                 why = f"{type(error).__name__}: {error}"
                 trainers[name] = {"status": "cannot be called", "why": why}
         rows.append({"formula": case.name, "by hand": case.expected, "how": case.by, **trainers})

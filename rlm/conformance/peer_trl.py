@@ -22,7 +22,7 @@ DEFAULTS = {option.name: option.default for option in fields(GRPOConfig)}
 
 
 def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
-    """Compute a case by TRL's code."""
+    """Compute a case with TRL's code."""
     if formula == "advantages":
         rewards = torch.tensor(given.rewards, dtype=torch.float32)  # (P, G)
         ids, scale = [[1]] * rewards.numel(), "group" if given.scale else "none"
@@ -39,7 +39,7 @@ def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
 
 
 class Accelerator:
-    """Replaces accelerate's class."""
+    """Stands in for accelerate's class."""
 
     device, process_index, sync_gradients = torch.device("cpu"), 0, True
 
@@ -70,7 +70,7 @@ def _trainer(
         **dict.fromkeys(("environment_factories", "environments", "pad_to_multiple_of")),
         **dict.fromkeys(switched_off, False),
     }
-    return cast("SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own))  # all they read
+    return cast("SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own))  # all that they read
 
 
 def _score(
@@ -130,10 +130,10 @@ def _loss(given: SimpleNamespace) -> Tensor:
         loss_type="cispo" if weighted else LOSS_TYPES[given.aggregation],
         importance_sampling_level=given.ratio,
         epsilon_low=given.clip_low,
-        epsilon_high=given.clip_high + weighted,  # for CISPO it is the bound itself
+        epsilon_high=given.clip_high + weighted,  # for CISPO, TRL takes 1 + ε
         max_completion_length=given.constant,
         current_gradient_accumulation_steps=given.micro_batches,
         _get_per_token_logps_and_entropies=lambda *_, **__: (given.logprobs, 0 * given.mask, None),
     )
     loss = SOURCE.GRPOTrainer._compute_loss(trainer, None, inputs)
-    return loss / given.processes  # whose gradients DDP averages
+    return loss / given.processes  # because DDP averages gradients

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-# verl is in no extra: it brings its own torch.
+# No extra of this project installs verl, because it requires its own torch.
 import verl.trainer.ppo.core_algos as SOURCE  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights  # pyright: ignore[reportMissingImports]
@@ -26,10 +26,10 @@ AGGREGATIONS = {
 
 
 def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
-    """Compute a case by verl's code."""
+    """Compute a case with verl's code."""
     if formula == "advantages":
         rewards = torch.tensor(given.rewards, dtype=torch.float32)  # (P, G)
-        if rewards.isnan().any():  # a reward there is a number
+        if rewards.isnan().any():  # verl has no missing rewards
             return None
         rows, group = rewards.numel(), np.arange(rewards.shape[0]).repeat(rewards.shape[1])
         values, _ = SOURCE.compute_grpo_outcome_advantage(
@@ -84,4 +84,4 @@ def _loss(given: SimpleNamespace) -> Tensor:
     kl = SOURCE.kl_penalty(given.logprobs, given.ref_logprobs, "k3")
     kl = SOURCE.agg_loss(kl, given.mask, mode, **totals)
     loss = policy + given.kl_weight * kl
-    return loss / given.processes  # whose gradients FSDP averages
+    return loss / given.processes  # because FSDP averages gradients

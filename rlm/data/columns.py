@@ -1,4 +1,4 @@
-"""Rows of a user's data as rows of ours: renamed columns, slices, chat messages, choices."""
+"""Convert rows of a user's data to our fields: renamed columns, slices, chat messages, choices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 CHOICE_FIELDS = ("choices", "options")
-# Before a letter or number, as in WinoGrande, PIQA, SWAG, COPA and MedMCQA.
+# A letter or number follows these prefixes, as in WinoGrande, PIQA, SWAG, COPA and MedMCQA.
 CHOICE_PREFIXES = ("option", "option_", "choice", "choice_", "ending", "sol", "op")
 CHAT_FIELDS = ("messages", "conversations")  # the latter in ShareGPT's form
 BOOLEANS = ("true", "false")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# answerA in SocialIQA, answer0 in CosmosQA; answer1 may be one of several references.
+# Choices from answerA (SocialIQA) or answer0 (CosmosQA) on; from answer1 on, the columns may be
+# several reference answers.
 ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
@@ -33,7 +34,7 @@ _SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
 class LeftOut(Exception):
-    """A row that is well-formed but not wanted; the text says of what kind."""
+    """A row is well-formed but not wanted; the message names its kind."""
 
 
 class MissingColumn(ValueError):
@@ -47,7 +48,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     {'question': 'prompt', 'answer': 'target'}
 
     Raises:
-        UsageError: the text is not FIELD=COLUMN,…, or it names an unknown field, or one twice.
+        UsageError: the text is not FIELD=COLUMN,…, or a field in it is unknown or repeated.
     """
     pairs = [[side.strip() for side in part.split("=")] for part in text.split(",")] if text else []
     if not all(len(pair) == 2 and pair[0] in FIELDS and pair[1] for pair in pairs):
@@ -60,16 +61,16 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return the row with its columns under the names of our fields; the others stay.
+    """Return the row with these columns renamed to our fields; other columns stay.
 
     Args:
         columns: field → column, as `parse_columns` returns them. `a.b` is the key b of the object
             in column a, as in verl's `reward_model.ground_truth`, and `a.0` the first of a list.
-            `a+b` is the text of a, then that of b. For the field answer_type, a kind of answer is
-            that of all rows.
+            `a+b` is the text of a, then that of b. For the field answer_type, an answer type may
+            replace the column and then applies to all rows.
 
     Raises:
-        MissingColumn: the row lacks one of them.
+        MissingColumn: the row lacks one of the columns.
     """
     found = {field: _field_of(row, field, column) for field, column in columns.items()}
     used = {*columns.values()} | {part for column in columns.values() for part in column.split("+")}
@@ -101,7 +102,7 @@ def _value_at(row: Row, column: str) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """The object or list that a text spells, as JSON or as Python prints it; else the value."""
+    """Parse a string that is an object or list, in JSON or as Python prints it; else return it."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -114,7 +115,7 @@ def _parsed(value: Any) -> Any:
 
 
 def column_names(row: Row) -> list[str]:
-    """The columns of a row, as `--columns` names them: of an object its keys.
+    """Return the columns of a row as `--columns` names them; an object's keys are `a.b`.
 
     >>> column_names({"id": 1, "task": {"ask": "2 + 3?", "gold": 5}})
     ['id', 'task.ask', 'task.gold']
@@ -151,13 +152,13 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
 
 
 def _ends_with_reply(row: Row) -> bool:
-    """Whether a chat of the row ends with what the assistant wrote."""
+    """Return whether a chat in the row ends with an assistant message."""
     chat = _chat(row)
     return chat is not None and _messages(chat)[-1][0] == "assistant"
 
 
 def has_system_message(row: Row) -> bool:
-    """Whether a chat row has a system message of its own (which is not used)."""
+    """Return whether a chat row has a system message of its own (which is not used)."""
     chat = _chat(row)
     return chat is not None and any(role == "system" and text for role, text in _messages(chat))
 
@@ -167,13 +168,13 @@ def _first(names: Mapping[str, str], fields: Sequence[str]) -> str | None:
 
 
 def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
-    """Take `train[100:10%]` apart: the split's name, and where the slice begins and ends.
+    """Parse `train[100:10%]` into the split's name and the bounds of the slice.
 
     >>> split_slice("train[:500]"), split_slice("test")
     (('train', (None, '500')), ('test', (None, None)))
 
     Raises:
-        UsageError: it is written otherwise.
+        UsageError: the text has another form.
     """
     if (match := _SLICE.fullmatch(text)) is None:
         raise UsageError(f"--split {text}: write NAME, NAME[:500], NAME[500:] or NAME[10%:20%]")
@@ -181,7 +182,7 @@ def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
 
 
 def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequence[Any]:
-    """Return the rows between two bounds: numbers or percentages, below 0 from the end."""
+    """Return the rows between two bounds: numbers or percentages; negative: from the end."""
 
     def index(bound: str | None) -> int | None:
         if bound is None or not bound.endswith("%"):
@@ -195,16 +196,16 @@ def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequ
 def read_chat(row: Row) -> Row:
     """Return a row of chat messages, or of a worked answer, as a question with a solution.
 
-    Other rows come back as they are. A chat row has `messages` (or ShareGPT's `conversations`), or
-    a question (a text or messages) and a `completion`. What the assistant wrote last is taken
-    apart: the solution is its `<think>` block, or all but the final line; the answer is the final
-    number, where the row has no `answer`. A `solution` without an answer is read like a completion.
-    System messages are left out, because one system prompt is used for all rows. verl's rows have
-    their answer in `reward_model`.
+    Other rows are returned unchanged. A chat row has `messages` (or ShareGPT's `conversations`), or
+    a question (a text or messages) and a `completion`. The last assistant message is split: the
+    solution is its `<think>` block, or all but the final line; the answer is the final number, if
+    the row has no `answer`. A `solution` without an answer is read like a completion. System
+    messages are left out, because one system prompt is used for all rows. In verl's rows, the
+    answer is in `reward_model`.
 
     Raises:
-        LeftOut: it has several turns, or the completion holds no number.
-        ValueError: the messages are no messages.
+        LeftOut: the row has several turns, or its completion ends with no number.
+        ValueError: the messages are malformed.
     """
     if not _has_answer(row) and (answer := _verl_answer(row)) is not None:
         row = {**row, "answer": answer}
@@ -230,7 +231,7 @@ def read_chat(row: Row) -> Row:
 
 
 def _chat(row: Row) -> list[Any] | None:
-    """The messages of a row, a list or the text of one; None where it has none."""
+    """Return the messages of a row, from a list or a string that contains one; None without any."""
     for name in (*CHAT_FIELDS, *QUESTION_FIELDS):
         value, found = row.get(name), _parsed(row.get(name))
         if isinstance(found, list) and (found is value or _are_messages(found)):
@@ -251,10 +252,10 @@ def _has_answer(row: Row) -> bool:
 
 
 def read_answer(row: Row) -> Row:
-    """Return a row whose answer is true or false, a list, or an object of a list, with its text.
+    """Return the row with a single answer if its answer is a boolean, a list or an object of lists.
 
-    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. A list of 0 and one 1 marks the right one
-    of the choices. Other rows come back as they are.
+    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. A list of zeros and one 1 marks the right
+    choice. Other rows are returned unchanged.
 
     Raises:
         LeftOut: the list holds different answers.
@@ -289,20 +290,20 @@ def read_answer(row: Row) -> Row:
 
 
 def read_choices(row: Row, first: int | None = None) -> Row:
-    """Return a row with answers to choose from as a question that shows them, and a letter.
+    """Convert a multiple-choice row: the question lists the choices, and the answer is a letter.
 
     Published layouts are read: a list `choices` or `options` of texts (MMLU, ScienceQA; AQuA's
     begin with their letters), an object of `text` and `label` lists (ARC, CommonsenseQA), and a
-    column for each letter. The answer is a letter or a label, the text of a choice, or its number.
-    The question gets a line for each choice, `A. …`. A row whose answer is true or false, and that
-    names no answer_type, chooses between these. Other rows come back as they are.
+    column per letter. The answer is a letter or a label, the text of a choice, or its number. The
+    question gets one line per choice, `A. …`. If the answer is true or false and the row names no
+    other answer_type, these two are the choices. Other rows are returned unchanged.
 
     Args:
         first: the number of the first choice (`first_number` of the file's rows), if known; else a
             number is a label, or counts from 0.
 
     Raises:
-        ValueError: the choices are no texts, or the answer is none of them.
+        ValueError: the choices are not texts, or the answer is none of them.
     """
     labels, texts = _choices(row)
     answer = _answer(row)
@@ -335,8 +336,8 @@ def read_choices(row: Row, first: int | None = None) -> Row:
 def first_number(row: Row) -> int | None:
     """Infer from a row's answer whether the file counts its choices from 0 or from 1.
 
-    An answer of 0 means from 0; an answer equal to the number of choices means from 1. Other
-    answers do not tell: None.
+    An answer of 0 means from 0; an answer equal to the number of choices means from 1. For other
+    answers, which leave it open, None is returned.
 
     >>> first_number({"question": "?", "sol1": "a", "sol2": "b", "answer": "0"})
     0
@@ -344,7 +345,7 @@ def first_number(row: Row) -> int | None:
     1
 
     Raises:
-        ValueError: the choices are no texts.
+        ValueError: the choices are not texts.
     """
     texts, number = _choices(row)[1], _whole(_answer(row))
     if not texts or number is None or str(number) in texts:
@@ -357,7 +358,8 @@ def _answer(row: Row) -> Any:
 
 
 def _whole(answer: object) -> int | None:
-    """The whole number that an answer is; 1.0 is one, in a column of a data frame with a gap."""
+    """Return an answer as a whole number, else None. 1.0 counts, as pandas turns integers into
+    floats in a column with gaps."""
     text = str(answer).strip().removesuffix(".0" if isinstance(answer, float) else "")
     return int(text) if text.isascii() and text.isdigit() else None
 
@@ -367,10 +369,10 @@ _LABELS = re.compile(r"(?:^|[,;\n])\s*\(?([A-Za-z])\s*[).:]")
 
 
 def _split_choices(text: str) -> list[str]:
-    """The choices of one text, `a ) 38 , b ) 27`, as MathQA has them.
+    """Split choices that are one text, `a ) 38 , b ) 27`, as in MathQA.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text has another form.
     """
     _, *parts = _LABELS.split(text)
     if len(parts) < 4 or [letter.upper() for letter in parts[::2]] != [*LETTERS[: len(parts) // 2]]:
@@ -379,7 +381,7 @@ def _split_choices(text: str) -> list[str]:
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
-    """(labels, texts) of the choices in a row; empty lists where it has none."""
+    """Return the (labels, texts) of the choices in a row; empty lists if it has none."""
     found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
     if found is None:
         names = _lettered(row)
@@ -407,7 +409,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
 
 
 def _lettered(row: Row) -> list[str]:
-    """The columns A, B, C, … of a row that has at least two of them, or option1, option2, …"""
+    """Return the columns A, B, C, … of a row, or option1, option2, …, if it has two or more."""
     numbered = itertools.product(CHOICE_PREFIXES, (LETTERS, LETTERS.lower(), "123456789", "012345"))
     named = (("", LETTERS), *ANSWER_COLUMNS, *numbered)
     for prefix, marks in named:
@@ -421,7 +423,7 @@ def _lettered(row: Row) -> list[str]:
 def _place_of(
     answer: object, labels: Sequence[str], texts: Sequence[str], first: int | None
 ) -> int | None:
-    """The index of the choice that an answer names: its text, its label or letter, its number."""
+    """Return the index of the choice that an answer names by text, label, letter or number."""
     number = _whole(answer)
     text = str(answer if number is None else number).strip()
     if number is not None and first is not None and text not in texts:
@@ -439,9 +441,9 @@ def _place_of(
 
 
 def _read_completion(text: str, rest: Row) -> dict[str, str]:
-    """The solution in a completion, and the answer, where the row does not give it."""
+    """Return the solution in a completion, and the answer if the row does not have it."""
     if "####" in text and "<think>" not in text:
-        return {"answer": text}  # GSM8K's form, which is read like GSM8K's
+        return {"answer": text}  # GSM8K's form, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
     if not any(rest.get(name) is not None for name in ("answer", "response")):
@@ -454,8 +456,8 @@ def _read_completion(text: str, rest: Row) -> dict[str, str]:
 
 
 def without_tags(solution: str) -> str:
-    """The text inside `<think>` tags, where a solution has some, else all but a line `#### 5` that
-    ends it."""
+    """Return the text inside a solution's `<think>` tags; without tags, the solution without a last
+    line like `#### 5`."""
     reasoning, _ = split_completion(solution)
     return (_HASHES.sub("", solution) if reasoning is None else reasoning).strip()
 
@@ -470,7 +472,7 @@ def _are_messages(found: Sequence[Any]) -> bool:
 
 
 def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
-    """(role, text) of each message, of `role` and `content` or ShareGPT's `from` and `value`."""
+    """Return (role, text) of each message, in OpenAI's form or ShareGPT's (`from` and `value`)."""
     if not _are_messages(messages):
         raise ValueError("messages are no list of role and content")
     found = []
@@ -479,7 +481,7 @@ def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
         if not isinstance(role, str):
             raise ValueError(f"the role of a message is no text: {str(role)[:40]!r}")
         text = message["content"] if "content" in message else message.get("value")
-        if isinstance(text, list):  # parts, of which all may be text
+        if isinstance(text, list):  # a list of parts, which must all be text
             parts = [part.get("text") for part in text if isinstance(part, Mapping)]
             texts = [part for part in parts if isinstance(part, str)]
             text = "\n".join(texts) if texts and len(texts) == len(text) else None

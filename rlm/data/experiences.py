@@ -1,6 +1,7 @@
 """Read experience libraries and put the nearest lessons before a question.
 
-recipes/experience writes them: a JSON list of objects with a `content`. Any model can use one.
+recipes/experience writes a library as a JSON list of objects with a `content`. Any model can use
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Experience:
     id: str = ""
     question: str = ""
     about: str = ""  # the text that questions are compared with
-    reach: float = 0.0  # used for questions at least this similar, as it was tried on
+    reach: float = 0.0  # similarity that a question needs, from the lesson's trial
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def load_experiences(path: str | Path) -> tuple[Experience, ...]:
             f"{path} is no experience library: expected a JSON list of objects with `content`"
         ) from error
     if not all(lesson.content for lesson in lessons):
-        raise UsageError(f"{path} holds an empty lesson")
+        raise UsageError(f"{path} contains an empty lesson")
     return lessons
 
 
@@ -78,7 +79,7 @@ def similarity(a: str, b: str) -> float:
 
 
 def experience_block(lessons: Sequence[str]) -> str:
-    """Format lessons for a prompt, one a line; "" without any.
+    """Format lessons for a prompt, one per line; "" without any.
 
     >>> experience_block(["Convert units first."])
     'Lessons from earlier problems:\\n1. Convert units first.'
@@ -88,7 +89,7 @@ def experience_block(lessons: Sequence[str]) -> str:
 
 
 def with_experiences(question: str, lessons: Sequence[str]) -> str:
-    """Return the question after the lessons in words, as a prompt; unchanged without lessons."""
+    """Put lessons in words before the question; return it unchanged without lessons."""
     block = experience_block(lessons)
     return f"{block}\n\nProblem:\n{question.strip()}" if block else question
 

@@ -2,24 +2,24 @@
 
 `load_problems` takes what a user writes after `--dataset`:
 
-    gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub; its own names do, too:
-                                                  openai/gsm8k, nvidia/OpenMathInstruct-1, …
-    openai/gsm8k:main, openai/gsm8k:socratic      a config of it
+    gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub; the hub's names work,
+                                                  too: openai/gsm8k, nvidia/OpenMathInstruct-1, …
+    openai/gsm8k:main, openai/gsm8k:socratic      one config of a dataset
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
     word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
     word-problems:sentences, …:1,sentences        with solutions in sentences
     elementary, elementary:1-2, …                 its everyday arithmetic, one to three steps
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
-    FILE.jsonl, .json, .csv, .tsv, .parquet       a problem a row, also with .gz; data/README.md has
-                                                  the fields
+    FILE.jsonl, .json, .csv, .tsv, .parquet       one problem per row, also with .gz; data/README.md
+                                                  lists the fields
     org/name, org/name:CONFIG                     any other dataset on the hub
-    DIRECTORY, DIRECTORY:CONFIG                   a copy of one, laid out as on the hub
-    elementary+gsm8k:PATH                         several, joined by +; max_samples is of each
+    DIRECTORY, DIRECTORY:CONFIG                   a copy of a hub dataset, with the hub's layout
+    elementary+gsm8k:PATH                         several, joined by +; max_samples is per dataset
 
-Train and validation share no question, and test none with them, but for a file of your own, all of
-which is its test split. Where no validation split is published, a fixed part of train is held out.
-`seed` shuffles train, of which `max_samples` keeps the first; the other splits do not depend on it,
-so that scores of runs with different seeds compare.
+Train, validation and test share no question, except for a file of your own, whose test split is the
+whole file. Where no validation split is published, a fixed part of train is held out. `seed`
+shuffles train, and `max_samples` keeps its first problems. The other splits do not depend on
+`seed`, so that scores of runs with different seeds are comparable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row,
 from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub
 
 SPLITS: dict[str, tuple[str, ...]] = {
-    # validation is carved out of train here
+    # where no validation split is published, it is held out of train
     "gsm8k": ("train", "validation", "test", PUBLISHED_TRAIN),
     "openmathinstruct": ("train", "validation"),
     "aime2024": ("test",),
@@ -57,11 +57,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
 CONFIGS = {"gsm8k": ("main", "socratic")}
-# OpenMathInstruct-1 is gigabytes: with max_samples it is read until this many problems are there
-# (or max_samples, if that is more), and train is a sample of these.
+# OpenMathInstruct-1 has gigabytes: with max_samples, it is read only until it has yielded this many
+# problems (or max_samples, if that is more), and train is a sample of them.
 OPENMATH_POOL = 5000
-ALL_LEVELS, SENTENCES = "1-4", "sentences"  # what may stand behind word-problems:
-# Made if max_samples is None: of train, and of every other split.
+ALL_LEVELS, SENTENCES = "1-4", "sentences"  # what may follow `word-problems:`
+# Numbers of generated problems if max_samples is None: for train, and for every other split.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
 
@@ -79,21 +79,21 @@ def load_problems(
     keep_code: bool = False,
     calculator_marks: bool = False,
 ) -> list[Problem]:
-    """Load what `dataset` names (see the module's docstring); no network unless it names the hub.
+    """Load the problems of `dataset` (see the module's docstring). Only hub names use the network.
 
     Args:
-        split: its name; for a file or hub dataset also a slice of its rows, as in test[:200].
-        columns: which column of a file or hub dataset is which field, as in
+        split: the split's name; for a file or hub dataset also a slice of rows, as in test[:200].
+        columns: the field of each column in a file or hub dataset, as in
             "question=prompt,answer=target".
-        rows: which rows of a file or hub dataset make train and validation, as in train[:500];
-            None is all of train.
-        max_samples: at most so many of each dataset; None is all, and of word-problems 2000
-            (train) or 500, of elementary 8000 or 500.
-        keep_code: OpenMathInstruct: keep solutions that hold code blocks. No code is ever run.
-        calculator_marks: solutions of GSM8K and of our generator have marks, `<<3+5=8>>`.
+        rows: the rows of a file or hub dataset for train and validation, as in train[:500]; None
+            is all of train.
+        max_samples: the most problems per dataset. None is all; of word-problems it is 2000 for
+            train and 500 otherwise, of elementary 8000 and 500.
+        keep_code: OpenMathInstruct: keep solutions that contain code blocks. No code is ever run.
+        calculator_marks: write marks, `<<3+5=8>>`, in solutions of GSM8K and of our generator.
 
     Raises:
-        UsageError: unknown dataset or split, unreadable or bad file, hub out of reach.
+        UsageError: the dataset or split is unknown, a file is bad, or the hub does not answer.
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
@@ -138,10 +138,10 @@ def load_problems(
 
 
 def check_dataset(dataset: str) -> None:
-    """Refuse a `--dataset` that names nothing known and no file that is there; reads nothing.
+    """Check that `--dataset` names a known dataset or an existing file, without reading it.
 
     Raises:
-        UsageError: it does; the message names what is like it.
+        UsageError: it names neither; the message suggests similar names.
     """
     for part in dataset_parts(dataset):
         if is_local_file(part) and not Path(part).is_file():
@@ -155,8 +155,8 @@ def check_dataset(dataset: str) -> None:
 
 
 def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
-    """Return the problems of the user's own files, before torch is imported; none of a large file
-    or another dataset.
+    """Return the problems of the user's own files, to check them before torch is imported. Large
+    files and other datasets are skipped.
 
     Raises:
         UsageError: rows are bad.
@@ -166,52 +166,52 @@ def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[P
 
 
 def dataset_name(dataset: str) -> str:
-    """The same under the name that it has here: of "OpenAI/gsm8k:DIR" that is "gsm8k:DIR"."""
+    """Return the dataset under our name for it: "OpenAI/gsm8k:DIR" becomes "gsm8k:DIR"."""
     name, colon, rest = dataset.partition(":")
     return NAMES.get(name.lower(), name) + colon + rest
 
 
 def is_config(name: str, rest: str) -> bool:
-    """Whether what follows a known name and a colon is a config on the hub, not a path here."""
+    """Return whether `rest`, the text after NAME and a colon, is a hub config and no local path."""
     return rest in CONFIGS.get(name, ()) and not Path(rest).exists()
 
 
 def dataset_parts(dataset: str) -> list[str]:
-    """The datasets that a `--dataset` joins by +; a + inside a path joins nothing."""
+    """Return the datasets that `--dataset` joins by +; a + inside a path joins nothing."""
     parts = dataset.split("+")
     known = (is_named, is_local_file, is_hub)
     return parts if all(any(is_one(part) for is_one in known) for part in parts) else [dataset]
 
 
 def is_named(dataset: str) -> bool:
-    """Whether that is a dataset known here, not a file of the user's own."""
+    """Return whether `dataset` is known by name, not a file of the user's own."""
     return dataset_name(dataset).partition(":")[0] in SPLITS
 
 
 def is_local_file(dataset: str) -> bool:
-    """Whether that is a file of the user's own, all of which is its test split."""
+    """Return whether `dataset` is a file of the user's own, whose test split is the whole file."""
     if is_named(dataset):
         return False
-    if Path(dataset).is_file():  # whatever its ending: what is on the disk is no name on the hub
+    if Path(dataset).is_file():  # with any suffix: an existing file is never a hub name
         return True
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
     return is_one and dataset.lower().removesuffix(".gz").endswith((*READERS,))
 
 
 def is_hub(dataset: str) -> bool:
-    """Whether that is another dataset on the hub, or a directory laid out as there."""
+    """Return whether `dataset` is another dataset on the hub, or a directory with its layout."""
     path, _ = split_config(dataset)
     is_one = Path(path).is_dir() or _HUB_NAME.fullmatch(path) is not None
     return is_one and not is_named(dataset) and not is_local_file(dataset)
 
 
 def own_files(dataset: str) -> set[Path]:
-    """The user's own files that a `--dataset` names."""
+    """Return the user's own files that `--dataset` names."""
     return {Path(part).resolve() for part in dataset_parts(dataset) if is_local_file(part)}
 
 
 def needs_hub(dataset: str) -> bool:
-    """Whether that one dataset comes from the hub: neither made here nor in a file or folder."""
+    """Return whether a single dataset comes from the hub: neither generated nor read from disk."""
     if is_named(dataset):
         name, _, path = dataset_name(dataset).partition(":")
         return name in HUB and (not path or is_config(name, path))
@@ -219,9 +219,10 @@ def needs_hub(dataset: str) -> bool:
 
 
 def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
-    """
+    """Check that all answers are numbers, where only numbers can be verified.
+
     Raises:
-        UsageError: a problem whose answer is a choice or a text, where only numbers are verified.
+        UsageError: a problem's answer is not a number.
     """
     kinds = {problem.answer_type for problem in problems} - {"number"}
     if kinds:
@@ -234,9 +235,9 @@ def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
 def load_gsm8k(
     split: str = "train", max_samples: int | None = None, path: str | Path | None = None
 ) -> list[Problem]:
-    """Load GSM8K as published: 7,473 problems to train in the file's order, or 1,319 to test.
+    """Load GSM8K as published, in the file's order: 7,473 problems of train or 1,319 of test.
 
-    "validation" is the first 200 of train: whoever validates on it trains on the rest,
+    "validation" is the first 200 of train. If you validate on it, train on the rest,
     `load_problems("gsm8k", "train")`, as train_grpo.py does.
 
     Args:
@@ -249,13 +250,13 @@ def load_gsm8k(
 
 
 def load_jsonl(path: str | Path) -> list[Problem]:
-    """All problems of a UTF-8 file with one JSON object a line, in the file's order.
+    """Load the problems of a UTF-8 file with one JSON object per line, in the file's order.
 
-    Bad lines are left out with a warning that names them. A repeated id is bad, for seeds and
-    samples would be mixed up; a line without an id gets FILE-LINE.
+    Bad lines are left out with a warning that names them. A line with a repeated id is bad, because
+    seeds and samples would be mixed up. A line without an id gets the id FILE-LINE.
 
     Raises:
-        UsageError: unreadable, no good line, or more than 5 % bad lines.
+        UsageError: the file is unreadable, has no good line, or has more than 5 % bad lines.
     """
     file = Path(path)
     return parse_rows(read_file(file), str(file), file.stem, parse_row, columns={})
@@ -264,7 +265,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
 def _load_own(
     dataset: str, split: str, columns: dict[str, str], rows: str | None, max_samples: int | None
 ) -> list[Problem]:
-    """The problems of a split of a user's file, a hub dataset, or a directory laid out as one."""
+    """Load a split of a user's file, a hub dataset, or a directory with the hub's layout."""
     if is_local_file(dataset):
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
@@ -311,7 +312,7 @@ def _load_published(
 
 
 def _mix(parts: Sequence[list[Problem]], split: str, seed: int) -> list[Problem]:
-    """The problems of several datasets: train shuffled together, the others one after another."""
+    """Join the problems of several datasets: train is shuffled, other splits stay in order."""
     problems = [problem for part in parts for problem in part]
     repeated = len(problems) - len({problem.id for problem in problems})
     if repeated:

@@ -1,4 +1,4 @@
-"""Problems of a user's own files, of hub datasets, and the validation split held out of them."""
+"""Load a user's own files and hub datasets, and hold out a validation split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlm.data.sources import read_dataset, read_file, split_names
 
 logger = logging.getLogger(__name__)
 
-PUBLISHED_TRAIN = "train+validation"  # GSM8K's train file whole, in its order
-HELD_OUT = 200  # questions in a validation split that is carved, and at most a tenth of all
-# Problems that are read of a larger split on the hub, unless --max-samples asks for more;
-# validation is held out of these.
+PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in its order
+HELD_OUT = 200  # questions in a held-out validation split; at most a tenth of all questions
+# Number of problems that are read from a larger split on the hub, unless --max-samples is larger;
+# validation is held out of these problems.
 POOL = 5000
 SMALL_FILE = 2**22  # bytes
 FILE_SPLITS = ("train", "validation", "test")
@@ -31,7 +31,7 @@ def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | Non
     if role not in FILE_SPLITS:
         raise UsageError(f"{dataset} has no split {role!r}; it has {', '.join(FILE_SPLITS)}")
     if source != "train":
-        raise UsageError(f"--split {rows}: a file has one split; write train[:500], say")
+        raise UsageError(f"--split {rows}: a file has one split; write for example train[:500]")
     found = read_file(Path(dataset))
     bounds = cut if rows else bounds
     if bounds != (None, None):
@@ -62,8 +62,8 @@ def load_hub(
     A dataset without a validation split gets one that is held out of the training rows.
 
     Args:
-        max_samples: so many problems are enough. A split of more than POOL rows is then not read
-            whole, but in an order of its own until POOL problems are there, or max_samples.
+        max_samples: the number of problems that are needed. A split of more than POOL rows is then
+            read in a fixed random order, until it has yielded max(POOL, max_samples) problems.
     """
     path, config = split_config(dataset)
     names = split_names(dataset, path, config)
@@ -81,7 +81,7 @@ def load_hub(
     quiet, prefix = role == "validation" and is_carved, f"{path.rpartition('/')[2]}-{stored}"
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
-        limit = POOL  # validation is held out of these, however many are trained on
+        limit = POOL  # validation must not depend on the size of train
     told = {"limit": limit, "quiet": quiet, "columns": columns}
     problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
     if not is_carved:
@@ -96,8 +96,8 @@ def load_hub(
 
 
 def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[int]:
-    """Return the indices of the rows between two bounds of a split's `count`; of more than POOL in
-    an order that depends on nothing, because many sets are sorted by topic."""
+    """Return the indices of the rows between two bounds, for a split of `count` rows. More than
+    POOL rows come in a fixed random order, because many datasets are sorted by topic."""
     chosen = cut_rows(range(count), bounds)
     return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
 
@@ -105,7 +105,7 @@ def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[i
 def _without_validation(
     problems: list[Problem], dataset: str, columns: dict[str, str]
 ) -> list[Problem]:
-    """The training problems whose question is not in the published validation split, too."""
+    """Remove training problems whose question is also in the published validation split."""
     path, config = split_config(dataset)
     rows = read_dataset(dataset, {"path": path, "name": config, "split": "validation"})
     validation = parse_rows(rows, dataset, "validation", _parse_hub, quiet=True, columns=columns)
@@ -121,7 +121,7 @@ def _without_validation(
 
 
 def split_config(dataset: str) -> tuple[str, str | None]:
-    """Split `org/name:CONFIG` or `DIRECTORY:CONFIG` into what it names and the config."""
+    """Split `org/name:CONFIG` or `DIRECTORY:CONFIG` into the name or directory and the config."""
     if Path(dataset).is_dir() or ":" not in dataset:
         return dataset, None
     path, _, config = dataset.rpartition(":")
@@ -129,7 +129,7 @@ def split_config(dataset: str) -> tuple[str, str | None]:
 
 
 def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:
-    """Parse a row as of a file, but leave it out if its answer cannot be verified."""
+    """Parse a row like a file's row, but leave it out if its answer cannot be verified."""
     try:
         return parse_row(row, default_id, first=first)
     except NotAnAnswer as error:
@@ -140,11 +140,10 @@ def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Prob
 def hold_out(
     problems: list[Problem], split: str, source: str, *, in_order: bool = False
 ) -> list[Problem]:
-    """All of the problems to test; else train or validation, which have no question in common.
+    """Return all problems for test, else those of train or validation, which share no question.
 
-    Validation gets the first questions, or those with the smallest hashes, and comes in the order
-    of these, as test does: nothing depends on the order of a file, and many are sorted by topic or
-    difficulty.
+    Validation gets the questions with the smallest hashes (`in_order`: the first questions). It and
+    test are sorted by these hashes, because many files are sorted by topic or difficulty.
     """
     ordered = (
         problems

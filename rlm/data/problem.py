@@ -1,4 +1,4 @@
-"""`Problem`: a question with its gold answer; and how a row of a dataset becomes one."""
+"""`Problem`, a question with its gold answer, and the parsers from a dataset's rows to Problems."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rlm.grading import (
 
 logger = logging.getLogger(__name__)
 
-# No columns for rewards: fields with a meaning here, and names that a reward's call already takes.
+# Not passed to rewards as columns: our own fields, and names that a reward's call already takes.
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
 TAKEN_FIELDS |= {"reasoning_format", "is_truncated", "strict_verdict"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
@@ -51,32 +51,32 @@ NEEDED = (
     f"needed are rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
     "Problems"
 )
-# `rlm.data.columns.read_chat` finds the answer in these.
+# `rlm.data.columns.read_chat` finds the answer in these columns.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-HEAD = 1000  # rows that are looked at for the number of the first choice
+HEAD = 1000  # rows that are searched for the number of the first choice
 ANOTHER_ANSWER = "with another answer"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its gold answer, which the reader of its `answer_type` reads
-    (`rlm.grading.READERS`). An open answer has none that counts.
+    """A question and its gold answer, which `rlm.grading.READERS[answer_type]` reads. The gold
+    answer of an open question is not used.
     """
 
-    id: str  # unique in its dataset; seeds what is sampled for the problem
+    id: str  # unique in its dataset; seeds the sampling for the problem
     question: str
     answer: str
-    solution: str = ""  # worked, in words; "" where the dataset has none
-    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # to rewards
+    solution: str = ""  # worked, in words; "" if the dataset has none
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # for rewards
     answer_type: AnswerType = "number"
 
 
 def example_questions(problems: Iterable[Problem], count: int = 3, longest: int = 160) -> list[str]:
-    """The first few short questions, for whoever wants to try the model.
+    """Return the first few short questions, to try a model with.
 
     Args:
-        longest: characters of one.
+        longest: most characters per question.
     """
     short = dict.fromkeys(p.question for p in problems if len(p.question) <= longest)
     return list(short)[:count]
@@ -87,7 +87,7 @@ class NotAnAnswer(ValueError):
 
 
 def answer_types(problems: Iterable[Problem]) -> tuple[AnswerType, ...]:
-    """The kinds of answer in a dataset, the most frequent first."""
+    """Return the answer types in a dataset, the most frequent first."""
     counts = Counter[AnswerType](p.answer_type for p in problems)
     return tuple(kind for kind, _ in counts.most_common())
 
@@ -101,20 +101,20 @@ def parse_rows(
     quiet: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Parse numbered rows, of which those without an id get PREFIX-NUMBER; report the bad ones.
+    """Parse numbered rows and report the bad ones; a row without an id gets PREFIX-NUMBER.
 
     Args:
-        rows: bytes are one of JSON; a Problem stays as it is.
-        parse: (row, id if it has none) → its problems; raises ValueError for a bad row, LeftOut for
-            one that is not wanted.
-        limit: stop at so many problems.
-        quiet: report nothing: it was said of the same rows.
+        rows: bytes are a line of JSON; a Problem is kept as it is.
+        parse: (row, default id) → its problems; raises ValueError for a bad row, LeftOut for an
+            unwanted row.
+        limit: stop after this many problems.
+        quiet: report nothing, because the same rows were reported before.
         columns: field → column in a user's own data (`rename_columns`). The report then names the
             columns that are used, repeated questions, and system messages that are not used, and
-            `parse` is told the number of the `first` choice.
+            `parse` gets the number of the `first` choice.
 
     Raises:
-        UsageError: no good row, or a larger share of bad ones than MAX_BAD_SHARE.
+        UsageError: there is no good row, or the share of bad rows is above MAX_BAD_SHARE.
     """
     first = None
     if columns is not None:
@@ -131,14 +131,14 @@ def parse_rows(
             made = [row] if isinstance(row, Problem) else parse(renamed, f"{prefix}-{number}")
             for problem in made:
                 if problem.id in problems:
-                    raise ValueError(f"the id is there twice: {problem.id!r}")
+                    raise ValueError(f"duplicate id: {problem.id!r}")
                 problems[problem.id] = problem
-            if columns is not None and isinstance(row, Mapping):  # no Problem of a user's list
+            if columns is not None and isinstance(row, Mapping):  # not a Problem of a user's list
                 layout = layout or describe_layout(row, columns)
                 with_system += has_system_message(renamed)
         except LeftOut as kind:
             unwanted[str(kind)] += 1
-        except (ValueError, RecursionError) as error:  # the latter from JSON nested very deep
+        except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
             bad.append((number, error))
         if len(problems) == limit:
             break
@@ -149,7 +149,7 @@ def parse_rows(
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
         empty = "it is empty; write a row for each problem, with a question and an answer"
-        raise UsageError(f"{source} holds no problems: {'; '.join(reasons) or empty}")
+        raise UsageError(f"{source} contains no problems: {'; '.join(reasons) or empty}")
     found = list(problems.values())
     if not quiet and (reasons or columns is not None):
         used = f"{len(problems)} of {total} rows used"
@@ -167,10 +167,10 @@ def parse_rows(
 def _first_number(
     rows: Iterator[tuple[int, bytes | Row | Problem]], columns: Mapping[str, str], count: int
 ) -> tuple[int | None, Iterator[tuple[int, bytes | Row | Problem]]]:
-    """Look at the first `count` rows for one that tells the number of the first choice.
+    """Search the first `count` rows for one that shows the number of the first choice.
 
     Returns:
-        `first_number` of that row, or None, and all rows.
+        `first_number` of that row, or None, and an iterator over all rows.
     """
     head, first = [*itertools.islice(rows, count)], None
     for _, row in head:
@@ -184,7 +184,7 @@ def _first_number(
 
 
 def _repeats(problems: Sequence[Problem]) -> list[str]:
-    """Count the rows that repeat a question, and those of them whose answer is another one."""
+    """Report how many rows repeat a question, and how many of them have another answer."""
     answers: dict[str, str] = {}
     first = [answers.setdefault(plain_question(p.question), p.answer) for p in problems]
     repeated = len(problems) - len(answers)
@@ -194,14 +194,14 @@ def _repeats(problems: Sequence[Problem]) -> list[str]:
 
 
 def plain_question(question: str) -> str:
-    """A question as it is compared with others: case and white space do not count."""
+    """Normalise a question for comparison: case and white space are ignored."""
     return " ".join(question.casefold().split())
 
 
 def _refusal(
     source: str, number: int, error: Exception, how_many: str, row: bytes | Row | Problem
 ) -> str:
-    """Say in one line why a file of bad rows is refused, and what its columns are."""
+    """Explain in one line why a file of bad rows is refused, with its columns if one is missing."""
     text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
@@ -238,12 +238,12 @@ def _by_reason(bad: Sequence[tuple[int, Exception]]) -> list[str]:
 
 
 def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list[Problem]:
-    """Return a list of Problems or of dicts, or a `datasets.Dataset`, as problems.
+    """Convert a list of Problems or dicts, or a `datasets.Dataset`, to problems.
 
-    A row has the fields of a line of a JSONL file (data/README.md).
+    A row has the same fields as a line of a JSONL file (data/README.md).
 
     Raises:
-        UsageError: it is empty or something else, or its rows are bad or lack a field.
+        UsageError: `dataset` is empty or of another type, or its rows are bad or lack a field.
     """
     if isinstance(dataset, Mapping):  # a DatasetDict, a column-wise dict
         raise UsageError(f"{name} is a dict of {', '.join(map(str, dataset))}: give one of these")
@@ -259,7 +259,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         if not isinstance(row, Problem | Mapping):
             raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    # Rows that say what their answers are may have none: `parse_row` looks at each.
+    # Rows with an answer_type may have no answer: `parse_row` checks each row.
     needed = (QUESTION_FIELDS, {*ANSWER_FIELDS, "answer_type"})
     has_answer_inside = bool(ANSWER_INSIDE & columns.keys())
     if not has_answer_inside and not all(columns.keys() & {*fields} for fields in needed):
@@ -268,7 +268,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
 
 
 def _decode(line: bytes) -> Row:
-    """A line's JSON object; ValueError if it is anything else."""
+    """Return a line's JSON object; raise ValueError if it is anything else."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -278,14 +278,14 @@ def _decode(line: bytes) -> Row:
             raise ValueError(
                 "not JSON: an object over several lines; write each on one (jq -c . FILE)"
             ) from error
-        raise ValueError(f"not JSON ({error.msg})") from error  # its own text says "line 1"
+        raise ValueError(f"not JSON ({error.msg})") from error  # str(error) would say "line 1"
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     return row
 
 
 def _text(row: Row, *names: str, default: str | None = None) -> str:
-    """The first of these fields that is not null, as text; ValueError if it is no text or empty."""
+    """Return the first of these fields that is not null, as text; raise ValueError without one."""
     name = next((name for name in names if row.get(name) is not None), None)
     value = default if name is None else row[name]
     if value is None:
@@ -295,14 +295,14 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     text = str(value).strip() or default
     if text is None:
         raise ValueError(f"{name} is empty")
-    text.encode()  # JSON can spell lone surrogates, on which a tokenizer would fail
+    text.encode()  # raises for lone surrogates, which JSON allows and a tokenizer refuses
     return text
 
 
 def parse_row(
     row: Row, default_id: str, calculator_marks: bool = False, first: int | None = None
 ) -> list[Problem]:
-    """The problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields.
+    """Return the problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields.
 
     Args:
         first: the number of the first choice, if answers are numbers of choices (`read_choices`).
@@ -324,7 +324,7 @@ def parse_row(
 
 
 def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Problem]:
-    """The problem of a row of OpenMathInstruct-1: one of many solutions, right or wrong."""
+    """Return the problem of a row of OpenMathInstruct-1, one of many solutions, right or wrong."""
     if not isinstance(row.get("is_correct"), bool):
         raise ValueError("is_correct is neither true nor false")
     question, answer = _text(row, "question"), _text(row, "expected_answer")
@@ -339,7 +339,7 @@ def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Proble
 
 
 def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
-    """The right rollouts of a line of recipes/experience, each a problem with a solution."""
+    """Return the right rollouts of a line of recipes/experience, as problems with solutions."""
     rollouts = row.get("rollouts")
     if not isinstance(rollouts, list) or not rollouts:
         raise ValueError("no rollouts")
@@ -350,7 +350,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
             raise ValueError("a rollout does not say whether it is correct")
         if rollout["is_correct"]:
             reasoning, text = split_completion(_text(rollout, "solution"))
-            # What comes before the answer: the thinking if it was shown, else all but the last line
+            # The text before the answer: the thinking if it was shown, else all but the last line.
             solution = (reasoning or FINAL_LINE.sub("", text)).strip()
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []

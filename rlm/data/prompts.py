@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rlm.data.problem import Problem
 
 T = TypeVar("T")
-# Templates name the day, by a date that they are given or by a function of transformers that reads
-# the clock: else each day's prompt would be another one. Templates are given data only, so the
-# function's place is taken by a macro, which looks up what each directive writes.
+# Some templates write the date: a `date_string` that they get, or transformers' `strftime_now()`,
+# which reads the clock. A fixed date keeps prompts the same on all days. Templates get only data,
+# so a macro replaces `strftime_now`; it looks up the text of each directive.
 TODAY = datetime(2024, 7, 26)
 DATES = {f"%{c}": TODAY.strftime(f"%{c}") for c in "aAbBcdDeFfHIjmMpSTUwWxXyYzZ"}
 DATES |= {"%-d": str(TODAY.day), "%-m": str(TODAY.month)}
@@ -37,8 +37,8 @@ STRFTIME_NOW = (
     "{% for directive, text in rlm_dates.items() %}"
     "{% set now.text = now.text.replace(directive, text) %}{% endfor %}{{ now.text }}{% endmacro %}"
 )
-MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text
-IGNORE_INDEX = -100  # the label of a token that is not learned: that of PyTorch's cross-entropy
+MAX_FILE_NAME = 255  # characters; a longer --system-prompt is text, not a file name
+IGNORE_INDEX = -100  # label of a token without a loss, as in PyTorch's cross-entropy
 # What the system prompt asks for, by the kind of answer.
 ASKED_FOR: dict[AnswerType, str] = {
     "number": "final number",
@@ -46,19 +46,19 @@ ASKED_FOR: dict[AnswerType, str] = {
     "text": "final answer",
     "open": "final answer",
 }
-# Stands where a message goes while the chat template is rendered; no template contains it.
+# Placeholder for a message while the chat template is rendered; no template contains it.
 _PLACE = "\ue000{}\ue001"
-_NO_TEXT = re.compile("[\ud800-\udfff]")  # how Python decodes broken UTF-8 of a command line
-# Whether special tokens are split is not an argument of the tokenizer that transformers wraps but
-# its state: of two threads, one would encode a user's text with what the other has set.
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # Python's decoding of invalid UTF-8 in argv
+# `split_special_tokens` is not an argument but state of the tokenizer that transformers wraps:
+# without a lock, a thread could encode a user's text with the setting of another thread.
 _ENCODING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a completion is asked to be: reasoning in one tag, then an answer of a kind in another.
+    """The form of a completion: reasoning in one tag, then an answer of a given type in another.
 
-    own_prompt: a user's system prompt in place of the one that asks for the tags.
+    own_prompt: a user's system prompt, which replaces the one that asks for the tags.
     """
 
     reasoning_tag: str
@@ -67,15 +67,15 @@ class Format:
     answer_type: AnswerType = "number"
 
     def with_prompt(self, text: str | None) -> Format:
-        """The same tags with a user's system prompt; "" is a chat without one, None the usual."""
+        """Return this format with a user's system prompt; "" is no prompt, None the default."""
         return replace(self, own_prompt=text)
 
     def with_answer_type(self, kind: AnswerType) -> Format:
-        """The same for answers of a kind: another prompt, another grading, other votes."""
+        """Return this format for another answer type, which changes prompt, grading and vote."""
         return replace(self, answer_type=kind)
 
     def grade(self, completion: str, gold: str | None, *, strict: bool) -> Verdict:
-        """`rlm.grading.grade` by these tags and this kind of answer."""
+        """Call `rlm.grading.grade` with these tags and this answer type."""
         return grade(completion, gold, strict=strict, kind=self.answer_type, **self.tags)
 
     @property
@@ -85,12 +85,12 @@ class Format:
 
     @property
     def answer_tags(self) -> tuple[str, str]:
-        """The opening and the closing one."""
+        """The opening and the closing answer tag."""
         return f"<{self.answer_tag}>", f"</{self.answer_tag}>"
 
     @property
     def system_prompt(self) -> str:
-        """A user's own; else the one that asks for the tags and the kind of answer."""
+        """The user's own prompt, else one that asks for the tags and the answer type."""
         if self.own_prompt is not None:
             return self.own_prompt
         return (
@@ -99,8 +99,8 @@ class Format:
         )
 
     def completion(self, reasoning: str, answer: str) -> str:
-        """The text that a perfect completion has. The reasoning loses its boxes (`\\boxed{}`): the
-        answer has a place of its own.
+        """Return the text of a perfect completion. Boxes (`\\boxed{}`) in the reasoning are
+        unwrapped, because the answer has its own tag.
 
         >>> FORMATS["deepseek"].completion("1 + 1 = 2", "2")
         '<think>\\n1 + 1 = 2\\n</think>\\n<answer>2</answer>'
@@ -112,7 +112,7 @@ class Format:
 
 
 class Formats(dict[str, Format]):
-    """The formats by name, with one line for a name that is none of them."""
+    """The formats by name; an unknown name raises a UsageError."""
 
     def __missing__(self, name: str) -> Format:
         known = find_choice(name, list(self))
@@ -127,7 +127,7 @@ FORMATS = Formats(
 )
 
 
-# Where a template begins the reply by opening the reasoning (or by an empty one).
+# The end of a template that begins the reply with an opened, or an empty, reasoning block.
 _OPENED = re.compile(
     "|".join(rf"<{f.reasoning_tag}>\s*(?:</{f.reasoning_tag}>\s*)?\Z" for f in FORMATS.values())
 )
@@ -138,7 +138,7 @@ def _render_template(
 ) -> str:
     if not tokenizer.chat_template:
         todo = "use an instruct model"
-        if (Path(tokenizer.name_or_path) / "chat_template.json").is_file():  # older processors'
+        if (Path(tokenizer.name_or_path) / "chat_template.json").is_file():  # from older processors
             todo = "copy the text in its chat_template.json to chat_template.jinja there"
         raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; {todo}"
@@ -154,9 +154,9 @@ def _render_template(
             date_string=TODAY.strftime("%d %b %Y"),
             rlm_dates=DATES,
         )
-        return cast("str", rendered)  # what it is follows from tokenize
+        return cast("str", rendered)  # a str, because of tokenize=False
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        # It can refuse, such as a system role.
+        # A template can refuse messages, such as those of a system role.
         raise UsageError(
             f"the chat template of {tokenizer.name_or_path!r} refuses our messages ({error}); "
             "use another instruct model"
@@ -164,7 +164,7 @@ def _render_template(
 
 
 def read_system_prompt(text: str | None) -> str | None:
-    """Read the value of --system-prompt: a file's text if it names a file, else itself.
+    """Read the value of --system-prompt: a file's text if it names a file, else the text itself.
 
     Raises:
         UsageError: the named file does not exist or cannot be read as text.
@@ -185,24 +185,25 @@ def read_system_prompt(text: str | None) -> str | None:
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False
 ) -> list[int]:
-    """Ids of a text. Special tokens in it stay plain text, unless we or the template wrote it."""
+    """Return a text's token ids. `special` is for text of ours or of the template: without it,
+    special tokens stay plain text."""
     with _ENCODING:
         return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special)
 
 
 def backend_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The tokenizer of the tokenizers library in one of transformers.
+    """Return the tokenizers-library tokenizer that a transformers tokenizer wraps.
 
     Raises:
-        UsageError: there is none.
+        UsageError: it wraps none.
     """
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise UsageError(
-            f"the tokenizer of {tokenizer.name_or_path!r} is none of the tokenizers library (no "
-            "tokenizer.json): unsupported"
+            f"the tokenizer of {tokenizer.name_or_path!r} is not supported: it is not of the "
+            "tokenizers library (no tokenizer.json)"
         )
     return backend
 
@@ -215,13 +216,13 @@ def render_prompt(
     examples: Sequence[tuple[str, str]] = (),
     system_prompt: str | None = None,
 ) -> list[int]:
-    """Token ids of the chat up to where the assistant begins to write.
+    """Return the token ids of the chat up to where the assistant begins to write.
 
-    The template is rendered around placeholders, so each text stands whole in its own place,
-    whatever the template does to texts. The ids are those that `apply_chat_template` gives, but
-    for a reasoning tag that it opens (DeepSeek-R1), which the model writes itself here. Only
-    where a text holds a mark of the template (`<|im_end|>`), texts are encoded by themselves, so
-    that a user cannot close his turn or open another role.
+    The template is rendered around placeholders, so that each text stays whole, whatever the
+    template does to texts. The ids equal those of `apply_chat_template`, with two exceptions. A
+    reasoning tag that the template opens (DeepSeek-R1) is left out, because the model writes it
+    here. If a text contains a mark of the template (`<|im_end|>`), the texts are encoded
+    separately, so that a user cannot close the turn or open another role.
 
     Args:
         examples: (question, completion) pairs shown as earlier turns (few-shot).
@@ -229,8 +230,8 @@ def render_prompt(
             out.
 
     Raises:
-        UsageError: the tokenizer has no chat template, a text has no place in the template, or it
-            is no text.
+        UsageError: the tokenizer has no chat template, the template does not place each text, or a
+            text cannot be encoded as plain text.
     """
     if system_prompt is None:
         system_prompt = format.system_prompt
@@ -241,7 +242,7 @@ def render_prompt(
         if role != "system" or text.strip()
     ]
     if any(_NO_TEXT.search(message["content"]) for message in messages):
-        raise UsageError("the question or the system prompt has bytes that are no UTF-8 text")
+        raise UsageError("the question or the system prompt is not valid UTF-8 text")
     pieces, texts = _place_texts(tokenizer, messages)
     if opened := _OPENED.search(pieces[-1]):  # the model writes its tags itself
         pieces[-1] = pieces[-1][: opened.start()]
@@ -259,8 +260,8 @@ def render_prompt(
         ids = [*chain(*_alternate(by_template, by_user))]
     if [token for token in ids if token in marks] != wanted:
         raise UsageError(
-            f"a message holds a token that the tokenizer of {tokenizer.name_or_path!r} cannot take "
-            f"as text: one of {', '.join(mark.content for mark in marks.values()):.200}"
+            f"a message contains a token that the tokenizer of {tokenizer.name_or_path!r} cannot "
+            f"encode as text: one of {', '.join(mark.content for mark in marks.values()):.200}"
         )
     return ids
 
@@ -268,19 +269,19 @@ def render_prompt(
 def _place_texts(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """What the template writes around the messages' texts, in n + 1 pieces, and these n texts.
+    """Return the n + 1 pieces that the template writes around the messages' texts, and the n texts.
 
-    Without a system role in the template, the system message begins the first user's turn.
+    If the template has no system role, the system message begins the first user's turn.
 
     Raises:
-        UsageError: the template refuses the messages, or a text does not stand in it exactly once.
+        UsageError: the template refuses the messages, or does not write each text exactly once.
     """
     name = repr(tokenizer.name_or_path)
     places = [message | {"content": _PLACE.format(i)} for i, message in enumerate(messages)]
     try:
         parts = re.split(_PLACE.format(r"(\d+)"), _render_template(tokenizer, places, True))
         order = [int(i) for i in parts[1::2]]
-        # A system message may stand anywhere (Mistral: in the last user's turn), turns may not.
+        # A system message may be anywhere (Mistral: in the last user's turn); turns stay in order.
         turns = [i for i in order if messages[i]["role"] != "system"]
         if sorted(order) != [*range(len(messages))] or turns != sorted(turns):
             raise UsageError(
@@ -301,7 +302,7 @@ def _place_texts(
     pieces, texts = parts[::2], [messages[i]["content"] for i in order]
     try:
         usual = _render_template(tokenizer, messages, True)
-    except UsageError:  # not with these texts
+    except UsageError:  # the template refuses these texts
         usual = ""
     if usual != "".join(_alternate(pieces, texts)):
         print_once(f"the chat template of {name} changes texts; here each is written as it is")
@@ -309,13 +310,13 @@ def _place_texts(
 
 
 def _alternate(pieces: Sequence[T], texts: Sequence[T]) -> list[T]:
-    """The pieces of a template and the texts between them, in the order of the prompt."""
+    """Interleave the pieces of a template and the texts between them, as in the prompt."""
     return [*chain(*zip(pieces, texts, strict=False)), pieces[-1]]
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase, template: Set[int]) -> dict[int, AddedToken]:
-    """The added tokens that no text may bring in, by id: all special ones, and those that the
-    template writes, which are not always special (DeepSeek)."""
+    """Return the added tokens that no text may bring in, by id: all special tokens, and those that
+    the template writes, which are not always special (DeepSeek)."""
     return {
         token: added
         for token, added in tokenizer.added_tokens_decoder.items()
@@ -328,7 +329,7 @@ def _encode_without(
 ) -> list[int]:
     """Encode a text in which these tokens stay plain text.
 
-    The tokenizer has no option for tokens that are not special, so the text is cut behind the
+    The tokenizer has no option for tokens that are not special, so the text is cut after the
     first character of each.
     """
     found = re.finditer("|".join(map(re.escape, tokens)), text) if tokens else ()
@@ -339,15 +340,15 @@ def _encode_without(
 def render_problem(
     tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format, **options: Any
 ) -> list[int]:
-    """`render_prompt` of a problem: the system prompt asks for the kind of answer that it has."""
+    """Render a problem's prompt; the system prompt asks for the problem's answer type."""
     format = format.with_answer_type(problem.answer_type)
     return render_prompt(tokenizer, problem.question, format, **options)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that the template writes after an assistant message; the tokenizer's EOS else.
+    """Return the token that the template writes after an assistant message, else the EOS token.
 
-    Instruct models do not agree on it: `<|im_end|>`, `<|eot_id|>`, `</s>`.
+    Instruct models use different ones: `<|im_end|>`, `<|eot_id|>`, `</s>`.
     """
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE}]
     rendered = _render_template(tokenizer, messages, add_generation_prompt=False)
@@ -362,16 +363,16 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def render_completion(
     tokenizer: PreTrainedTokenizerBase, reasoning: str, answer: str, format: Format
 ) -> list[int]:
-    """Token ids of a perfect completion, with the end-of-turn token exactly once, at the end.
+    """Return token ids of a perfect completion, with the end-of-turn token once, at the end.
 
     Raises:
-        UsageError: decoding the ids does not give the text back (a tokenizer that eats the tags).
+        UsageError: the text does not round-trip (the tokenizer drops the tags).
     """
     text = format.completion(reasoning, answer)
     ids = encode_text(tokenizer, text)
     if str(tokenizer.decode(ids)).strip() != text:
         raise UsageError(
-            f"the tokenizer of {tokenizer.name_or_path!r} does not give {text[:40]!r}… back"
+            f"the tokenizer of {tokenizer.name_or_path!r} does not round-trip {text[:40]!r}…"
         )
     return [*ids, end_of_turn_id(tokenizer)]
 
@@ -379,7 +380,7 @@ def render_completion(
 def longest_prompts(
     render: Callable[[Problem], list[int]], problems: Sequence[Problem], count: int = 8
 ) -> list[list[int]]:
-    """The prompts of the problems with the longest questions, as token ids."""
+    """Return the prompts of the problems with the longest questions, as token ids."""
     longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
     return [render(problem) for problem in longest]
 
@@ -391,14 +392,14 @@ def drop_long_prompts(
     why: str,
     what: str = "problems",
 ) -> list[Problem]:
-    """Keep the problems whose prompts have at most `limit` tokens, and say how many have not.
+    """Keep the problems whose prompts have at most `limit` tokens; print how many are left out.
 
     Args:
         why: where the limit comes from, and which option changes it.
-        what: the problems are for.
+        what: name of the problems in messages.
 
     Raises:
-        UsageError: none has.
+        UsageError: no prompt fits.
     """
     fitting = [problem for problem in problems if len(render(problem)) <= limit]
     if problems and not fitting:
@@ -411,9 +412,9 @@ def drop_long_prompts(
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:
-    """Every token that ends a turn: the tokenizer's, the generation config's, the template's.
+    """Return all tokens that end a turn: of the tokenizer, the generation config, the template.
 
-    A model that knows several (Llama 3, Phi) looks truncated for ever if only one is honoured.
+    If only one is honoured, a model with several (Llama 3, Phi) always seems truncated.
     """
     configured = getattr(generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list | tuple) else [configured]

@@ -30,7 +30,7 @@ HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, beside
         "data_files": {s: f"correct_solutions/{s}.jsonl" for s in ("train", "validation")},
         "streaming": True,
     },
-    "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # its only one
+    "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # its only split
     "aime2025": {"path": "math-ai/aime25"},
 }
 HUB_TIMEOUT = 5.0  # seconds
@@ -47,14 +47,14 @@ def find_published(directory: Path, name: str, split: str) -> Path:
     for file in (directory / name for name in names):
         if file.exists():
             return file
-    raise UsageError(f"the directory {directory} holds no {' or '.join(names)}")
+    raise UsageError(f"the directory {directory} contains no {' or '.join(names)}")
 
 
 def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
-    """The rows of a file, numbered from 1, read by what its name ends with.
+    """Yield the rows of a file, numbered from 1; the suffix decides the reader.
 
     Raises (when the rows are read):
-        UsageError: the file cannot be read, or its ending is none of READERS.
+        UsageError: the file cannot be read, or READERS lacks its suffix.
     """
     suffix = path.name.lower().removesuffix(".gz")
     if not path.exists():
@@ -62,12 +62,12 @@ def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
     reader = next((read for ending, read in READERS.items() if suffix.endswith(ending)), None)
     if reader is None:
         raise UsageError(
-            f"cannot read the data file {path}: the endings that are read are "
+            f"cannot read the data file {path}: the supported suffixes are "
             f"{', '.join(READERS)}, each also with .gz; save a spreadsheet as CSV"
         )
     try:
         yield from reader(path)
-    except (OSError, EOFError) as error:  # EOFError, BadGzipFile: a compressed file is cut off
+    except (OSError, EOFError) as error:  # EOFError, BadGzipFile: a truncated file
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read the data file {path}: {reason}") from error
     except (ValueError, csv.Error, pyarrow_error()) as error:
@@ -76,7 +76,7 @@ def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
 
 
 def pyarrow_error() -> type[Exception]:
-    """The base of pyarrow's errors, where pyarrow has been loaded."""
+    """Return the base class of pyarrow's errors if pyarrow is loaded, else ValueError."""
     pyarrow = sys.modules.get("pyarrow")
     return pyarrow.ArrowException if pyarrow else ValueError
 
@@ -86,10 +86,10 @@ def _open(path: Path) -> io.BufferedIOBase:
 
 
 def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
-    """The rows of a JSON file: objects a line each, an array of objects, or an object with one.
+    """Yield the rows of a JSON file: one object per line, an array of them, or an object with one.
 
-    Blank lines and a byte order mark are passed over. Lines come as they are, so that a bad one
-    costs its own row.
+    Blank lines and a byte order mark are skipped. Lines are yielded unparsed, so that a bad line
+    costs only its own row.
     """
     with _open(path) as stream:
         start = stream.read(64)
@@ -114,8 +114,8 @@ def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
 
 
 def _read_whole(data: bytes) -> list[Row] | None:
-    """The rows of one JSON array, of the one array in a JSON object, or of an object of columns or
-    of rows, as pandas writes a data frame; None for lines."""
+    """Return the rows of a JSON array, of the only array in a JSON object, or of an object of
+    columns or rows, as pandas writes a data frame; None for a file of lines."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -127,7 +127,7 @@ def _read_whole(data: bytes) -> list[Row] | None:
         return [{name: column[n] for name, column in found.items()} for n in parts[0]]
     lists = [value for value in found.values() if _is_rows(value)] if _is_object(found) else [found]
     if len(lists) == len(parts) > 1 and not {*CHAT_FIELDS} & found.keys():
-        raise ValueError(f"it holds several datasets ({', '.join(found)}): save each as a file")
+        raise ValueError(f"it contains several datasets ({', '.join(found)}): save each as a file")
     if len(lists) != 1 or not _is_rows(lists[0]):
         return None
     return lists[0]
@@ -142,7 +142,7 @@ def _is_rows(value: object) -> bool:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows of a parquet file, numbered from 1."""
+    """Yield the rows of a parquet file, numbered from 1."""
     import pyarrow.parquet
 
     with _open(path) as stream:
@@ -150,10 +150,10 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows of a CSV file whose first line names the columns, numbered from 1, all as text.
+    """Yield the rows of a CSV file, numbered from 1, all as text. The first line names the columns.
 
-    Its separator (comma, semicolon, tab or bar) is the one that the first line has most of. It is
-    UTF-8, UTF-16 with a byte order mark, or, where neither fits, Windows' cp1252.
+    The separator (comma, semicolon, tab or bar) is the one that splits the first line most often.
+    The encoding is UTF-8, UTF-16 with a byte order mark, or, if neither fits, Windows' cp1252.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
@@ -173,7 +173,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
         yield number, row
 
 
-# How a file is read, by what its name ends with (.gz apart).
+# Reader by file suffix (without .gz).
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
     **dict.fromkeys((".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"), read_json),
     ".csv": read_csv,
@@ -183,7 +183,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
 
 
 def read_hub(name: str, split: str, config: str | None) -> Iterator[tuple[int, Row]]:
-    """The rows of a published dataset on the hub, or in the hub's cache on this machine."""
+    """Yield the rows of a published dataset from the hub, or from the hub's local cache."""
     chosen = {"name": config} if config else {}
     yield from read_dataset(name, {"split": split} | HUB[name] | chosen)
 
@@ -193,12 +193,12 @@ def read_dataset(
     arguments: dict[str, Any],
     choose: Callable[[int], Sequence[int]] | None = None,
 ) -> Iterator[tuple[int, Row]]:
-    """The rows that `datasets.load_dataset` finds, numbered from 1, read one by one.
+    """Yield the rows that `datasets.load_dataset` finds, numbered from 1, one by one.
 
     Args:
         name: the dataset's name in messages.
-        arguments: what `load_dataset` gets; path is a name on the hub, or a directory laid out as
-            there.
+        arguments: arguments of `load_dataset`; path is a name on the hub, or a directory with the
+            hub's layout.
         choose: takes the number of rows and returns the indices to read; None reads all.
     """
     import datasets
@@ -215,7 +215,7 @@ def read_dataset(
 
 
 def split_names(name: str, path: str, config: str | None) -> list[str]:
-    """The splits of a dataset on the hub, or in a directory laid out as there."""
+    """Return the split names of a dataset on the hub, or in a directory with the hub's layout."""
     import datasets
 
     with _reaching_hub(name, path):
@@ -225,7 +225,7 @@ def split_names(name: str, path: str, config: str | None) -> list[str]:
 
 
 def _is_saved(path: str) -> bool:
-    """Whether that is a directory that `datasets.save_to_disk` has written."""
+    """Return whether `path` is a directory that `datasets.save_to_disk` has written."""
     return any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -239,7 +239,7 @@ def _saved_splits(path: str) -> dict[str, Any]:
 
 @contextmanager
 def _reaching_hub(name: str, path: str) -> Iterator[None]:
-    """Look in the cache at once where the hub does not answer; a failure is one line."""
+    """Use the cache at once if the hub does not answer; turn failures into a UsageError."""
     import httpx2
     from datasets import config, exceptions
     from huggingface_hub import HfApi
@@ -249,7 +249,7 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
         if not Path(path).is_dir():
             try:
                 HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
-            except (OSError, httpx2.HTTPError):  # a refusal comes up again below
+            except (OSError, httpx2.HTTPError):  # `yield` raises a refusal again
                 # load_dataset would retry for 23 s before it looks in its cache.
                 config.HF_HUB_OFFLINE = True
         yield

@@ -2,9 +2,8 @@
 
 The stories are the families of two tables: word_problems.yaml (positive integers), and
 elementary.yaml (plain arithmetic, decimals, fractions, percentages, larger numbers). A problem's
-split is a hash of its family and its numbers, so that no two splits share a problem, whichever
-seeds and counts they were asked with. The held-out families make up a split of their own, which
-measures transfer.
+split is a hash of its family and its numbers, so that no two splits share a problem, for all seeds
+and counts. The held-out families make up a split of their own, which measures transfer.
 """
 
 import hashlib
@@ -25,8 +24,8 @@ YAML_FILES = {
     "elementary": Path(__file__).with_name("elementary.yaml"),
 }
 
-# The largest value that a step may give, by level, where the table says no other: a small model
-# has to learn the arithmetic too.
+# The largest value of a step, by level, unless the table sets another. Values are small, because a
+# small model has to learn the arithmetic too.
 LARGEST_VALUE = {1: 150, 2: 150, 3: 500, 4: 600}
 
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": Fraction}
@@ -36,7 +35,7 @@ _RANGE = re.compile(rf"{_DECIMAL} to {_DECIMAL}(?: by {_DECIMAL})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Family:
-    """One story, an entry of a table, whose head says what the fields hold."""
+    """One story: an entry of a table. The comment at the head of the table explains the fields."""
 
     name: str
     steps: Sequence[str]
@@ -63,7 +62,7 @@ class Family:
         return [name for name in names if re.search(rf"\{{{name}[}}:]", self.wordings[0])]
 
     def allows(self, value: int | Fraction) -> bool:
-        """Whether a step may give this value."""
+        """Return whether a step may have this value."""
         largest = LARGEST_VALUE[self.level] if self.largest is None else self.largest
         is_written_out = (value * 10**self.decimals).denominator == 1
         return is_written_out and (0 < value <= largest or (self.zero and value == 0))
@@ -76,8 +75,8 @@ class Table:
     names: Sequence[str]  # people's names
     nouns: Mapping[str, Sequence[str]]  # plural
     families: Sequence[Family]
-    women: Sequence[str] = ()  # those of the names that are "she"
-    spelled_rate: float = 0.0  # how often small numbers stand in words
+    women: Sequence[str] = ()  # the names for which a story uses "she"
+    spelled_rate: float = 0.0  # share of the questions that spell out small numbers
 
 
 class Shown:
@@ -104,7 +103,7 @@ def load_word_problem_table(dataset: str = "word-problems") -> Table:
     """Read word_problems.yaml or elementary.yaml, once."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former takes a tenth of the time
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
     content = yaml.load(YAML_FILES[dataset].read_text(encoding="utf-8"), loader)
     common, families = {"largest": content.pop("largest", None)}, []
     for entry in content.pop("families"):
@@ -116,7 +115,7 @@ def load_word_problem_table(dataset: str = "word-problems") -> Table:
 
 
 def _options(entry: str | list[int], file: Path) -> Sequence[int | Fraction]:
-    """The numbers that an entry allows: `2 to 12`, `10 to 150 by 5`, `0.5 to 9 by 0.5`, a list."""
+    """Parse an entry's numbers: `2 to 12`, `10 to 150 by 5`, `0.5 to 9 by 0.5`, or a list."""
     if isinstance(entry, list):
         return [value if isinstance(value, int) else Fraction(str(value)) for value in entry]
     if (match := _RANGE.fullmatch(str(entry))) is None:
@@ -168,7 +167,7 @@ DISTRACTOR_NUMBERS = range(6, 31)
 
 # Draws before giving up. The rarest story needs about 30 draws for one usable set of numbers.
 MAX_NUMBER_DRAWS = 10_000
-# A problem falls in its split with probability 0.1 at least, so this only runs out on repeats.
+# A draw is in the wanted split with probability 0.1 or more, so only repeats use up all draws.
 MAX_PROBLEM_DRAWS = 2_000
 
 _WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -192,11 +191,10 @@ def generate_word_problems(
     """Make `count` problems with different questions, spread evenly over the families.
 
     The result is a function of the arguments alone, and a smaller count gives a prefix of it. A
-    solution has a line for each step; the columns are the family and the level (the number of
-    steps).
+    solution has one line per step; the columns are the family and the level (the number of steps).
 
     Args:
-        families: narrows the selection by name.
+        families: names of the families to use; None is all.
         dataset: "word-problems", whose answers are positive integers, or "elementary".
         calculator_marks: write the solutions' equations as `<<3+5=8>>`.
         sentences: solve in sentences, "4 boxes hold 4 * 6 = 24 eggs.", not as `eggs: 4 * 6 = 24`.
@@ -239,7 +237,7 @@ def draw_problem(
     calculator_marks: bool = False,
     sentences: bool = False,
 ) -> tuple[Problem, str]:
-    """Draw one problem of the family, and say which split it belongs to.
+    """Draw one problem of the family; return it and the split that it belongs to.
 
     Raises:
         RuntimeError: the family's ranges hardly ever give values that it allows.
@@ -276,7 +274,7 @@ def draw_problem(
 
 
 def _draw_words(table: Table, rng: random.Random) -> dict[str, str]:
-    """Draw the two people of a story and its things."""
+    """Draw the two people and the things of a story."""
     name, friend = rng.sample(table.names, 2)
     he, his, him = ("she", "her", "her") if name in table.women else ("he", "his", "him")
     words = {"name": name, "friend": friend, "he": he, "his": his, "him": him}
@@ -285,7 +283,7 @@ def _draw_words(table: Table, rng: random.Random) -> dict[str, str]:
 
 
 def split_of(family: Family, numbers: Mapping[str, int | Fraction]) -> str:
-    """The split of a problem; it depends on the family and the stated numbers only."""
+    """Return the split of a problem, which depends only on the family and the stated numbers."""
     if family.held_out:
         return "test_families"
     stated = [numbers[name] for name in family.stated]
@@ -305,7 +303,7 @@ def _draw_numbers(
         numbers = {name: rng.choice(options) for name, options in family.numbers.items()}
         solution = []
         for step in solve([*family.setup, *family.steps], numbers):
-            if not family.allows(step.value):  # the next step could divide by it
+            if not family.allows(step.value):  # stop, as the next step could divide by it
                 break
             solution.append(step)
         else:

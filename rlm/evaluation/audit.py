@@ -1,8 +1,8 @@
 """Audit the grader (`eval.py --audit-reward`): find where graders disagree on a run's samples.
 
 A verifier that misses right answers looks like a model that does not learn. Every completion of a
-run's samples.jsonl is graded strictly, leniently, and by math-verify if it is installed, in a
-process of its own with a time limit, because some texts take it minutes.
+run's samples.jsonl is graded strictly, leniently, and by math-verify if it is installed.
+math-verify runs in its own process with a time limit, because some texts take it minutes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ START_LIMIT = 60.0  # seconds that importing sympy may take
 EXAMPLES = 5  # examples kept of each kind of disagreement
 LONGEST = 20_000  # characters handed to math-verify
 
-# Reads one JSON [gold, text] a line, writes true, false or null. Its own time limits use a signal;
-# they are off, the clock of the parent decides.
+# Reads one JSON [gold, text] per line and writes true, false or null. math-verify's own time
+# limits, which use a signal, are off: the parent process limits the time.
 WORKER = """
 import json, logging, sys
 logging.disable(logging.CRITICAL)
@@ -95,7 +95,7 @@ def _line(process: subprocess.Popen[str], seconds: float) -> str:
 
 @dataclass
 class Audit:
-    """How often each grader says right and each pair disagrees, as in audit.json."""
+    """How often each grader accepts and each pair of graders disagrees, as in audit.json."""
 
     completions: int = 0
     correct: Counter[str] = field(default_factory=Counter)  # by grader
@@ -106,7 +106,7 @@ class Audit:
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # examples of `differ`
 
     def false_negatives(self) -> dict[str, dict[str, float]]:
-        """The share of another grader's right answers that strict rejects, with a 95 % interval."""
+        """Return the share of a grader's right answers that strict rejects, with 95 % interval."""
         found = {}
         for name, total in self.correct.items():
             if name != "strict" and total:
@@ -155,10 +155,11 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     Raises:
         UsageError: the run has no samples.
     """
-    file = run_dir / "samples.jsonl"
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist; name a run with --run-dir")
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    file, options = run_dir / "samples.jsonl", run_dir / "config.json"
+    for needed in (file, options):
+        if not needed.is_file():
+            raise UsageError(f"{needed} does not exist; name a run with --run-dir")
+    config = json.loads(options.read_text(encoding="utf-8"))
     format = FORMATS[config.get("reasoning_format", "deepseek")]
     third = MathVerify.installed()
     if not third:
@@ -169,7 +170,7 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     with closing(MathVerify()) as second:
         result = audit_samples(read_log(file), format, second if third else None, limit)
     if not result.completions:
-        raise UsageError(f"{run_dir}/samples.jsonl holds no completions")
+        raise UsageError(f"{run_dir}/samples.jsonl contains no completions")
     _show(run_dir, result)
     missed = {"false_negatives_of_strict": result.false_negatives()}
     replace_json(output / "audit.json", vars(result) | missed)

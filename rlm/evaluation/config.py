@@ -101,7 +101,7 @@ class EvaluateConfig:
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the config from the adapters' run.json; `resolve_config` calls it.
 
-        The last adapter decides; a default adapter that does not exist makes no row.
+        The last adapter decides; a default adapter that does not exist gets no row.
 
         Raises:
             UsageError: a named adapter does not exist, no model is known, or the tags differ.
@@ -164,7 +164,7 @@ class EvaluateConfig:
 def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
     """Return the built-in reward that the last adapter was trained with.
 
-    A user's reward is only named in a line: no code runs because a file beside an adapter names
+    A user's reward is only printed: code must not run just because a file beside an adapter names
     it.
     """
     trained_with = [info.run.get("config", {}).get("reward") for info in adapters[-1:]]
@@ -178,7 +178,7 @@ def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
 def without_hub(dataset: str) -> str:
     """Leave out the parts of a mixture that come from the hub, and print them.
 
-    So a command without --dataset evaluates the same problems with and without a network. If all
+    A command without --dataset thus evaluates the same problems with and without a network. If all
     parts come from the hub, all are kept.
     """
     parts = dataset_parts(dataset)
@@ -207,7 +207,7 @@ def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[
     """Return the pairs of rows to compare: each with the row above it.
 
     The GRPO row is compared with the SFT row only if GRPO started from that very adapter, as its
-    run.json records; otherwise it is compared with the base, and a line says so.
+    run.json records; otherwise it is compared with the base, which is printed.
 
     Args:
         rows: the names of the rows, the base first.

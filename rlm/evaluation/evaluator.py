@@ -70,7 +70,7 @@ class Evaluation:
         return [fmean(g.verdict(strict).correct for g in group) for _, group in self.comparable]
 
     def reward_per_problem(self) -> list[float | None]:
-        """Return each problem's mean reward; None without any."""
+        """Return each problem's mean reward; None for a problem without rewards."""
         given = [[r for r in group if r is not None] for group in self.rewards or ()]
         return [fmean(rewards) if rewards else None for rewards in given]
 
@@ -143,7 +143,7 @@ def evaluate(
     A problem's samples depend on the seed and its id, not on the other problems.
 
     Args:
-        temperature: 0 is greedy, with k = 1.
+        temperature: 0 is greedy and requires k = 1.
         examples: (question, completion) pairs shown first (few-shot).
         on_finish: called after each completion, for progress bars.
 
@@ -157,7 +157,7 @@ def evaluate(
     if temperature == 0 and k > 1:
         raise ValueError(f"greedy decoding gives {k} equal completions; set a temperature")
     if {question for question, _ in examples} & {problem.question for problem in problems}:
-        raise ValueError("an example is one of the problems: the prompt would hold its answer")
+        raise ValueError("an example is one of the problems: the prompt would contain its answer")
     prompts = [render_problem(tokenizer, p, format, examples=examples) for p in problems]
     params = SamplingParams(max_new_tokens, temperature)
     seeds = [prompt_seed(seed, problem.id) for problem in problems]

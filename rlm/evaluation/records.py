@@ -1,6 +1,6 @@
 """Record the completions of an evaluation, so that a stopped one can be resumed.
 
-runs/evaluation/completions.jsonl: a line for each row and kind of decoding, when it is complete.
+runs/evaluation/completions.jsonl gets a line for each row and kind of decoding once it is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_journal(output: Path, resume: bool) -> Journal:
 class RowRecord:
     """The completions of one row. Stored completions are graded again.
 
-    A line is used only if adapter, problems and options are the same; otherwise the row is
+    A stored line is used only if adapter, problems and options are the same; otherwise the row is
     sampled again.
     """
 
@@ -51,7 +51,8 @@ class RowRecord:
         """Return the stored completions; None if there are none or their inputs differ.
 
         Args:
-            kind: "greedy" or "sampled". decoding: its parameters.
+            kind: "greedy" or "sampled".
+            decoding: the parameters of this kind.
         """
         key = f"{self.name}, {kind}"
         line = self.journal.rows.get(key)
@@ -75,9 +76,9 @@ class RowRecord:
         """Store completions; they are on the disk when this returns.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: the file cannot be written.
         """
-        from rlm.runs import writing  # with torch, which --help does without
+        from rlm.runs import writing  # imports torch, which --help does not need
 
         groups = [
             [{"text": g.text, "tokens": g.tokens, "truncated": g.truncated} for g in group]

@@ -37,7 +37,7 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
         table.add_row(name, *(str(cells.get(column, "")) for column in columns))
     if terminal.console.is_terminal:
         terminal.console.print(table)
-    else:  # no line limit in a file
+    else:  # lines in a file have no limit
         text = io.StringIO()
         Console(width=200, file=text, highlight=False).print(table)
         terminal.line("\n".join(map(str.rstrip, text.getvalue().splitlines())))
@@ -167,7 +167,7 @@ def _cells(summary: Mapping) -> dict[str, str]:
     cells = {}
     if reward := summary.get("reward"):
         mean, low, high = (f"{reward[name]:.2f}" for name in ("mean", "low", "high"))
-        cells["reward"] = f"{mean} ({low}–{high})"  # not per cent
+        cells["reward"] = f"{mean} ({low}–{high})"  # a reward is not in per cent
     if strict := summary.get("strict"):
         cells |= {name: percent(summary[name]["accuracy"]) for name in GRADINGS}
         if "majority" in strict:

@@ -52,8 +52,8 @@ def bootstrap_interval(
 def t_quantile(p: float, df: int) -> float:
     """Return the quantile p ≥ 1/2 of Student's t with `df` degrees of freedom.
 
-    Bisects the distribution, which for a whole `df` is a finite sum (Abramowitz and Stegun 1964,
-    26.7.3 and 26.7.4): scipy has the same, and is no dependency.
+    It bisects the distribution, which for an integer `df` is a finite sum (Abramowitz and Stegun
+    1964, 26.7.3 and 26.7.4). scipy has the same function, but is not a dependency.
     """
     if df < 1 or not 0.5 <= p < 1:
         raise ValueError(f"no quantile {p} of Student's t with {df} degrees of freedom")
@@ -75,7 +75,7 @@ def t_quantile(p: float, df: int) -> float:
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return the interval mean ± t s / √n of Student's t with n - 1 degrees of freedom.
 
-    For few values, where the bootstrap's is too narrow. One value gives an infinite interval.
+    It is for few values, where the bootstrap is too narrow. One value gives an infinite interval.
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:
@@ -108,7 +108,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the chance that k of n completions, c of them right, include a right one:
     1 - C(n-c, k) / C(n, k).
 
-    Unbiased for k ≤ n, unlike 1 - (1 - c/n)^k (Chen et al. 2021, arXiv:2107.03374).
+    It is unbiased for k ≤ n, unlike 1 - (1 - c/n)^k (Chen et al. 2021, arXiv:2107.03374).
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} completions, {c} right: needs 0 ≤ c ≤ n and 1 ≤ k ≤ n")
@@ -140,8 +140,8 @@ def paired_bootstrap(
 def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
     """Return McNemar's two-sided exact p, from the problems that only one of a and b solves.
 
-    p = min(1, 2 · P(X ≤ m)), X ~ Binomial(n, 1/2); n problems with one right, m the fewer ones
-    (McNemar 1947; exact form: Fagerland et al. 2013). Without such problems p is 1.
+    p = min(1, 2 · P(X ≤ m)), X ~ Binomial(n, 1/2), where n is the number of these problems and m
+    the smaller of the two counts (McNemar 1947; exact form: Fagerland et al. 2013). n = 0 gives 1.
     """
     only_a = sum(x and not y for x, y in zip(a, b, strict=True))
     only_b = sum(y and not x for x, y in zip(a, b, strict=True))

@@ -2,5 +2,5 @@
 
 import lazy_loader
 
-# __init__.pyi says which file has which name; a file is loaded when a name of it is used.
+# __init__.pyi maps each name to its file; a file is imported when one of its names is used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

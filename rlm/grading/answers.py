@@ -2,10 +2,10 @@
 
 Two gradings share one reader (`numbers` for numbers, `read_choice` and `read_text` for letters and
 words). *Strict* is the training reward: the completion is exactly one non-empty `<think>` block,
-then one `<answer>` that holds one number. *Lenient* asks whether the model knows the answer
-whatever it wrapped it in, and is only reported. Both accept at most one value, so a text that lists
-guesses is wrong, and nothing inside the thinking counts. Every pattern is linear and sizes are
-bounded: hostile text takes milliseconds, and no str raises.
+then one `<answer>` that contains one number. *Lenient* asks whether the model knows the answer,
+in whatever form it writes it, and is only reported. Both accept at most one value, so a text that
+lists guesses is wrong, and nothing inside the thinking counts. Every pattern is linear and sizes
+are bounded: hostile text takes milliseconds, and no string raises an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 def read_choice(text: str) -> str | None:
     """Return the letter that a text chooses, in upper case: "B", "(b)", "Option B", "B) Paris".
 
-    None without a choice or with several ("B or C").
+    Return None without a choice or with several ("B or C").
 
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
@@ -73,7 +73,7 @@ def read_text(text: str) -> str | None:
     return plain or None
 
 
-# Reader of each answer type: a key that equal answers share, or None.
+# Reader of each answer type. It returns a key that equal answers share, or None.
 READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
     "number": parse_number,
     "choice": read_choice,
@@ -120,7 +120,7 @@ class Verdict:
 
 
 def normalize_answer(answer: str) -> Fraction | str | None:
-    """Return a key that equal answers of an unknown kind share: number, else text. For votes.
+    """Return a key for votes that equal answers of unknown kind share: a number, else text.
 
     >>> normalize_answer("0.5") == normalize_answer("1/2")
     True
@@ -137,7 +137,8 @@ _ANSWER_IS = re.compile(
     r"(?i)\banswer\b[^\n.:=\d]{0,40}?(?:\b(?:is|be|equals)\b|:|=)"
     r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
 )
-_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")  # up to one with a digit
+# From the start of a line to the end of its first sentence with a digit.
+_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")
 
 
 def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
@@ -162,7 +163,7 @@ def _boxes(text: str) -> list[str]:
 
 
 def without_boxes(text: str) -> str:
-    r"""Text with `\boxed{…}` replaced by what it holds; a box that never closes stays.
+    r"""Replace each `\boxed{…}` with its contents; a box that never closes stays.
 
     >>> without_boxes(r"so \boxed{\frac{1}{2}}.")
     'so \\frac{1}{2}.'
@@ -188,7 +189,7 @@ def _read_other(region: str, kind: AnswerType) -> Claim:
 
 
 def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
-    """Like `_find` for other kinds: tag, last box, "answer is", last line; open: all."""
+    """Like `_find`, for other kinds: tag, last box, "answer is", last line; open: all text."""
     if (inside := _tagged(text, answer_tag)) is not None:
         return _read_other(_MARKUP.sub(" ", inside), kind)
     if kind == "open":
@@ -225,8 +226,8 @@ def _find(text: str, answer_tag: str) -> Claim:
 def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str | None, str]:
     """Split into (reasoning or None, text after the last closing tag), neither stripped.
 
-    A closing tag alone ends reasoning that began with the text. While thinking is open (also again
-    after an earlier one) the second part is empty.
+    Without an opening tag, the reasoning begins with the text. If the last opening tag is not
+    closed, the second part is empty.
     """
     opening, closing = f"<{reasoning_tag}>", f"</{reasoning_tag}>"
     first, end = completion.find(opening), completion.rfind(closing)
@@ -277,8 +278,8 @@ def grade(
     """Compare the final answer of a completion with the gold answer.
 
     Args:
-        gold: None without one, so that the verdict only says which answer was given; ignored for
-            open answers.
+        gold: None if there is none: the verdict then only reports the answer that was given.
+            Ignored for open answers.
         kind: the answer type.
     """
     compares = gold is not None and kind != "open"
@@ -327,7 +328,7 @@ class Vote:
     """The result of a vote: the distinct answers, most votes first, the earlier one on a tie."""
 
     answers: tuple[str | None, ...]  # as they were given; None abstained
-    ranked: tuple[tuple[int, ...], ...]  # for each distinct answer, who gave it
+    ranked: tuple[tuple[int, ...], ...]  # for each distinct answer, the indices of its votes
 
     @property
     def n(self) -> int:
@@ -381,7 +382,7 @@ def majority_vote(
     >>> vote.winner, vote.counts, vote.agreement, vote.members
     ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
     """
-    # In a tuple, because a key may be None, too.
+    # Wrapped in a tuple, because a key may be None, which would abstain.
     return _count([None if answer is None else (key(answer),) for answer in answers], answers)
 
 

@@ -1,4 +1,4 @@
-r"""Arithmetic in a text, exactly: evaluate an expression, find every `a op b = c` and check it.
+r"""Exact arithmetic in a text: evaluate an expression, find every `a op b = c` and check it.
 
 It reads chains of numbers with + - * / × ÷ x, parentheses, `$`, `%` and thousands separators, and
 GSM8K's calculator marks (`3 + 5 = <<3+5=8>>8` makes two claims). It skips expressions with words
@@ -23,8 +23,8 @@ def evaluate_expression(text: str) -> Fraction:
     Fraction(7, 1)
 
     Raises:
-        ValueError: not an expression.
-        ZeroDivisionError: division by zero.
+        ValueError: the text is not an expression.
+        ZeroDivisionError: the expression divides by zero.
     """
     tokens, end = [], 0
     while match := _TOKEN.match(text, end):
@@ -74,7 +74,7 @@ class _Parser:
             if self._take() != ")":
                 raise ValueError("a parenthesis is not closed")
         else:
-            value = Fraction(token)  # a ValueError for an operator
+            value = Fraction(token)  # raises ValueError for an operator
         while self.next == "%":
             self._take()
             value /= 100
@@ -91,7 +91,7 @@ _CHAIN = re.compile(
     rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)"
     rf"(?!\d|[., \t]\d|{_SIGN}[($-]*+[\d.]))?"
 )
-# Text before a chain that is only the end of an expression. A bullet opens a line.
+# Text which shows that the chain after it is only the end of an expression; bullets do not match.
 _INSIDE = re.compile(
     r"(?:[^\s*][ \t]*(?:[-+*/×÷–−]|(?<=[ \t\d])x)|[\d)]|(?:[\d%]|half|third|quarter|fifth) of)"
     r"[ \t($]*\Z"
@@ -103,7 +103,7 @@ _PLAIN = str.maketrans({"×": "*", "x": "*", "÷": "/", "$": None, ",": None})
 
 @dataclass(frozen=True)
 class Equation:
-    """A claim that `left` is `result`."""
+    """A claim that `left` equals `result`."""
 
     left: str  # an expression that `evaluate_expression` reads
     result: str  # a decimal
@@ -165,6 +165,6 @@ def _read_chains(text: str) -> list[Equation]:
         result = match["result"].translate(_PLAIN)
         try:
             found.append(Equation(left.removeprefix(around), result, bool(match["percent"])))
-        except ValueError:  # parentheses that are not its own
+        except ValueError:  # parentheses of the text around the chain
             continue
     return found

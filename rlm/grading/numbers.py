@@ -2,14 +2,14 @@
 
 Reading is lexing. A text becomes a string of token kinds, one character each ("She earns $1,000."
 is `W W $N.`), and what surrounds a number is judged by regular expressions over that string.
-Nothing is evaluated, every pattern is linear, and sizes are bounded: hostile text costs
-milliseconds, in any thread, and no str raises.
+Nothing is evaluated, every pattern is linear, and sizes are bounded: hostile text takes
+milliseconds in any thread, and no string raises an error.
 
 What a number may look like: 1000, 1,000, 1 000, 1'000, 1_000, 1{,}000 (groups of exactly three,
 one separator); 0.5, .5, 1e3; 3/4 (unspaced: "36 / 2" is arithmetic), \\frac{3}{4}, ½ and mixed
-1 1/2; a sign; "1.5 million" is multiplied out. Around it: currency, %, up to four unit words,
-quotes, brackets ("(5)" is 5), markdown emphasis, LaTeX delimiters and text commands. A percent
-sign is dropped: 20% is 20. Every Unicode decimal digit is a digit; ①, Ⅷ, 万 are not.
+1 1/2; a sign; "1.5 million" is multiplied out. Around it may be currency, %, up to four unit
+words, quotes, brackets ("(5)" is 5), markdown emphasis, LaTeX delimiters and text commands. A
+percent sign is dropped: 20% is 20. Every Unicode decimal digit is a digit; ①, Ⅷ, 万 are not.
 """
 
 import re
@@ -60,7 +60,7 @@ def _fraction(match: re.Match[str]) -> str:
     return f"{whole}{match[2] or match[3]}/{match[4] or match[5]} "
 
 
-# In this order; LaTeX that is left afterwards makes an expression, not a number.
+# Applied in this order. LaTeX that is left afterwards makes an expression, not a number.
 _REWRITES = {
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
@@ -89,7 +89,7 @@ _NUMBER = re.compile(
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-# Token kinds by the letter they are written as. The order matters: the first that fits wins.
+# Token kinds by the letter that stands for them. The order matters: the first match wins.
 _KINDS = {
     "N": _NUMBER.pattern,
     "\n": r"(?<!\$)\n\s*[-*] +|\n\s*",  # with the bullet that may open a line
@@ -114,7 +114,7 @@ _KINDS = {
     r"ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?))(?!\w)",
     "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
-    "w": r"[^\x00-\x7f]+",  # W in any other script, or i
+    "w": r"[^\x00-\x7f]+",  # a word (W) in any other script, or a name (i)
     "?": r"[\s\S]",
 }
 _LEXER = re.compile("|".join(f"(?P<k{i}>{p})" for i, p in enumerate(_KINDS.values())), re.ASCII)
@@ -128,7 +128,7 @@ def _lex(text: str) -> tuple[str, list[str]]:
     kinds, tokens = [], []
     for match in _LEXER.finditer(text):
         kind, token = _LETTERS[match.lastgroup or ""], match[0]
-        if kind == "w":  # 万 multiplies, ① counts
+        if kind == "w":  # 万 is a multiplier, ① numbers an item
             kind = "i" if any(map(str.isnumeric, token)) or not token.isprintable() else "W"
         kinds.append(kind)
         tokens.append(token)
@@ -155,7 +155,7 @@ _ALONE = re.compile(r"[$\n]*([-+]?)[$\n]*N[%$]*(?:/?W\.?){0,4}[$\n]*[.,]?[$\n]*"
 _BREAK = re.compile(r"[,c|~\n]")  # begins a new claim
 _OPERATOR = re.compile(r"[-=o/+v]")  # joins two numbers into one expression
 _SIGN = re.compile(r"(?:^|[ ,|~\n=d$.:])([-+])[d$]*$|=[ d$]*([-+])[ d$]*$")
-_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+v]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")  # spoils
+_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+v]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")  # spoils the number
 _LISTING = re.compile(r"[-+ d$%,c|~\n.]*")  # between two entries of a list
 
 
@@ -171,7 +171,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _claim(token: str, before: str, after: str) -> Claim:
-    """Return a number's claim given its neighbours' kinds: None next to an operator."""
+    """Return a number's claim given the token kinds around it: None next to an operator."""
     sign = _SIGN.search(before)
     mark = (sign[1] or sign[2]) if sign else ""
     rest = before[: max(sign.start(1), sign.start(2))] if sign else before
@@ -205,7 +205,7 @@ def _claims(text: str) -> tuple[list[Claim], list[str]]:
 
 
 def read_number(region: str) -> Claim:
-    """Return the only number that a region claims."""
+    """Return the one number that a region claims, or the reason why there is none."""
     region = region.strip()
     if (value := parse_number(region)) is not None:
         return Claim(value, region)
@@ -226,7 +226,7 @@ def last_number(text: str) -> Claim:
     last = claims[-1]
     if len(claims) > 1 and claims[-2].value != last.value and _LISTING.fullmatch(before[-1]):
         opening = before[-2].rstrip(" d$-+")
-        if "\n" not in before[-1] or opening[-1:] in ("", "\n"):  # a line is an entry on its own
+        if "\n" not in before[-1] or opening[-1:] in ("", "\n"):  # a bare line is an entry
             return Claim(None, last.text, "several_numbers")
     return last if last.value is not None else Claim(None, last.text, "not_a_number")
 

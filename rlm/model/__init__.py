@@ -1,6 +1,6 @@
-"""Models: hardware and number type, base models, LoRA adapters, quantization, attention, export."""
+"""Models: hardware and dtype, base models, LoRA adapters, quantization, attention, export."""
 
 import lazy_loader
 
-# __init__.pyi says which file has which name; a file is loaded when a name of it is used.
+# __init__.pyi maps each name to its file, which is loaded when the name is first used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

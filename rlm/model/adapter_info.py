@@ -15,7 +15,7 @@ from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.grading import ANSWER_TYPES, AnswerType
 from rlm.tools import Calculator
 
-TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py puts one
+TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py saves its adapter
 SHIPPED_ADAPTER = Path(sys.prefix, "share/rlm") / TRAINED_ADAPTER  # in an installed wheel
 # The default adapter of evaluation, inference and server.
 ADAPTER = (
@@ -24,12 +24,12 @@ ADAPTER = (
     else TRAINED_ADAPTER
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an adapter to start from
-OUR_FOLDERS = ("weights", "runs")  # a missing path in these is not a name on the hub
+HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make a start adapter
+OUR_FOLDERS = ("weights", "runs")  # a missing path in these is not taken for a hub id
 
 
 def check_adapter(path: Path, how_to_make: str) -> Path:
-    """Check that an adapter's files lie at the path, and return it.
+    """Check that the path contains an adapter's files, and return it.
 
     Raises:
         UsageError: they are missing; the message says what to run.
@@ -49,16 +49,16 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
             )
         elif others := sorted(file.name for file in path.glob("*.safetensors")):
             how_to_make = (
-                f"it has {', '.join(others)}: what is read is one {ADAPTER_FILES[1]} of PEFT, as "
-                "save_pretrained writes it"
+                f"it has {', '.join(others)}: only {ADAPTER_FILES[1]}, as PEFT's save_pretrained "
+                "writes it, can be read"
             )
         raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
     if path.is_file():
         raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")
     if missing:
         there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
-        there = [name for name in there if not name.endswith(".prev")]  # what was replaced
-        if not there and ADAPTER.is_dir():  # that of an installed wheel is elsewhere
+        there = [name for name in there if not name.endswith(".prev")]  # a replaced adapter
+        if not there and ADAPTER.is_dir():  # an installed wheel's adapter is elsewhere
             there = [str(ADAPTER)]
         others = f" (there is {', '.join(there)})" if there else f" (in {Path.cwd()})"
         shown = others if there or not path.is_absolute() else ""
@@ -74,12 +74,12 @@ def _is_base(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """An adapter's base model and how it was trained; defaults where another tool made it.
+    """An adapter's base model and how it was trained; defaults if another tool made it.
 
     base_model: read from run.json, else from PEFT's adapter_config.json.
     quantize: how the base was quantized. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
     system_prompt: the user's; None is the format's. tool: its name for --tool.
-    answer_types: kinds of its answers, the most frequent first.
+    answer_types: the answer types in training, the most frequent first.
     run: all of run.json.
     """
 
@@ -100,7 +100,7 @@ class AdapterInfo:
         """Read the run.json beside an adapter, and its base's name.
 
         Raises:
-            UsageError: the file exists and is no JSON object.
+            UsageError: the file exists and is not a JSON object, or has unknown answer types.
         """
         file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
         if not file.exists():
@@ -122,7 +122,7 @@ class AdapterInfo:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """A few questions from its training data, as examples."""
+        """A few questions from the training data, as examples."""
         said = self.run.get("questions", ())
         return tuple(q for q in said if isinstance(q, str)) if isinstance(said, list) else ()
 
@@ -130,7 +130,7 @@ class AdapterInfo:
         """Return the base model and its quantization: those of the flags, else those of training.
 
         Raises:
-            UsageError: neither names a base.
+            UsageError: neither names a base, or the base of training is a missing folder.
         """
         model = model or self.base_model
         if model is None:
@@ -144,10 +144,10 @@ class AdapterInfo:
         return model, self.quantize if quantize == "auto" else quantize
 
     def resolve_format(self, asked: str | None = None) -> str:
-        """Return the name of the tags, always those of training.
+        """Return the name of the reasoning format, which must be that of training.
 
         Raises:
-            UsageError: the option names others.
+            UsageError: the option names another format.
         """
         was_taught = self.run.get("config", {}).get("reasoning_format")
         if asked and was_taught and asked != was_taught:
@@ -159,12 +159,12 @@ class AdapterInfo:
 
     @property
     def format(self) -> Format:
-        """The tags, the system prompt and the most frequent kind of answer in training."""
+        """The tags, the system prompt and the most frequent answer type in training."""
         format = FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
         return format.with_answer_type(self.answer_types[0])
 
     def describe_prompts(self) -> str:
-        """Write the part of a model card with the system prompts of training."""
+        """Return the part of a model card with the system prompts of training."""
         formats = map(self.format.with_answer_type, self.answer_types)
         prompts = dict.fromkeys(format.system_prompt for format in formats)
         what = "this system prompt" if len(prompts) == 1 else "these system prompts"
@@ -176,7 +176,7 @@ class AdapterInfo:
         return self.system_prompt if asked is None else read_system_prompt(asked)
 
     def resolve_data(self, dataset: str | None, columns: str | None) -> dict[str, str | None]:
-        """Return the dataset and its column map; the adapter's map if the dataset is the same."""
+        """Return the dataset and its column map: the adapter's map if the dataset is the same."""
         same = dataset in (None, self.dataset)
         mapped = self.run.get("config", {}).get("columns") if same else None
         return {"dataset": dataset or self.dataset, "columns": columns or mapped}
@@ -204,7 +204,7 @@ class AdapterInfo:
         """Return the tool's name for --tool; "auto" is that of training.
 
         Raises:
-            UsageError: "auto" would run the user's own code only because a file beside an adapter
+            UsageError: "auto" would run the user's own code just because a file beside an adapter
                 names it.
         """
         if asked != "auto":
@@ -218,7 +218,7 @@ class AdapterInfo:
 
 
 def _peft_settings(path: Path) -> dict[str, Any]:
-    """Read adapter_config.json; {} if that fails, because loading the adapter names the fault."""
+    """Read adapter_config.json; {} if that fails, because loading the adapter reports the error."""
     try:
         return dict(json.loads((path / "adapter_config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,13 +1,13 @@
-"""Makes and loads LoRA adapters, computes with them, and checks which base one belongs to.
+"""Makes and loads LoRA adapters, computes with them, and checks which base an adapter belongs to.
 
-Adapters stay unmerged on the model that is trained; only safetensors are read or written.
+Adapters stay unmerged on the model in training; only safetensors are read or written.
 """
 
 from __future__ import annotations
 
 from rlm.model.quantize import import_bitsandbytes
 
-import_bitsandbytes()  # before peft does: it says there why
+import_bitsandbytes()  # must precede peft's import: see its docstring
 
 import hashlib
 import json
@@ -50,9 +50,9 @@ from rlm.model.quantize import dequantized_weight
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
 
-LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # a tensor's name ends so
-# Options of PEFT's LoraConfig that an adapter may set, and to what (None: anything). With these it
-# is two matrices beside each of some linear layers, and the base is left as it is.
+LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # the end of a tensor's name
+# Options of PEFT's LoraConfig that an adapter may set, and the values allowed (None: any). With
+# these an adapter is two matrices for each of some linear layers, and the base is unchanged.
 ANYTHING = """r lora_alpha use_rslora rank_pattern alpha_pattern lora_dropout fan_in_fan_out
     target_modules exclude_modules layers_to_transform layers_pattern eva_config ensure_weight_tying
     base_model_name_or_path revision inference_mode auto_mapping peft_type peft_version"""
@@ -65,8 +65,8 @@ PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
     """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero.
 
-    Routers and experts of a mixture get none, unlike under PEFT's "all-linear": they are no linear
-    layers, or subclasses that return more than a product.
+    Routers and experts of a mixture get none, unlike with PEFT's "all-linear": they are not linear
+    layers, or are subclasses that return more than a matmul.
 
     Raises:
         UsageError: PEFT does not support this architecture.
@@ -77,14 +77,14 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
-        # a router that is a subclass of its architecture's own (phimoe), unlike one of packed bits
+        # excludes routers whose class the architecture defines (phimoe), but not packed layers
         and not type(module).__module__.startswith("transformers.models.")
     }
     options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
     try:
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
-        if made.target_parameters:  # PEFT took names that experts once had too for the experts
+        if made.target_parameters:  # PEFT mapped names to experts that once had these names
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)
             policy = get_peft_model(bare, LoraConfig(target_modules=[*names], **options))
@@ -98,14 +98,14 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
 
 
 def take_adapters_off(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the base, as it was before adapters were put on it."""
+    """Remove all adapters, and return the base as it was before."""
     if isinstance(model, PeftModel):
         cast("LoraModel", model.base_model).unload()
     return base_of(model)
 
 
 def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
-    """Make a LoRA, of zeros, on a base whose weights are on a server: to be filled and exported."""
+    """Make a LoRA of zeros, to be filled and exported, on a base whose weights are on a server."""
     policy = new_adapter(load_empty_base(name), r=r, alpha=alpha).eval()
     for layer in lora_layers(policy):
         layer.lora_A.to_empty(device="cpu")
@@ -116,10 +116,10 @@ def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:
-    """Say why an adapter does not belong to a base; "" if it does.
+    """Return why an adapter does not belong to a base; "" if it does.
 
     Args:
-        model_hash: the base's, if known; else it is computed.
+        model_hash: the base's hash; None computes it.
     """
     try:
         check_adapter(adapter, HOW_TO_TRAIN_SFT)
@@ -138,8 +138,8 @@ def adapter_hash(path: Path) -> str:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    """Whether two adapters hold the same tensors, to the digits of the narrower number type: GRPO
-    may export in bfloat16 what SFT wrote in float32."""
+    """Whether two adapters have the same tensors in the narrower of their dtypes: GRPO may export
+    in bfloat16 what SFT wrote in float32."""
     first, second = (load_file(path / ADAPTER_FILES[1]) for path in (a, b))
 
     def is_same(name: str) -> bool:
@@ -191,13 +191,13 @@ def load_adapter(
 ) -> PeftModel:
     """Load an adapter onto a base, in eval mode, or beside the adapters that it has.
 
-    Layers that have an adapter keep their mode (checkpointed layers are in training mode).
+    With adapters, modules keep their mode (checkpointed layers are in training mode).
 
-    Every tensor of the file lands in the model, and every LoRA matrix of the model comes from it.
+    Every tensor of the file is loaded, and every LoRA matrix of the model comes from the file.
 
     Raises:
-        UsageError: the files cannot be read, it is no plain LoRA of linear layers, its tensors
-            are not those of this base, or one of their values is not finite.
+        UsageError: the files cannot be read, the adapter is not plain LoRA of linear layers, its
+            tensors are not those of this base, or one of their values is not finite.
     """
     try:
         config = _plain_config(path)
@@ -219,7 +219,7 @@ def load_adapter(
         raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
     if isinstance(base_of(policy).get_output_embeddings(), LoraLayer):
         raise UsageError(f"adapter {path} changes the language-model head: unsupported")
-    if not trainable and model.device.type == "cuda":  # PEFT made it fp32: slower, not as trained
+    if not trainable and model.device.type == "cuda":  # PEFT made it fp32: slow, and not as trained
         for key, tensor in policy.named_parameters():
             if name in key.split("."):
                 tensor.data = tensor.data.to(model.dtype)
@@ -230,10 +230,10 @@ def load_adapter(
 
 
 def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
-    """Copy the tensors of an adapter's file into an adapter that is there: all, and no others.
+    """Copy the tensors of an adapter's file into an existing adapter of exactly these tensors.
 
     Raises:
-        UsageError: they are not those of this adapter, or not finite.
+        UsageError: the tensors are not those of this adapter, or not finite.
     """
     tensors = _lora_matrices(path, "cpu")
     _check_places(path, policy.peft_config[name], tensors, exported_tensors(policy, name))
@@ -243,9 +243,9 @@ def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
 def _plain_config(path: Path) -> LoraConfig:
     """Read adapter_config.json, and check that it describes plain LoRA of linear layers.
 
-    Anything else that PEFT can add or replace changes the base that rows, adapters and the KL term
-    share, or the sampler would leave it out. So only the options of `PLAIN_LORA` may be set; every
-    other option of this PEFT must be off.
+    Anything else that PEFT can add or replace would change the base that rows, adapters and the KL
+    term share, or the sampler would ignore it. So only the options of `PLAIN_LORA` may be set;
+    every other option of this PEFT must be off.
 
     Raises:
         UsageError: the file cannot be read, or another option is on.
@@ -289,11 +289,11 @@ def _plain_config(path: Path) -> LoraConfig:
 
 
 def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Read the tensors by PEFT's names, without the adapter's name that some tools leave in them.
+    """Read the tensors under PEFT's names, without the adapter's name that some tools leave there.
 
     Raises:
-        UsageError: one is no LoRA matrix of a linear layer (PEFT would write it into the base), or
-            holds a value that is not finite.
+        UsageError: a tensor is not a LoRA matrix of a linear layer (PEFT would write it into the
+            base), or has a value that is not finite.
     """
     file = path / ADAPTER_FILES[1]
     if is_lfs_pointer(file):
@@ -315,7 +315,7 @@ def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
         )
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise UsageError(f"adapter {path}: {name} holds values that are not finite")
+            raise UsageError(f"adapter {path}: {name} contains values that are not finite")
     return {LORA_MATRIX.sub(r".\1.weight", name): tensor for name, tensor in tensors.items()}
 
 
@@ -325,10 +325,10 @@ def _check_places(
     tensors: Mapping[str, torch.Tensor],
     places: Mapping[str, torch.Tensor],
 ) -> None:
-    """Refuse an adapter unless its tensors are the base's LoRA matrices, all of them and no others.
+    """Refuse an adapter unless its tensors are exactly the base's LoRA matrices.
 
     Raises:
-        UsageError: they differ; the message counts how many.
+        UsageError: they differ; the message says how many do.
     """
     surplus, missing = [*(tensors.keys() - places)], [*(places.keys() - tensors)]
     shapes = [
@@ -399,7 +399,7 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
 
 
 def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool) -> None:
-    """Keep only each layer's input, if wanted, and recompute the rest in the backward pass.
+    """If wanted, save only each layer's input, and recompute the rest in the backward pass.
 
     transformers does so in training mode only. We train in eval mode (no dropout), so only the
     layers are put into training mode, not the modules inside them.
@@ -413,7 +413,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool
 
 @contextmanager
 def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Let the policy compute with this one of its adapters, frozen; None is the bare base."""
+    """Let the policy compute with one of its adapters, frozen; None is the bare base."""
     if adapter is None:
         with policy.disable_adapter():
             yield
@@ -427,7 +427,7 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Let the policy compute as the reference of the KL term, that is as when training started.
+    """Let the policy compute as the reference of the KL term: as it was when training started.
 
     After SFT the reference is the frozen SFT adapter, kept as a second adapter; if training started
     without one, the bare base.

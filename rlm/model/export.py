@@ -1,4 +1,4 @@
-"""Writes an adapter, or an adapter merged into its base: whole or not at all."""
+"""Writes an adapter, or an adapter merged into its base: complete or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
 from rlm.runs import check_space, check_writable, replace_json, sync, writing_beside
 
-if TYPE_CHECKING:  # bitsandbytes comes before peft: rlm.model.adapters sees to it
+if TYPE_CHECKING:  # rlm.model.adapters imports bitsandbytes before peft
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -38,7 +38,7 @@ def check_output(path: Path, option: str = "--output") -> None:
     """Check that an adapter can be written here, before hours of work depend on it.
 
     Raises:
-        UsageError: it cannot, or it would replace something that is no adapter.
+        UsageError: it cannot, or it would replace something that is not an adapter.
     """
     here = path.resolve()
     check_writable(option, here.parent)
@@ -50,16 +50,16 @@ def check_output(path: Path, option: str = "--output") -> None:
     previous = _kept_as(here)
     if previous.exists() and not previous.is_dir():
         raise UsageError(
-            f"{option} {path}: {previous} is no folder, and the adapter that is there now would be "
-            "kept under this name"
+            f"{option} {path}: {previous} is not a folder, and the adapter that would be replaced "
+            "is kept under this name"
         )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())
     )
     if not is_free and not (here / ADAPTER_FILES[0]).is_file():
         raise UsageError(
-            f"{option} {path} holds files that are no adapter and would be replaced: name an empty "
-            "or a new folder"
+            f"{option} {path} contains files that are not an adapter and would be replaced: name "
+            "an empty or a new folder"
         )
 
 
@@ -72,18 +72,18 @@ def save_adapter(
 ) -> None:
     """Write adapter, tokenizer and run.json under `path`, complete or not at all.
 
-    Only the adapter "default" is saved. It replaces the adapter that stood there once its tensors
-    have been read back; that is kept beside, as `<name>.prev`, or as `shipped_rlm_lora` if it is
-    the one that came with the project. Without `keep_previous` it is deleted.
+    Only the adapter "default" is saved. Once its tensors have been read back, it replaces the
+    previous adapter, which is kept beside it as `<name>.prev`, or as `shipped_rlm_lora` if it came
+    with the project. Without `keep_previous` the previous adapter is deleted.
 
     Raises:
-        UsageError: it cannot be written, or does not read back; what stood there stays.
+        UsageError: the adapter cannot be written or read back; the previous one stays.
     """
-    path = path.resolve()  # the target of a link, which then leads to the new adapter
+    path = path.resolve()  # if it is a link, the adapter at its target is replaced
     previous, moved = _kept_as(path), False
     with writing_beside(path) as scratch:
         try:
-            # The base is as it was published: its embeddings need no look at the hub.
+            # The base is unchanged, so PEFT need not compare its embeddings with the hub's.
             policy.save_pretrained(
                 str(scratch), selected_adapters=["default"], save_embedding_layers=False
             )
@@ -92,7 +92,7 @@ def save_adapter(
             _check_export(policy, scratch)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():
-                file.chmod(mode)  # safetensors' own are for their owner alone
+                file.chmod(mode)  # safetensors makes files that only their owner can read
                 sync(file)
             sync(scratch)
             if path.exists():
@@ -112,7 +112,7 @@ def save_adapter(
 
 
 def _kept_as(path: Path) -> Path:
-    """Return where `save_adapter` keeps the adapter that it replaces: the shipped one for good."""
+    """Return where `save_adapter` keeps a replaced adapter; the shipped one is kept for good."""
     with suppress(UsageError):  # a broken run.json: it is not the shipped adapter
         if AdapterInfo.load(path).run.get("shipped"):
             return path.with_name(SHIPPED)
@@ -123,11 +123,11 @@ def _check_export(policy: PeftModel, folder: Path) -> None:
     """Compare the written tensors with the model's, byte for byte.
 
     Raises:
-        OSError: the file holds something else.
+        OSError: the file contains something else.
     """
     expected = save(exported_tensors(policy), {"format": "pt"})
     if (folder / ADAPTER_FILES[1]).read_bytes() != expected:
-        reason = "what was written does not read back (other tensors than the model's)"
+        reason = "the tensors in the written file are not the model's"
         raise OSError(errno.EIO, reason)
 
 
@@ -145,13 +145,13 @@ def check_new(option: str, path: Path) -> None:
 def merge_adapter(
     adapter: Path, model: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the base in fp32, unquantized however it was trained, and merge the adapter into it.
+    """Load the base unquantized in fp32, and merge the adapter into it.
 
     Args:
         model: another copy of the base; needed if run.json names none.
 
     Raises:
-        UsageError: no adapter, or one of another base.
+        UsageError: there is no adapter, or it belongs to another base.
     """
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
@@ -159,7 +159,7 @@ def merge_adapter(
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
     merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
-    # Other programs have to stop where ours does: also at the token that ends a turn.
+    # Other programs must stop where ours does, also at the token that ends a turn.
     merged.generation_config.eos_token_id = sorted(
         stop_token_ids(tokenizer, merged.generation_config)
     )
@@ -188,7 +188,7 @@ def save_merged(
         (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
         mode = (scratch / "README.md").stat().st_mode
         for file in scratch.iterdir():
-            file.chmod(mode)  # safetensors' own are for their owner alone
+            file.chmod(mode)  # safetensors makes files that only their owner can read
         if path.exists():  # an empty directory
             path.rmdir()
         scratch.rename(path)

@@ -1,7 +1,7 @@
 """Writes a model as a GGUF file for llama.cpp and ollama, in f16 or q8_0.
 
-It covers Llama (SmolLM2 is one), Qwen2 and Qwen3 models with a byte-level BPE tokenizer. Anything
-else is refused, and needs llama.cpp's own converter.
+It covers Llama (SmolLM2 is one), Qwen2 and Qwen3 models with a byte-level BPE tokenizer. Other
+models are refused; they need llama.cpp's own converter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Check that llama.cpp computes the same as the model from the file written here.
 
     Raises:
-        UsageError: another architecture, rotary scaling or tokenizer.
+        UsageError: the architecture, rotary scaling or tokenizer is not supported.
     """
     config, reason = model.config, None
     rope = getattr(config, "rope_parameters", None) or {}
@@ -70,7 +70,7 @@ def write_gguf(
     """Write the model, its tokenizer and its chat template into one file, complete or not at all.
 
     Args:
-        kind: one of GGUF_TYPES, for the matrices; vectors stay in fp32.
+        kind: type of the matrices, one of GGUF_TYPES; vectors stay in fp32.
 
     Raises:
         UsageError: `check_convertible` refuses the model, or the file cannot be written.
@@ -121,7 +121,7 @@ def _add_tokenizer(
         types.append(kind)
     merges = _backend(tokenizer)["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(str(_pre_tokenizer(tokenizer)))  # `check_convertible` knows it
+    writer.add_tokenizer_pre(str(_pre_tokenizer(tokenizer)))  # not None: see `check_convertible`
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types(types)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
@@ -130,7 +130,7 @@ def _add_tokenizer(
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if isinstance(tokenizer.pad_token_id, int):
         writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(False)  # if the model needs one, the template writes it
+    writer.add_add_bos_token(False)  # if the model needs it, the template adds it
     writer.add_chat_template(tokenizer.get_chat_template())
 
 

@@ -1,4 +1,4 @@
-"""Chooses device, number type, model and data by what this machine has."""
+"""Chooses device, dtype, model and data for this machine."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from rlm.ops import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# By the minimum GB of a GPU: the largest base that trains there in 16 bits, beside what
-# sampling takes; its licence and its download in GB.
+# Minimum GB of a GPU → the largest base that trains there in 16 bits, with the memory for
+# sampling; its licence; its download in GB.
 GPU_MODELS = {
     38: ("Qwen/Qwen2.5-7B-Instruct", "Apache 2.0", 15.2),
     15: ("Qwen/Qwen2.5-3B-Instruct", "Qwen Research: not for commercial use", 6.2),
     5: ("Qwen/Qwen2.5-1.5B-Instruct", "Apache 2.0", 3.1),
 }
 DRIVER = Path("/proc/driver/nvidia/version")
-CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2: the container of this process
+CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2 of this process's container
 
 
 @dataclass(frozen=True)
 class Device:
-    """The device and number type in which the model computes, and why."""
+    """The device and dtype in which the model computes, and why."""
 
     type: str
     dtype: torch.dtype
@@ -52,10 +52,10 @@ class Device:
 
 
 def pick_device(dtype: str = "auto") -> Device:
-    """Choose the accelerator if there is one, and the type that this hardware computes fast.
+    """Choose the accelerator if there is one, and the dtype that this hardware computes fast.
 
     Args:
-        dtype: "auto", or the name of the type to compute in.
+        dtype: "auto", or the name of the dtype to compute in.
     """
     if dtype != "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +72,7 @@ def pick_device(dtype: str = "auto") -> Device:
 
 
 def why_no_gpu() -> str:
-    """Say why PyTorch cannot use this machine's NVIDIA GPU; "" if it can, or there is none."""
+    """Return why PyTorch cannot use this machine's NVIDIA GPU; "" if it can, or there is none."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user hid it
     if hidden or torch.cuda.is_available() or not (driver := _nvidia_driver()):
         return ""
@@ -104,7 +104,7 @@ def _nvidia_driver() -> str | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model and data that a training script takes when no flag names them.
+    """The model and data that a training script uses when no flag names them.
 
     reason: the property of this machine, or of the start adapter, that decides.
     about_model, about_dataset: a further reason for each.
@@ -119,7 +119,7 @@ class Setup:
 
 
 def default_setup() -> Setup:
-    """Choose GSM8K and the base that the GPU's memory holds, where both are in reach, else what is
+    """Choose GSM8K and the largest base that fits the GPU, if both are reachable, or else what is
     installed."""
 
     def embedded(reason: str) -> Setup:
@@ -199,7 +199,7 @@ def default_values(
 
 
 def pick_quantization(quantize: str) -> str:
-    """Resolve "auto", with a line if it means none; other values stay as they are."""
+    """Resolve "auto", and print a line if it is "none"; other values stay as they are."""
     if quantize != "auto":
         return quantize
     if torch.cuda.is_available():
@@ -228,19 +228,19 @@ def hub_reachable() -> bool:
 
 
 def prepare_process() -> None:
-    """Quiet libraries, and let the allocator keep what it frees: every script calls this first.
+    """Silence libraries, and let the allocator keep what it frees. Every script calls this first.
 
     Every layer allocates temporaries of a few megabytes. If they are mapped anew each time, page
     faults take a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to
     32 MB; larger ones still go back to the system, so memory stays bounded. oneDNN would keep its
-    code for 1,024 shapes of products, a megabyte each; 64 are as fast (docs/log.md).
+    code for 1,024 shapes of matmuls, a megabyte each; 64 are as fast (docs/log.md).
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first matmul
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    # Libraries announcing their own renamings to us: nothing a user of the script can act on.
+    # Libraries announce their own renamings, about which a user of the script can do nothing.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\b")
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tune
@@ -252,7 +252,7 @@ def prepare_process() -> None:
 def release_memory() -> None:
     """Return free memory to the system (or to other users of the GPU), between two kinds of work.
 
-    Without it a step's peak would be the sum of what sampling and learning take, not the larger.
+    Without it a step's peak would be the sum of sampling and training, not the larger of the two.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -264,13 +264,13 @@ def release_memory() -> None:
 def available_memory(device_type: str) -> int:
     """Return the bytes that can still be taken: of the GPU, or of this machine (or container)."""
     if device_type == "cuda":
-        # What PyTorch holds and does not use can be taken, too.
+        # Memory that PyTorch has reserved but not allocated can be used, too.
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + held
     available = psutil.virtual_memory().available
     limit, used = (CGROUP / f"memory.{name}" for name in ("max", "current"))
     if limit.is_file() and limit.read_text().strip() != "max":
-        # Used memory includes the cache of files, which the system gives up when asked.
+        # Used memory includes the page cache, which the system frees on demand.
         statistics = used.with_name("memory.stat").read_text().split()
         cached = int(statistics[statistics.index("inactive_file") + 1])
         in_use = max(0, int(used.read_text()) - cached)

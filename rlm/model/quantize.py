@@ -26,14 +26,14 @@ def import_bitsandbytes() -> None:
     """Import bitsandbytes, before another library does, without its search for `kernels`.
 
     On CPUs with AVX512-BF16 the import would download compiled code from the hub if the package
-    `kernels` is installed, and complain if it is not. Nothing here uses that code.
+    `kernels` is installed, and warn if it is not. Nothing here uses that code.
     """
     if "bitsandbytes" in sys.modules:
         return
-    for name in ("backends.cpu.ops", "autograd._functions"):  # the other: 8 bit casts to fp16
+    for name in ("backends.cpu.ops", "autograd._functions"):  # the second: 8 bit casts to fp16
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
     kernels = sys.modules.pop("kernels", None)
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # "not installed", to an import
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # makes its import fail
     try:
         import bitsandbytes  # noqa: F401
     finally:
@@ -46,7 +46,7 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
     """Make transformers' settings that quantize weights as they are loaded; None for "none".
 
     Args:
-        dtype: type of the products; 8-bit products keep outliers in it.
+        dtype: dtype of the matmuls; 8-bit matmuls keep outliers in it.
     """
     from transformers import BitsAndBytesConfig
 
@@ -61,15 +61,14 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
 
 
 def freeze_packed_weights(model: PreTrainedModel) -> None:
-    """Keep forward passes from rewriting packed weights, and set the type that layers unpack to.
+    """Keep forward passes from rewriting packed weights, and set the dtype that layers unpack to.
 
-    On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a product that has
+    On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a matmul that has
     no backward pass, whenever a layer is in eval mode. We train in eval mode (no dropout).
 
     Raises:
-        UsageError: 4-bit rows are no whole number of blocks: bitsandbytes 0.50 unpacks such rows
-            wrongly (by 40 % of their norm, silently) on CPUs with AVX-512. Or 8-bit products are
-            wrong on this CPU.
+        UsageError: 4-bit rows are not whole blocks, which bitsandbytes 0.50 unpacks wrongly on CPUs
+            with AVX-512 (silently, by 40 % of their norm), or 8-bit matmuls are wrong on this CPU.
     """
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 
@@ -98,14 +97,14 @@ def _quant_state(linear: Linear4bit) -> QuantState:
     from bitsandbytes.nn.modules import Params4bit
 
     assert isinstance(linear.weight, Params4bit)
-    assert linear.weight.quant_state  # it is loaded
+    assert linear.weight.quant_state  # set when it was loaded
     return linear.weight.quant_state
 
 
 def multiplies_int8_exactly() -> bool:
-    """Return whether torch's 8-bit product, which bitsandbytes calls, is exact on this CPU.
+    """Return whether torch's 8-bit matmul, which bitsandbytes calls, is exact on this CPU.
 
-    Without VNNI oneDNN adds pairs of products in 16 bits, which overflow silently (torch 2.13).
+    Without VNNI, oneDNN adds pairs of products in 16 bits, which overflow silently (torch 2.13).
     """
     import torch
 
@@ -115,7 +114,7 @@ def multiplies_int8_exactly() -> bool:
 
 
 def dequantized_weight(linear: nn.Module) -> torch.Tensor:
-    """Return a linear layer's weight (out, in), unpacked as in its product, or as it is."""
+    """Return a linear layer's weight (out, in), unpacked as in its matmul if it is packed."""
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt
 
@@ -125,6 +124,6 @@ def dequantized_weight(linear: nn.Module) -> torch.Tensor:
         return functional.dequantize_4bit(weight.data, state).to(linear.compute_dtype)
     if isinstance(linear, Linear8bitLt):
         assert isinstance(weight, Int8Params)
-        scales = weight.SCB if linear.state.SCB is None else linear.state.SCB  # a forward moves it
+        scales = weight.SCB if linear.state.SCB is None else linear.state.SCB  # forward moves SCB
         return functional.int8_vectorwise_dequant(weight.data, scales).to(linear.compute_dtype)
     return weight.detach()

@@ -1,18 +1,19 @@
-/* Attention of a learning pass, and its gradients: softmax(scale · q kᵀ) v over what a mask shows.
+/* Attention of a training pass, and its gradients: softmax(scale · q kᵀ) v over visible keys.
  *
- * Works on blocks of 16 tokens: the queries of one block, of all heads that share keys and values,
- * with those blocks of keys that any of them sees. Packed rollouts see their prompt and themselves
- * alone, so most blocks are left out. Scores are stored as (keys, queries): the softmax then runs
- * over whole vectors of queries, and the gradients of keys and values need no transposition.
+ * It works on blocks of 16 tokens. The queries of a block, of all heads that share a key-value head,
+ * attend to the blocks of keys that any of these queries sees. Packed rollouts see only their prompt
+ * and themselves, so most blocks are skipped. Scores are stored as (keys, queries): the softmax then
+ * runs over whole vectors of queries, and the gradients of keys and values need no transposition.
  *
- * Sums are taken in fp32; weights and their gradients are rounded to the number type before they
- * are multiplied further. Nothing is kept for the backward pass: it recomputes the scores. A sum over
- * queries is cut into PARTS whatever the number of threads, so results do not depend on it.
+ * Sums are taken in fp32; attention weights and their gradients are rounded to the dtype before the
+ * next matmul. Nothing is saved for the backward pass: it recomputes the scores. A sum over queries
+ * is split into PARTS for any number of threads, so results do not depend on that number.
  */
 #include "numbers.h"
 
-/* In bf16, pairs are multiplied where the CPU has an instruction for it. CPUs with matrix tiles have
- * a slow one: they, and those without it, multiply widened numbers. */
+/* In bf16, pairs are multiplied if the CPU has a fast instruction for it. On CPUs with AMX tiles that
+ * instruction is slow: on them, and on CPUs without it, numbers are widened before they are
+ * multiplied. */
 #if defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #include <immintrin.h>
 #define IN_PAIRS
@@ -23,7 +24,7 @@
 #define ROWS 8
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 4 /* for 16 registers, where the others have 32 */
+#define ROWS 4 /* AVX has 16 registers, the others 32 */
 #else
 #define LANES 4
 #define ROWS 8
@@ -58,21 +59,21 @@ static inline floats multiply_add(floats sum, operand x, operand y) { return sum
 #endif
 
 enum {
-    Q = QUERIES, /* per key-value head */
+    Q = QUERIES, /* query heads per key-value head */
     D = WIDTH,   /* of a head */
-    TOKENS = 16, /* of a block */
-    R = Q * TOKENS,            /* queries of a block: head · TOKENS + token */
-    W = (D + 15) / 16 * 16,    /* of a head, filled up with zeros */
+    TOKENS = 16, /* per block */
+    R = Q * TOKENS,            /* queries per block: head · TOKENS + token */
+    W = (D + 15) / 16 * 16,    /* width of a head, padded with zeros */
     TOGETHER = 4 / sizeof(element), /* elements multiplied at a time */
     PARTS = 4,
 };
 
-/* Columns of a product in vectors; three at a time fill the registers with sums. */
+/* Vectors of columns multiplied at a time: the sums of three fill the registers. */
 enum { MOST = 3 };
 
 /* sums (ROWS, columns) += left · right, for `vectors` (a constant) of the columns. The inner
- * dimension comes in pieces of `inner`: left's piece p begins at pieces[p] · size, with a row every
- * `stride` elements; right's lie one after the other, (inner / TOGETHER, columns, TOGETHER) each. */
+ * dimension comes in pieces of `inner`: piece p of left begins at pieces[p] · size, with a row every
+ * `stride` elements; the pieces of right, (inner / TOGETHER, columns, TOGETHER), are contiguous. */
 static inline __attribute__((always_inline)) void
 tile(const int vectors, const element *left, int64_t stride, const int32_t *pieces, int64_t count,
      int64_t size, int64_t inner, const element *right, int64_t columns, float *sums) {
@@ -94,7 +95,7 @@ tile(const int vectors, const element *left, int64_t stride, const int32_t *piec
         for (int j = 0; j < vectors; j++) *(floats *)(sums + i * columns + j * LANES) = sum[i][j];
 }
 
-/* The same for all columns and `rows`, a multiple of ROWS. */
+/* The same for all columns and for `rows` rows, a multiple of ROWS. */
 static void multiply_add_to(int64_t rows, const element *left, int64_t stride,
                             const int32_t *pieces, int64_t count, int64_t size, int64_t inner,
                             const element *right, int64_t columns, float *sums) {
@@ -115,18 +116,19 @@ static void multiply_add_to(int64_t rows, const element *left, int64_t stride,
 }
 
 /* Queries (batch, tokens, heads · Q, D); keys and values (batch, tokens, heads, D); hidden (batch or
- * 1, padded keys, padded queries) of bytes that are not 0 where nothing is seen; seen (batch or 1,
- * blocks of queries, blocks of keys), not 0 where anything is. */
+ * 1, padded keys, padded queries) of bytes, not 0 where a query does not see a key; seen (batch
+ * or 1, blocks of queries, blocks of keys), not 0 where any query of a block sees any key. */
 typedef struct {
     const number *queries, *keys, *values;
     const uint8_t *hidden, *seen;
-    int64_t batch, tokens, heads, masks; /* how many masks there are */
+    int64_t batch, tokens, heads, masks; /* masks: batch or 1 */
     float scale;
 } attention;
 
 static inline int64_t blocks_of(const attention *a) { return (a->tokens + TOKENS - 1) / TOKENS; }
 
-/* One head's keys or values. As rows: (padded tokens, D). Turned: (blocks, W, TOKENS). */
+/* Copies one head's keys or values, unless NULL, to rows (padded tokens, D) and to turned
+ * (blocks, W, TOKENS). */
 static void copy_head(const attention *a, const number *from, int64_t b, int64_t head,
                       element *rows, element *turned) {
     int64_t padded = blocks_of(a) * TOKENS;
@@ -142,8 +144,9 @@ static void copy_head(const attention *a, const number *from, int64_t b, int64_t
     }
 }
 
-/* A block of queries, or of the gradient of what they read, as a right factor. With D as the inner
- * dimension, (D / TOGETHER, R, TOGETHER); with R, (R / TOGETHER, W, TOGETHER), if wanted. */
+/* Copies a block of queries, or of the gradient of their output, as a right factor: with D as the
+ * inner dimension to by_width (D / TOGETHER, R, TOGETHER), and unless NULL, with R as the inner
+ * dimension to by_row (R / TOGETHER, W, TOGETHER). */
 static void copy_queries(const attention *a, const number *from, int64_t b, int64_t head,
                          int64_t block, element *by_width, element *by_row) {
     for (int r = 0; r < R; r++) {
@@ -158,7 +161,7 @@ static void copy_queries(const attention *a, const number *from, int64_t b, int6
     }
 }
 
-/* sums (W, R), times a factor, rounded: into the queries' places. */
+/* Writes sums (W, R), times a factor and rounded, to the places of the queries in out. */
 static void put_queries(const attention *a, const float *sums, float factor, int64_t b,
                         int64_t head, int64_t block, number *out) {
     int64_t left = a->tokens - block * TOKENS, n = left < TOKENS ? left : TOKENS;
@@ -172,9 +175,9 @@ static void put_queries(const attention *a, const float *sums, float factor, int
 
 /* A thread's memory for one block of queries and all keys. */
 typedef struct {
-    int32_t *visible; /* which blocks of keys */
-    element *queries, *query_rows, *grads, *grad_rows; /* right factors; gradients too */
-    float *weights, *grad_weights, *sums;              /* (keys, R) twice, (W, R) */
+    int32_t *visible; /* the visible blocks of keys */
+    element *queries, *query_rows, *grads, *grad_rows; /* right factors of both kinds */
+    float *weights, *grad_weights, *sums;              /* (keys, R), (keys, R), (W, R) */
     element *narrow, *pairs;                           /* (keys, R) as a left and right factor */
 } room;
 
@@ -184,7 +187,7 @@ static void *taken(char **from, int64_t bytes) {
     return here;
 }
 
-/* Lay out the room at `memory`, and say how many bytes it takes. */
+/* Lays out the room at `memory`, and returns how many bytes it takes. */
 static int64_t make_room(room *s, int64_t blocks, char *memory) {
     char *at = memory;
     int64_t scores = blocks * TOKENS * R;
@@ -201,7 +204,7 @@ static int64_t make_room(room *s, int64_t blocks, char *memory) {
     return at - memory;
 }
 
-/* out (visible keys, R) = the rows of these blocks · a block of queries. */
+/* out (visible keys, R) = rows of the visible blocks · a block of queries. */
 static void score(const element *rows, const int32_t *visible, int64_t count,
                   const element *queries, float *out) {
     const int32_t whole = 0;
@@ -211,7 +214,7 @@ static void score(const element *rows, const int32_t *visible, int64_t count,
                         out + j * TOKENS * R);
 }
 
-/* (keys, R) rounded, as a left factor, and with keys as the inner dimension as a right one. */
+/* Rounds (keys, R) to a left factor, and to a right factor with keys as the inner dimension. */
 static void narrow(const float *from, int64_t keys, element *left, element *right) {
     for (int64_t c = 0; c < keys; c += TOGETHER)
         for (int j = 0; j < TOGETHER; j++)
@@ -222,7 +225,8 @@ static void narrow(const float *from, int64_t keys, element *left, element *righ
             }
 }
 
-/* The weights of a block of queries, (visible keys, R); returns how many blocks of keys it sees. */
+/* Computes the attention weights of a block of queries, (visible keys, R). Returns how many blocks of
+ * keys it sees. */
 static int64_t weigh(const attention *a, int64_t b, int64_t block, const element *keys, room *s) {
     int64_t blocks = blocks_of(a), mask = a->masks > 1 ? b : 0, count = 0;
     const uint8_t *seen = a->seen + (mask * blocks + block) * blocks;
@@ -235,7 +239,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
         int64_t key = s->visible[c / TOKENS] * TOKENS + c % TOKENS;
         const uint8_t *hidden = a->hidden + (mask * blocks * TOKENS + key) * blocks * TOKENS;
         float *row = s->weights + c * R, off[TOKENS];
-        /* A row that sees nothing gets equal weights: finite, and never read. */
+        /* A query that sees nothing gets equal weights, which are finite and never read. */
         for (int t = 0; t < TOKENS; t++) off[t] = hidden[block * TOKENS + t] ? -1e30f : 0;
         for (int q = 0; q < Q; q++)
             for (int t = 0; t < TOKENS; t++) {
@@ -250,7 +254,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
             float exponent = row[r] - most[r];
             row[r] = exponent < NOTHING ? NOTHING : exponent;
         }
-        /* A separate loop: else GCC compiles the comparison as a jump, without vectors. */
+        /* In the loop above, GCC would compile the comparison to a jump, without vectors. */
         for (int r = 0; r < R; r++) sum[r] += row[r] = power_of_two(row[r]);
     }
     for (int r = 0; r < R; r++) sum[r] = 1 / sum[r];
@@ -259,7 +263,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
     return count;
 }
 
-/* out, like the queries. Returns 1 if there is no memory. */
+/* Computes out, laid out like the queries. Returns 1 if there is not enough memory. */
 int attention_forward(const attention *a, number *out, int threads) {
     int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;
     int64_t bytes = make_room(&(room){0}, blocks, NULL);
@@ -299,8 +303,8 @@ int attention_forward(const attention *a, number *out, int threads) {
     return failed;
 }
 
-/* The gradients of a block of queries: grad_queries is set; its share of grad_keys and grad_values
- * of its head, (padded tokens, W), is added. */
+/* Sets grad_queries of a block of queries, and adds the block's share of its head's grad_keys and
+ * grad_values, (padded tokens, W). */
 static void block_backward(const attention *a, const number *grad_out, int64_t b, int64_t head,
                            int64_t block, const element *keys, const element *turned_keys,
                            const element *values, room *s, number *grad_queries, float *grad_keys,
@@ -314,7 +318,7 @@ static void block_backward(const attention *a, const number *grad_out, int64_t b
     for (int64_t j = 0; j < count; j++)
         multiply_add_to(TOKENS, s->narrow + j * TOKENS * R, R, &whole, 1, 0, R, s->grad_rows, W,
                         grad_values + s->visible[j] * TOKENS * W);
-    float along[R] = {0}; /* softmax: weight · (grad_weight - Σ weight · grad_weight) */
+    float along[R] = {0}; /* the softmax's gradient: weight · (grad_weight - Σ weight · grad_weight) */
     for (int64_t c = 0; c < n; c++)
         for (int r = 0; r < R; r++) along[r] += s->weights[c * R + r] * s->grad_weights[c * R + r];
     for (int64_t c = 0; c < n; c++)
@@ -331,8 +335,8 @@ static void block_backward(const attention *a, const number *grad_out, int64_t b
     put_queries(a, s->sums, a->scale, b, head, block, grad_queries);
 }
 
-/* The gradients of queries, keys and values, laid out like these, from grad_out. Returns 1 if there
- * is no memory. */
+/* Computes the gradients of queries, keys and values, laid out like them, from grad_out. Returns 1 if
+ * there is not enough memory. */
 int attention_backward(const attention *a, const number *grad_out, number *grad_queries,
                        number *grad_keys, number *grad_values, int threads) {
     int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;

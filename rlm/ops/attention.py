@@ -1,9 +1,9 @@
-"""Attention for training on a CPU, one block of queries at a time with the keys that it sees.
+"""Attention for training on a CPU: one block of queries at a time, with only the keys it sees.
 
-Packed rollouts see their prompt and themselves alone. torch's fused kernel for CPUs (2.13) computes
-what the mask hides, too, and in bf16 it sums the gradients of keys and values in bf16. attention.c
-leaves out what is hidden, and so do the matrix products that replace it where it is not compiled.
-No weights are kept: the backward pass recomputes them.
+Packed rollouts see only their prompt and themselves. torch's fused kernel for CPUs (2.13) also
+computes what the mask hides, and in bf16 it sums the gradients of keys and values in bf16.
+attention.c skips what is hidden, and so do the matmuls that replace it where it is not compiled.
+Attention weights are not saved: the backward pass recomputes them.
 
 Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
 """
@@ -27,7 +27,7 @@ from rlm.ops.kernels import ATTENTION_BLOCK
 if TYPE_CHECKING:
     from rlm.ops.kernels import Kernels
 
-QUERY_BLOCK = 128  # queries of a block
+QUERY_BLOCK = 128  # queries per block
 ATTN_IMPLEMENTATION = "rlm_products"  # for transformers' `attn_implementation`
 
 
@@ -38,8 +38,8 @@ def block_attention(
 
     Args:
         q: (B, H·Q, S, D).
-        k: (B, H, S, D), and v.
-        mask: (B or 1, 1, S, S) of the same type: 0, or its lowest number where a key is hidden.
+        k: (B, H, S, D); v has the same shape.
+        mask: (B or 1, 1, S, S) of the same dtype: 0, or the dtype's minimum for a hidden key.
         kernels: compiled code for these shapes, if any.
 
     Returns:
@@ -52,7 +52,7 @@ def block_attention(
 
 
 class _CompiledAttention(torch.autograd.Function):
-    """Attention by attention.c; heads stand behind tokens, as projections make them."""
+    """Attention by attention.c, with heads after tokens, as the projections return them."""
 
     @staticmethod
     def forward(
@@ -77,8 +77,8 @@ class _CompiledAttention(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=1)
 def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which positions a mask hides and in which blocks it shows any, in the form that
-    `Kernels.attention` takes. The result for the latest mask is cached, as in `_blocks`."""
+    """Return `hidden` and `seen` of `Kernels.attention` for a mask. The result for the latest mask
+    is cached, because all layers get the same mask."""
     visible = mask[:, 0] > torch.finfo(mask.dtype).min  # (B, queries, keys)
     missing = -visible.shape[-1] % ATTENTION_BLOCK
     visible = F.pad(visible, (0, missing, 0, missing))
@@ -104,7 +104,7 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(part) for part in (q, k, v))
         for b in range(len(q)):
-            # A key's gradient is a sum over blocks: it is summed in fp32 and rounded once.
+            # A key's gradient is a sum over blocks, so it is summed in fp32 and rounded once.
             wide_k, wide_v = (torch.zeros_like(part[b], dtype=torch.float32) for part in (k, v))
             for block in ctx.blocks[b % len(ctx.blocks)]:
                 scaled, keys, values, weights = _attend(q[b], k[b], v[b], ctx.scale, block)
@@ -132,7 +132,7 @@ class _Block:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, block: _Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend from a block's queries of q (H·Q, S, D) to its keys of k (H, S, D).
+    """Compute a block's attention weights: queries from q (H·Q, S, D), keys from k (H, S, D).
 
     Returns:
         The scaled queries, the keys and values, and the weights (H, Q·rows, columns).
@@ -146,8 +146,8 @@ def _attend(
 
 @functools.lru_cache(maxsize=1)
 def _blocks(mask: Tensor) -> list[list[_Block]]:
-    """Split each sequence into blocks. The latest mask's are cached by the tensor: all layers
-    get the same."""
+    """Split each sequence into blocks. The result for the latest mask is cached, because all layers
+    get the same mask."""
     lowest = torch.finfo(mask.dtype).min
     found: list[list[_Block]] = [[] for _ in mask]
     for blocks, visible in zip(found, mask[:, 0], strict=True):
@@ -161,7 +161,7 @@ def _blocks(mask: Tensor) -> list[list[_Block]]:
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
-    """Reshape (H·Q, S, D) → (H, Q·S, D): the queries of a key-value head as rows of one matrix."""
+    """Reshape (H·Q, S, D) to (H, Q·S, D): the queries of a key-value head form one matrix."""
     return x.reshape(len(k), -1, x.shape[-1])
 
 
@@ -175,7 +175,7 @@ def attention_forward(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend, as transformers calls it; the result has heads and tokens swapped."""
+    """The attention function that transformers calls; its result has heads and tokens swapped."""
     if dropout or attention_mask is None:
         raise UsageError("this model's attention needs dropout, or no mask: unsupported")
     scale = softmax_scale(query, scaling, options)
@@ -183,10 +183,10 @@ def attention_forward(
 
 
 def softmax_scale(query: Tensor, scaling: float | None, options: Mapping[str, object]) -> float:
-    """Return the factor of the scores from the arguments that transformers passes.
+    """Return the scale of the scores from the arguments that transformers passes.
 
     Raises:
-        UsageError: it asks for more than softmax(scale · q kᵀ + mask) v.
+        UsageError: the model needs more than softmax(scale · q kᵀ + mask) v.
     """
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
@@ -195,8 +195,8 @@ def softmax_scale(query: Tensor, scaling: float | None, options: Mapping[str, ob
 
 
 def attention_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that this attention holds of a block of queries at a time, if it is the config's:
-    weights and scores, and their gradients."""
+    """Return the bytes that this attention takes for a block's weights and scores and their
+    gradients; 0 if the config names another attention."""
     if config._attn_implementation != ATTN_IMPLEMENTATION:
         return 0
     return 4 * config.num_attention_heads * min(tokens, QUERY_BLOCK) * tokens * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Compiles the C files for this CPU, and keeps the library on disk for the next process."""
+"""Compiles the C files for this CPU, and caches the library on disk for the next process."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ FOLDER = Path(__file__).parent
 SOURCES = [
     FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")
 ]
-# Nothing reads errno or floating-point traps, so loops over conversions may become vectors.
+# Nothing reads errno or floating-point traps, so GCC may vectorize loops with conversions.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-# Without it GCC uses 256 of 512 bits. For ARM it refuses the option.
+# Without this option GCC uses 256 of 512 bits. For ARM, GCC refuses it.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
-# Lines of it that -march=native depends on; others change while the machine runs.
+# Lines of CPU_INFO that -march=native depends on; others change while the machine runs.
 CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
 
 
 class BuildError(Exception):
-    """No compiler, or none whose library can be loaded."""
+    """There is no compiler, or its library cannot be loaded."""
 
 
 def load_library(macros: Sequence[str]) -> ctypes.CDLL:
-    """Load the library compiled with these macros, by an earlier process or now.
+    """Load the library for these macros, and compile it unless an earlier process did.
 
-    CC names the compiler, RLM_MARCH the architecture: this CPU's if it is not set.
+    CC names the compiler, and RLM_MARCH the architecture (default: this CPU's).
 
     Raises:
-        BuildError: the message is one line.
+        BuildError: it cannot be compiled or loaded; the message is one line.
     """
     compiler, command = _command(macros)
     kept = _cached_file(compiler, command)
     if kept and kept.exists():
-        with contextlib.suppress(OSError):  # perhaps cut short by a full disk: compile again
+        with contextlib.suppress(OSError):  # perhaps truncated by a full disk: compile again
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(dir=kept and kept.parent) as scratch:
         library = Path(scratch) / "kernels.so"
@@ -50,10 +50,10 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
                 [*command, "-o", str(library), *map(str, SOURCES), "-lm"],
                 check=True, capture_output=True, text=True, timeout=60,
             )  # fmt: skip
-            # OpenMP's threads are torch's: its library is in the process already.
+            # The kernels share torch's OpenMP threads: torch has loaded OpenMP already.
             loaded = ctypes.CDLL(str(library))
             if kept:
-                library.replace(kept)  # whole or not at all
+                library.replace(kept)  # complete or not at all
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or ["no reason given"]
             first = next((line for line in lines if "error" in line), lines[0])
@@ -73,7 +73,7 @@ def kernels_digest() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return the lines on the first CPU in /proc/cpuinfo that -march=native depends on.
+    """Return the first CPU's lines of /proc/cpuinfo on which -march=native depends.
 
     Raises:
         OSError: there is no such file.
@@ -83,7 +83,7 @@ def cpu_features() -> list[str]:
 
 
 def _command(macros: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the compiler, and the command that compiles a library with it, without files."""
+    """Return the compiler, and its command for a library, still without file names."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     flags = [*FLAGS, f"-march={os.environ.get('RLM_MARCH') or 'native'}"]
     flags += X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()
@@ -103,7 +103,7 @@ def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:
 def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
     """Return the path for the library of this compiler, command, source and CPU.
 
-    None if that is not certain, or if another user could write there.
+    None if the path cannot be determined, or if another user could write to its folder.
     """
     folder = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm")) / "kernels"
     try:

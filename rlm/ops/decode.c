@@ -1,17 +1,17 @@
-/* The operations between the matrix products of a decoding step, for CPUs; compiled by build.py.
+/* The operations between the matmuls of a decoding step, for CPUs; compiled by build.py.
  *
- * Attention: a row (one completion) has one new token: its keys and values are stored, then
- * its queries attend to the row's three segments, which are the beginning that all prompts share,
- * its prompt, and its completion. As matrix products this takes a dozen passes, and oneDNN
- * first copies a bf16 matrix into another layout, which costs more than the product. Here keys and
- * values are read once, where they lie.
+ * Attention: a row (one completion) has one new token. Its keys and values are stored; then its
+ * queries attend to the row's three segments: the prefix that all prompts share, the rest of its
+ * prompt, and its completion. As matmuls this takes a dozen passes, and oneDNN first copies a bf16
+ * matrix into another layout, which costs more than the matmul. Here keys and values are read once,
+ * in place.
  *
- * Rotary embedding takes one pass, where torch needs half a dozen, a few microseconds each to start.
- * The norm is in learn.c.
+ * Rotary embedding takes one pass. torch needs half a dozen, each of which takes a few microseconds
+ * to start. The norm is in learn.c.
  *
- * Everything is computed in fp32 and rounded once. Compiled with -DQUERIES (per key-value head),
- * -DWIDTH (of a head) and, for bf16, -DBF16. The vectors are those of GCC and Clang: loops of
- * constant length become registers.
+ * Everything is computed in fp32 and rounded once. The compiler gets -DQUERIES (query heads per
+ * key-value head), -DWIDTH (of a head) and, for bf16, -DBF16. Vectors are those of GCC and Clang; with
+ * loops of constant length, arrays of vectors become registers.
  */
 #include "numbers.h"
 
@@ -27,14 +27,14 @@ enum {
     LANES = HALF < WIDEST ? HALF : WIDEST,
     PAIR = 2 * LANES,   /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
-    LINE = 64 / sizeof(number), /* numbers that memory hands over at a time */
-    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* numbers of a head summed at a time, as registers hold */
+    LINE = 64 / sizeof(number), /* numbers in a cache line */
+    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* numbers of a head whose sums fit the registers */
 };
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-/* PAIR numbers, widened: in their order if they are fp32; the even ones and the odd ones if they
- * are bf16, which takes a shift and a mask, where to widen them in order takes three times that. */
+/* PAIR numbers, widened. fp32 numbers stay in order. bf16 numbers are split into the even and the odd
+ * ones, which takes a shift and a mask; widening them in order takes three times that. */
 typedef struct {
     floats one, other;
 } pair;
@@ -66,27 +66,27 @@ static inline void store(float *to, pair sums) { memcpy(to, &sums, sizeof sums);
 typedef struct {
     number *keys, *values;
     int64_t slots, tokens;
-    const int64_t *slot, *length; /* of each row: where it reads, and how many tokens */
+    const int64_t *slot, *length; /* per row: where it reads, and how many tokens */
 } segment;
 
-enum { SEGMENTS = 3 }; /* the last one is the rows' own, which the new token is stored in */
+enum { SEGMENTS = 3 }; /* the last one has the completions, with the new tokens */
 
 typedef struct {
     int64_t rows, heads;
     segment parts[SEGMENTS];
 } step;
 
-/* Where the keys or values of a turn, which is row · heads + head, begin. */
+/* Returns where the keys or values of a turn begin; a turn is row · heads + head. */
 static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t turn) {
     int64_t slot = part->slot[turn / s->heads], head = turn % s->heads;
     return ((layer * part->slots + slot) * s->heads + head) * D * part->tokens;
 }
 
-/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). Prefetches the keys that
- * come `next`: they lie in short pieces, which the CPU would not prefetch itself. */
+/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). Prefetches the `next`
+ * keys: they lie in short runs, which the CPU would not prefetch by itself. */
 static void score(const float *queries, const number *keys, int64_t tokens, int64_t length,
                   float *out, int64_t stride, const number *next) {
-    number last[BLOCK] = {0}; /* the block that the stored tokens do not fill */
+    number last[BLOCK] = {0}; /* a block that the stored tokens do not fill */
     for (int64_t t = 0; t < length; t += BLOCK) {
         pair sum[Q][BLOCK / PAIR] = {0};
         int64_t stored = tokens - t, n = length - t < BLOCK ? length - t : BLOCK;
@@ -132,7 +132,7 @@ static void add(const float *weights, int64_t stride, const number *values, int6
     }
 }
 
-/* Scores to the base 2 become weights whose sum is returned. */
+/* Turns scores, exponents of 2, into weights, and returns their sum. */
 static float exponentials(float *scores, int64_t n) {
     float most = scores[0], sum = 0;
 #pragma omp simd reduction(max : most)
@@ -143,7 +143,7 @@ static float exponentials(float *scores, int64_t n) {
     return sum;
 }
 
-/* Attend with one row's queries of one key-value head, after storing its new token if needed. */
+/* Attends with one row's queries of one key-value head, after storing its new token if needed. */
 static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
                         const number *queries, const number *key, const number *value,
                         float *weights, int64_t stride, number *out) {
@@ -182,8 +182,8 @@ static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
 }
 
 /* Queries (rows, heads · Q, D); new keys and values (rows, heads, D), or NULL if they are stored
- * already, each with its stride between rows; out (rows, heads · Q, D). Returns 1 if there is no
- * memory for the scores. */
+ * already, each with its stride between rows; out (rows, heads · Q, D). Returns 1 if there is not
+ * enough memory for the scores. */
 int decode_attention(const step *s, int64_t layer, float scale, const number *queries,
                      int64_t query_stride, const number *keys, int64_t key_stride,
                      const number *values, int64_t value_stride, number *out, int threads) {
@@ -212,8 +212,8 @@ int decode_attention(const step *s, int64_t layer, float scale, const number *qu
     return failed;
 }
 
-/* Rotary position embedding, in place: x (rows, heads, D), rows `stride` numbers apart; cos and sin
- * (rows, D). */
+/* Applies rotary position embedding in place: x (rows, heads, D), rows `stride` numbers apart; cos and
+ * sin (rows, D). */
 void rotary_embedding(number *x, const number *cos, const number *sin, int64_t rows, int64_t heads,
                       int64_t stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * heads * D >= WORTH_THREADS)

@@ -1,7 +1,7 @@
 """Chooses fp32 or bf16 on a CPU by measuring, because CPU flags do not say which is faster.
 
 Some CPUs with AVX512-BF16 multiply bf16 at half the speed of fp32. Each kind of work is timed in
-both types until two timings agree. The result is kept for this machine and all that the timings
+both dtypes until two timings agree. The result is cached on disk; its key has all that the timings
 depend on.
 """
 
@@ -20,31 +20,31 @@ from typing import TYPE_CHECKING
 from rlm.cli import terminal
 from rlm.ops.build import cpu_features, kernels_digest
 
-if TYPE_CHECKING:  # options name the types, and --help loads no torch
+if TYPE_CHECKING:  # options import DTYPES, and --help must not load torch
     import torch
 
 DTYPES = ("float32", "bfloat16")
-# How much faster bf16 must be. At the same speed fp32 is chosen, because it rounds less.
+# How many times as fast bf16 must be. At equal speed fp32 is chosen, because it rounds less.
 MARGIN = 1.1
-# Values of ONEDNN_MAX_CPU_ISA without bf16 products.
+# Values of ONEDNN_MAX_CPU_ISA without bf16 matmuls.
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-ROWS, WIDTH, INNER = 1024, 576, 1536  # sizes of the timed products
-ROUNDS, SECONDS = 3, 0.04  # number and least seconds of the turns in which each type is timed
-# Two timings agree if one finds bf16 less than so many times as fast as the other does. Other
-# programs make them disagree; so many timings are made at most.
+ROWS, WIDTH, INNER = 1024, 576, 1536  # sizes of the timed matmuls
+ROUNDS, SECONDS = 3, 0.04  # each dtype is timed for so many turns of at least so many seconds
+# Two timings agree if their speed ratios of bf16 to fp32 differ by less than a factor of AGREEMENT.
+# Other programs make timings disagree, so there are at most TIMINGS of them.
 AGREEMENT, TIMINGS = 1.2, 6
-# These decide which instructions oneDNN, torch and our own products use.
+# Environment variables that decide which instructions oneDNN, torch and our own matmuls use.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def fast_dtype(
     kind: str, work: Callable[[torch.dtype], Callable[[], object]]
 ) -> tuple[torch.dtype, str]:
-    """Return the type in which this CPU does a kind of work faster, and why in a few words.
+    """Return the dtype in which this CPU does a kind of work faster, and a short reason.
 
     Args:
-        kind: name of the work, under which the result is kept.
-        work: makes the function to time, for a type.
+        kind: name of the work, under which the result is cached.
+        work: makes the function to time for a dtype.
     """
     import torch
 
@@ -60,14 +60,14 @@ def fast_dtype(
 
 
 def learning_dtype() -> tuple[torch.dtype, str]:
-    """Return the type for the products of a learning pass on this CPU, and why in a few words."""
+    """Return the dtype for the matmuls of a training pass on this CPU, and a short reason."""
     return fast_dtype("learning", _learning_products)
 
 
 def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> dict[str, float]:
-    """Return the seconds of the work by type, from this machine's file if it has them.
+    """Return the seconds of the work by dtype, from the cache file if it has them.
 
-    If no two timings agree, nothing is kept, and a line says so.
+    If no two timings agree, nothing is cached, and a warning is printed.
     """
     import torch
 
@@ -82,12 +82,12 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
     seconds, apart = _time_until_two_agree(functions)
     if apart:
         terminal.line(
-            f"warning: which number type is faster for {kind} could not be measured, because other "
+            f"warning: which dtype is faster for {kind} could not be measured, because other "
             f"programs use the CPU (bf16 was {apart[0]:.2g} to {apart[1]:.2g} times as fast as "
             "fp32): the next run measures again; --dtype chooses one"
         )
         return seconds
-    with suppress(OSError):  # a home that cannot be written to: measured again next time
+    with suppress(OSError):  # an unwritable home: the next run measures again
         cache.mkdir(parents=True, exist_ok=True)
         scratch = file.with_name(f".{file.name}.{os.getpid()}")
         all_known = (known if isinstance(known, dict) else {}) | {key: seconds}
@@ -97,7 +97,7 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
 
 
 def _key(kind: str) -> str:
-    """Return the key of a measurement: all that it depends on."""
+    """Return the cache key of a measurement, with all that it depends on."""
     import torch
 
     try:
@@ -119,8 +119,8 @@ def _key(kind: str) -> str:
 def _time_until_two_agree(
     functions: dict[str, Callable[[], object]],
 ) -> tuple[dict[str, float], tuple[float, float] | None]:
-    """Return the seconds of one call of each, and None; or, if no two of TIMINGS agree, how many
-    times as fast bf16 was at least and at most."""
+    """Return the seconds per call of each function, and None. If no two of TIMINGS agree, the
+    lowest and highest speed ratio of bf16 to fp32 replace the None."""
     timings: list[dict[str, float]] = []
     for _ in range(TIMINGS):
         seconds = _time_in_turns(functions)
@@ -139,7 +139,7 @@ def _times_as_fast(seconds: dict[str, float]) -> float:
 
 
 def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the seconds of one call of each: the best of several turns, taken alternately."""
+    """Return the seconds per call of each function: the best of several alternating turns."""
     import torch
 
     best = dict.fromkeys(functions, float("inf"))
@@ -156,7 +156,7 @@ def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, floa
 
 
 def _learning_products(dtype: torch.dtype) -> Callable[[], object]:
-    """Run a layer's product forward, and backward to its input."""
+    """Make a function that runs a layer's matmuls: forward, and backward to its input."""
     import torch
 
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(INNER, WIDTH, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Fused layers for training: LoRA, norms, gating and attention with fewer passes over the
-activations than transformers and PEFT make, and less kept for the backward pass; same results."""
+"""Fused LoRA, norms, gating and attention for training: the results of transformers and PEFT, with
+fewer passes over the activations and less saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
 
 
 def _lora(self: Module, x: Tensor) -> Tensor:
-    """Return a linear layer with its adapter: x Wᵀ + (s x Aᵀ) Bᵀ."""
+    """Apply a linear layer with its adapter: x Wᵀ + (s x Aᵀ) Bᵀ."""
     return _project(x, self)[0]
 
 
 def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
     """Apply several layers with their adapters to one input.
 
-    Unquantized layers with at most one adapter are one autograd function.
+    Unquantized layers with at most one adapter each run as one autograd function.
     """
     parts, factors = [], []
     for layer in layers:
@@ -61,7 +61,7 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
             break
         base, active = layer.get_base_layer(), layer.active_adapters
         names = [] if layer.disable_adapters else [n for n in active if n in layer.lora_A]
-        # In SFT the adapter is fp32 beside a base in bf16; its gradients become fp32 again.
+        # In SFT the adapter is fp32 on a bf16 base; autograd converts its gradients back to fp32.
         adapter = [
             m[name].weight.to(x.dtype) for name in names for m in (layer.lora_A, layer.lora_B)
         ]
@@ -75,10 +75,10 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
 
 
 def _add_adapters(self: Module, x: Tensor) -> Tensor:
-    """The fallback of `_lora` for any number type and adapters, in torch.
+    """Apply a layer with its adapters in torch: the fallback for any dtypes and adapters.
 
     Outputs of quantized layers may not be changed in place (autograd refuses it for 8 bits), so
-    their sum is a new tensor.
+    adding an adapter to them makes a new tensor.
     """
     result = self.base_layer(x)
     if self.disable_adapters:
@@ -98,16 +98,16 @@ class _Projections(torch.autograd.Function):
     """Several linear layers of one input, each with its adapter: y = x Wᵀ + b + (s x Aᵀ) Bᵀ.
 
     PEFT scales and adds in separate passes over every output, and autograd sums the gradients of
-    x in as many. Here products accumulate in place. An autograd step also costs about as much as
-    a small product.
+    x in as many. Here matmuls accumulate in place. One function also avoids autograd nodes, each of
+    which costs about as much as a small matmul.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,  # (…, inputs)
-        parts: Sequence[tuple[Tensor, Tensor | None, float]],  # W, frozen, b and s of each layer
-        *factors: Tensor | None,  # A and B of each, or None for no adapter
+        parts: Sequence[tuple[Tensor, Tensor | None, float]],  # W (frozen), b and s of each layer
+        *factors: Tensor | None,  # A and B of each layer, or None for no adapter
     ) -> tuple[Tensor, ...]:
         rows, outs, inners = x.flatten(0, -2), [], []
         adapters = zip(factors[::2], factors[1::2], strict=True)
@@ -163,7 +163,7 @@ def _attention(
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     if (
-        self.config._attn_implementation != ATTN_IMPLEMENTATION  # such as the sampler's
+        self.config._attn_implementation != ATTN_IMPLEMENTATION  # the sampler sets its own
         or attention_mask is None
         or past_key_values is not None
         or (self.training and self.attention_dropout)
@@ -207,14 +207,14 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, S, heads, D) → a copy, (B·S, heads, D)."""
+    """Copy (B, S, heads, D) to a new (B·S, heads, D)."""
     return x.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 class _Norm(torch.autograd.Function):
     """weight · x / rms(x) over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
 
-    Saves x for backward in its own type; transformers saves it in fp32.
+    Saves x for backward in its own dtype; transformers saves it in fp32.
     """
 
     @staticmethod

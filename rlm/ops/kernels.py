@@ -1,9 +1,9 @@
-"""Calls the compiled C functions with tensors; one table holds their signatures.
+"""Calls the compiled C functions on tensors; `_SIGNATURES` lists their arguments.
 
-decode.c has the operations between the products of a decoding step, learn.c and attention.c those
-of a learning pass; logits.c samples and scores tokens; products.c multiplies.
-Without a compiler `TorchOps` does the same in many small passes, and oneDNN the products: equal up
-to rounding, and slower.
+products.c has the matmuls, logits.c sampling and scoring. decode.c has the other operations of a
+decoding step, learn.c and attention.c those of a training pass.
+Without a compiler, `TorchOps` computes the same in many small passes, with oneDNN's matmuls: equal
+up to rounding, and slower.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-ATTENTION_BLOCK = 16  # tokens; attention.c's TOKENS
+ATTENTION_BLOCK = 16  # tokens; the same as TOKENS in attention.c
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# The arguments of each C function, without the last, the number of threads.
+# The argument types of each C function, except the last one: the number of threads.
 _SIGNATURES = {
     "decode_attention": (_P, _I, _F, _P, _I, _P, _I, _P, _I, _P),
     "rotary_embedding": (_P, _P, _P, _I, _I, _I),
@@ -93,13 +93,13 @@ def num_key_value_heads(config: PretrainedConfig) -> int:
 
 
 def ops_for(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> Ops:
-    """Return what computes for a model of these shapes: compiled on a CPU, or else torch.
+    """Return the ops for a model of these shapes: compiled kernels on a CPU, else torch.
 
     Args:
-        dtype: number type to compute in (None: the model's).
+        dtype: to compute in (None: the model's).
     """
     if model.device.type != "cpu":
-        return TorchOps(f"no code for {model.device.type}", "sums on a GPU do")
+        return TorchOps(f"no code for {model.device.type}", "matmuls on a GPU depend on it")
     config = model.config.get_text_config()
     queries = config.num_attention_heads // num_key_value_heads(config)
     return load_ops(dtype or model.dtype, queries, head_dim(config))
@@ -107,7 +107,7 @@ def ops_for(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None
 
 @functools.cache
 def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
-    """Compile and load the kernels for a number type and a shape of heads; torch if they cannot be.
+    """Compile and load the kernels for a dtype and a head shape; return `TorchOps` if that fails.
 
     Args:
         queries: query heads per key-value head.
@@ -127,19 +127,19 @@ def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
 class Kernels:
     """The functions of the C files, for tensors on the CPU."""
 
-    description = "passes between products compiled"
+    description = "kernels compiled"
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, head_shape: tuple[int, int]
     ) -> None:
         self.dtype = dtype
-        self._head_shape = head_shape  # queries per key-value head, and the width of both
+        self._head_shape = head_shape  # query heads per key-value head, and the head width
         self._columns = library.block_columns()
-        # Whether products are compiled for this CPU and number type.
+        # Whether matmuls are compiled for this CPU and dtype.
         self.has_linear = self._columns > 0
-        self.has_tiles = bool(library.uses_tiles())  # whether AMX multiplies
-        self._inputs_together = library.inputs_together()  # whose weights lie together
-        self.logit_bytes = dtype.itemsize  # read as they are
+        self.has_tiles = bool(library.uses_tiles())  # whether matmuls use AMX
+        self._inputs_together = library.inputs_together()  # inputs whose weights are adjacent
+        self.logit_bytes = dtype.itemsize  # per logit while sampling: no copy is made
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name != "linear" or self.has_linear:
@@ -147,11 +147,11 @@ class Kernels:
 
     @property
     def batch_note(self) -> str | None:
-        """Why a row's numbers may depend on other rows; None where no bit of them does."""
+        """Why a row's results may depend on other rows; None if they do not, bit for bit."""
         if self.has_linear:
             return None
         return (
-            "products are not compiled: this CPU has no fused multiply-add, or its system allows "
+            "matmuls are not compiled: this CPU has no fused multiply-add, or its system allows "
             "no AMX tiles"
         )
 
@@ -161,13 +161,14 @@ class Kernels:
         biases: Sequence[Tensor] | None,
         epsilon: float | None = None,
     ) -> LinearFunction:
-        """Make a linear layer's function: x (rows, inputs)[, residual (rows, outputs) to add] →
-        (rows, outputs).
+        """Make a linear layer's function: x (rows, inputs)[, residual] → (rows, outputs).
+
+        It adds the residual (rows, outputs), if there is one.
 
         Args:
-            weights: (outputs, inputs), copied. Two are a gate and what its SiLU gates.
-            biases: (outputs,) for each.
-            epsilon: if given, rows are divided by their root mean square first.
+            weights: one or two (outputs, inputs), copied. Two give silu(first(x)) · second(x).
+            biases: (outputs,) for each weight.
+            epsilon: if given, each row of x is first divided by its root mean square.
         """
         if not self.has_linear or weights[0].shape[1] % self._inputs_together:
             return packed_linear(weights, biases, epsilon, self.rms_norm)
@@ -177,7 +178,7 @@ class Kernels:
         what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
         what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
-        what.alive = kept, shifts  # it holds their addresses
+        what.alive = kept, shifts  # `what` has only their addresses
         call = self._library.linear
 
         def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -193,9 +194,9 @@ class Kernels:
         return multiply
 
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Reshape matrices (outputs, inputs) to (blocks, matrices, inputs / n, columns, n), with n
-        inputs multiplied together."""
-        # They are moved as one number.
+        """Reshape matrices (outputs, inputs) to (blocks, matrices, inputs / n, columns, n), where n
+        inputs are multiplied at once."""
+        # These n numbers are moved as one integer.
         size = 8 * self._inputs_together * self.dtype.itemsize
         together = {16: torch.int16, 32: torch.int32}[size]
         groups = [matrix.contiguous().view(together) for matrix in matrices]
@@ -203,13 +204,13 @@ class Kernels:
         return blocks.view(self.dtype)
 
     def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
-        """Reshape (outputs, …) to (blocks, parts, columns, …); zeros fill up the last block."""
+        """Reshape (outputs, …) to (blocks, parts, columns, …); the last block is zero-padded."""
         missing = -len(parts[0]) % self._columns
         whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
         return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
 
     def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate keys or values; what no row has written is never read."""
+        """Allocate a key or value cache, uninitialized: only what rows have written is read."""
         return torch.empty(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
@@ -217,8 +218,8 @@ class Kernels:
     ) -> AttentionFunction:
         """Make the attention that prefills prompts; see `TorchOps.prefill_attention`.
 
-        It is the code that decodes: each token of a prompt is a row. So a token's attention is one
-        sum in one order, wherever its prompt was cut and whatever was read beside it.
+        It runs the decoding kernel, with each token of a prompt as a row. So a token's attention is
+        summed in one order, wherever its shared prefix ends and whatever is prefilled with it.
         """
         before, (keys, values) = stores
         where, rows = torch.tensor(slots), len(slots) * tokens
@@ -243,13 +244,13 @@ class Kernels:
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
     ) -> Callable[[int, Tensor, Tensor | None, Tensor | None, float], Tensor]:
-        """Make the attention of rows of one token each; see `TorchOps.decode_attention`.
+        """Make the attention for rows with one new token; see `TorchOps.decode_attention`.
 
-        There are three segments. Without k and v (None) the new tokens' are stored already.
+        There are three segments. If k and v are None, those of the new tokens are stored already.
         """
         numbers = [[torch.tensor(part) for part in parts] for parts in (slots, lengths)]
         step = _Step(rows=len(slots[0]), heads=stores[0][0].shape[2])
-        step.alive = stores, numbers  # it holds their addresses
+        step.alive = stores, numbers  # `step` has only their addresses
         for part, (keys, values), slot, length in zip(step.parts, stores, *numbers, strict=True):
             part.keys, part.values = keys.data_ptr(), values.data_ptr()
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
@@ -260,7 +261,7 @@ class Kernels:
             layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
         ) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
-            # One token a row leaves (N, heads, D), whose rows may lie apart.
+            # One token per row: (N, heads, D), whose rows need not be contiguous.
             parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
             rows = [
                 value
@@ -269,7 +270,7 @@ class Kernels:
             ]
             threads = torch.get_num_threads()
             if call(ctypes.byref(step), layer, float(scale), *rows, out.data_ptr(), threads):
-                raise MemoryError("no memory for the scores of attention")
+                raise MemoryError("not enough memory for the attention scores")
             return out
 
         return attend
@@ -286,7 +287,7 @@ class Kernels:
         """Sample a token per row: ids (N,) and log-probabilities; None if a logit is not finite.
 
         Args:
-            logits: (N, V), of the number type that this was compiled for.
+            logits: (N, V), of the dtype that this was compiled for.
             uniform: (N,), in [0, 1).
         """
         assert logits.dtype == self.dtype
@@ -302,12 +303,12 @@ class Kernels:
         """Score each row: the target's log-probability and the entropy, two (M,) in fp32.
 
         Args:
-            logits: (M, V), of the number type that this was compiled for.
+            logits: (M, V), of the dtype that this was compiled for.
             gradients: overwrite the logits with the gradient of the log-probability, times the
                 temperature.
 
         Raises:
-            IndexError: a target is no token of the vocabulary.
+            IndexError: a target is outside the vocabulary.
         """
         if len(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[1]:
             raise IndexError(f"a target is not among {logits.shape[1]} tokens")
@@ -320,7 +321,7 @@ class Kernels:
         return logprobs, entropy
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """Compute weight · x / rms(x) of each row of (rows, width); the default weight is 1."""
+        """Compute weight · x / rms(x) for each row of (rows, width); None is a weight of 1."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._pass("rms_norm", x, weight, out, *x.shape, float(epsilon))
@@ -329,7 +330,7 @@ class Kernels:
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, epsilon: float, grad_out: Tensor
     ) -> Tensor:
-        """Compute the gradient of x through `rms_norm`, from that of its output."""
+        """Compute the gradient of x through `rms_norm` from the gradient of its output."""
         grad_x = torch.empty_like(x)
         self._pass("rms_norm_backward", x, weight, grad_out, grad_x, *x.shape, float(epsilon))
         return grad_x
@@ -343,7 +344,7 @@ class Kernels:
     def silu_and_mul_backward(
         self, gate: Tensor, up: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of gate and up through `silu_and_mul`, from that of its output."""
+        """Compute the gradients of gate and up from the gradient of `silu_and_mul`'s output."""
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         self._pass("silu_and_mul_backward", gate, up, grad_out, grad_gate, grad_up, gate.numel())
         return grad_gate, grad_up
@@ -356,7 +357,7 @@ class Kernels:
         Args:
             q: (B, S, H·Q, D), contiguous.
             k: (B, S, H, D), and v, contiguous.
-            hidden: (B or 1, S of keys, S of queries) of bool, both filled up to whole blocks.
+            hidden: (B or 1, S of keys, S of queries) of bool, both S padded to whole blocks.
             seen: (B or 1, blocks of queries, blocks of keys) of bool: whether any key is visible.
         """
         out = torch.empty_like(q)
@@ -373,7 +374,7 @@ class Kernels:
         scale: float,
         grad_out: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v through `attention`, from that of its output."""
+        """Compute the gradients of q, k and v from the gradient of `attention`'s output."""
         grad_q, grad_k, grad_v = (torch.empty_like(part) for part in (q, k, v))
         tensors = grad_out, grad_q, grad_k, grad_v
         self._attend_all("attention_backward", (q, k, v), hidden, seen, scale, *tensors)
@@ -397,22 +398,22 @@ class Kernels:
         addresses, sizes = (part.data_ptr() for part in parts), qkv[1].shape[:3]
         what = _Attention(*addresses, *sizes, len(hidden), scale)
         if self._call(name, ctypes.byref(what), *others):
-            raise MemoryError("no memory for the scores of attention")
+            raise MemoryError("not enough memory for the attention scores")
 
     def _pass(self, name: str, *values: Tensor | float | None) -> int:
-        """Do `_call` with contiguous tensors of this number type."""
+        """Run `_call` after checking that all tensors are contiguous and of this dtype."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
         return self._call(name, *values)
 
     def _call(self, name: str, *values: object) -> int:
-        """Call a C function with the addresses of tensors, numbers, and the number of threads."""
+        """Call a C function with tensor addresses, numbers, and last the number of threads."""
         passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
         return getattr(self._library, name)(*passed, torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:
-    """Return (N, heads, D) with the heads side by side in memory."""
+    """Return (N, heads, D) with the heads of a row contiguous in memory."""
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 

@@ -1,10 +1,10 @@
-/* The operations between the products of a learning pass: norms (of a decoding step, too), gating,
- * and their gradients. The backward pass recomputes what it needs of the forward pass.
+/* The operations between the matmuls of a training pass: norms (also of a decoding step), gating, and
+ * their gradients. The backward pass recomputes what it needs from the forward pass.
  */
 #include "numbers.h"
 
-/* out = weight · x / rms(x), each (rows, width); without a weight (NULL) it is 1. As in transformers,
- * the quotient is rounded too. */
+/* out = weight · x / rms(x); x and out are (rows, width). A weight of NULL is 1. As in transformers,
+ * x / rms(x) is rounded, too. */
 void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
               float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= WORTH_THREADS)

@@ -1,9 +1,9 @@
-/* Sampling from logits and scoring tokens. Each reads the logits two or three times, while they are
- * in the cache, and allocates nothing of their size.
+/* Sampling from logits and scoring tokens. Both read the logits two or three times, while they are in
+ * the CPU's cache, and allocate nothing of their size.
  */
 #include "numbers.h"
 
-#ifndef DRAWN /* tokens of the vocabulary that are summed up together: VOCAB_BLOCK */
+#ifndef DRAWN /* tokens in a block of the vocabulary: VOCAB_BLOCK in torch_ops.py */
 #error "-DDRAWN is missing"
 #endif
 
@@ -14,19 +14,19 @@ static float highest(const number *from, int64_t n) {
     return most;
 }
 
-/* A block's exponents (logit - most) · factor, to the base 2; NOTHING beyond the vocabulary. */
+/* Computes a block's exponents of 2, (logit - most) · factor; NOTHING beyond the vocabulary. */
 static void exponents(const number *logits, int64_t vocabulary, int64_t block, float most,
                       float factor, float out[DRAWN]) {
     const number *from = logits + block * DRAWN;
     int64_t left = vocabulary - block * DRAWN, n = left < DRAWN ? left : DRAWN;
     for (int64_t i = 0; i < n; i++) {
         float exponent = (widened(from[i]) - most) * factor;
-        out[i] = exponent < NOTHING ? NOTHING : exponent; /* a NaN stays one */
+        out[i] = exponent < NOTHING ? NOTHING : exponent; /* a NaN stays NaN */
     }
     for (int64_t i = n; i < DRAWN; i++) out[i] = NOTHING;
 }
 
-/* The sum of a block's powers of two. */
+/* Computes a block's powers of two, and returns their sum. */
 static float masses(const number *logits, int64_t vocabulary, int64_t block, float most,
                     float factor, float powers[DRAWN]) {
     exponents(logits, vocabulary, block, most, factor, powers);
@@ -37,8 +37,8 @@ static float masses(const number *logits, int64_t vocabulary, int64_t block, flo
     return sum;
 }
 
-/* The index of the mass with which the running sum passes `wanted`; `before` is the sum before it.
- * If rounding puts `wanted` at the total, it is the last mass above 0. */
+/* Returns the index of the mass with which the running sum exceeds `wanted`; `before` becomes the sum
+ * before it. If rounding puts `wanted` at the total, this is the last mass above 0. */
 static int64_t hit(const double *mass, int64_t n, double wanted, double *before) {
     int64_t last = 0;
     double sum = *before;
@@ -51,9 +51,9 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
     return last;
 }
 
-/* Sample a token, with its log-probability, from each row of logits (rows, vocabulary). As in
- * torch_ops.py: by the running sum over blocks of the vocabulary, then inside the block that is hit; if
- * `cold`, take the first of the likeliest. Returns 1 if a row's logits are not finite. */
+/* Samples a token, with its log-probability, from each row of logits (rows, vocabulary), as in
+ * torch_ops.py: by the running sum over blocks of the vocabulary, then inside the block that is hit.
+ * If `cold`, takes the first of the likeliest tokens. Returns 1 if a row's logits are not finite. */
 int sample(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
            const double *uniform, int64_t *tokens, float *logprobs, int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
@@ -62,7 +62,7 @@ int sample(const number *logits, int64_t rows, int64_t vocabulary, float tempera
     for (int64_t row = 0; row < rows; row++) {
         const number *from = logits + row * vocabulary;
         float most = highest(from, vocabulary), powers[DRAWN], factor = LOG2_E / temperature;
-        double sums[blocks], total = 0; /* in single, a large vocabulary would blur rare tokens */
+        double sums[blocks], total = 0; /* single precision would blur rare tokens */
         for (int64_t b = 0; b < blocks; b++)
             total += sums[b] = masses(from, vocabulary, b, most, factor, powers);
         int64_t token = 0;
@@ -84,8 +84,8 @@ int sample(const number *logits, int64_t rows, int64_t vocabulary, float tempera
 }
 
 /* The log-probability of each row's target under softmax(logits / temperature), and the entropy of
- * that distribution. With `gradients`, the log-probability's gradient replaces the logits (rows,
- * vocabulary), times the temperature: 1[v = target] - p_v, rounded once. */
+ * that distribution. With `gradients`, the logits (rows, vocabulary) are overwritten with the
+ * log-probability's gradient times the temperature: 1[v = target] - p_v, rounded once. */
 void token_logprobs(number *logits, int64_t rows, int64_t vocabulary, const int64_t *targets,
                     float temperature, int64_t gradients, float *logprobs, float *entropies,
                     int threads) {

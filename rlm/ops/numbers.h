@@ -1,4 +1,4 @@
-/* The number type of all that is compiled, and the functions that several files need.
+/* The dtype of all compiled code, and functions that several files need.
  *
  * Numbers are fp32, or bf16 with -DBF16; everything is computed in fp32 and rounded once.
  */
@@ -8,7 +8,7 @@
 #include <string.h>
 
 static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
-static const int64_t WORTH_THREADS = 16384; /* numbers; below, starting a thread takes longer */
+static const int64_t WORTH_THREADS = 16384; /* numbers; for fewer, threads cost more than they save */
 
 #ifdef BF16
 typedef uint16_t number;
@@ -19,7 +19,7 @@ static inline float widened(number x) {
     memcpy(&wide, &bits, sizeof wide);
     return wide;
 }
-static inline number rounded(float x) { /* to the nearest, ties to even; a NaN stays one */
+static inline number rounded(float x) { /* to the nearest, ties to even; a NaN stays NaN */
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -31,9 +31,9 @@ static inline float widened(number x) { return x; }
 static inline number rounded(float x) { return x; }
 #endif
 
-static const float NOTHING = -150; /* 2 to this is 0 in fp32 */
+static const float NOTHING = -150; /* 2 to this power is 0 in fp32 */
 
-/* 2^x for x <= 0, to 2e-7 of it: the nearest whole number's power, and a series for the rest. */
+/* 2^x for x <= 0, to a relative 2e-7: the power of the nearest integer, times a series for the rest. */
 static inline float power_of_two(float x) {
     int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;
     float rest = x - whole;
@@ -42,7 +42,7 @@ static inline float power_of_two(float x) {
     uint32_t bits = (uint32_t)(exponent > 0 ? exponent : 0) << 23; /* below 2^-126: 0 */
     float power;
     memcpy(&power, &bits, sizeof power);
-    return series * power; /* a NaN stays one */
+    return series * power; /* a NaN stays NaN */
 }
 
 /* x times its logistic function. */

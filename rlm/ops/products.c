@@ -1,18 +1,17 @@
-/* The matrix products of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM);
- * compiled by build.py. In bf16, AVX512-BF16 multiplies pairs and AMX whole tiles; elsewhere numbers
+/* The matmuls of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM); compiled by
+ * build.py. In bf16, AVX512-BF16 multiplies pairs and AMX multiplies whole tiles; elsewhere numbers
  * are widened to fp32 as they are read.
  *
- * With 64 rows a block of the weights is multiplied for about as long as it takes to come from
- * memory, and oneDNN does the one after the other. Here the next block is prefetched while one is
- * multiplied. Norm of the rows, bias, SiLU gating and residual are applied to the sums before they
- * are rounded.
+ * With 64 rows, multiplying a block of weights takes about as long as loading it from memory, and
+ * oneDNN does one after the other. Here the next block is prefetched while one is multiplied. RMS
+ * norm, bias, SiLU gating and residual are applied to the sums before they are rounded.
  *
- * Every sum is taken in one order, that of its inputs, so a row's result depends neither on the other
- * rows nor on the number of threads.
+ * Every sum is taken in the order of its inputs, so a row's result depends neither on the other rows
+ * nor on the number of threads.
  */
 #include "numbers.h"
 
-/* AMX tiles multiply bf16 numbers where the CPU has them; tests define their instructions. */
+/* AMX tiles multiply bf16 numbers where the CPU has them; tests define the tile instructions. */
 #if defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps))
 #define TILES
 #endif
@@ -27,7 +26,7 @@
 #define ROWS 8
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 4 /* for 16 registers, where the others have 32 */
+#define ROWS 4 /* AVX has 16 registers, the others 32 */
 #else
 #define LANES 4
 #define ROWS 8
@@ -39,9 +38,9 @@
 
 enum {
 #ifdef TILES
-    VECTORS = 2,  /* of sums per row */
+    VECTORS = 2,  /* vectors of sums per row */
     DEPTH = 32,   /* inputs that are multiplied at a time */
-    TOGETHER = 2, /* inputs whose weights lie together */
+    TOGETHER = 2, /* inputs whose weights are adjacent */
 #else
     VECTORS = 3,
 #ifdef PAIRS
@@ -52,15 +51,15 @@ enum {
     TOGETHER = DEPTH,
 #endif
     COLUMNS = LANES * VECTORS,
-    WORDS = COLUMNS * DEPTH,       /* numbers of a block that they meet */
-    LINE = 64 / sizeof(number),    /* numbers that memory hands over at a time */
-    TASKS = 4, /* per thread at least, if there are rows enough: then no thread waits long */
+    WORDS = COLUMNS * DEPTH,       /* weights of DEPTH inputs */
+    LINE = 64 / sizeof(number),    /* numbers in a cache line */
+    TASKS = 4, /* per thread at least, if there are enough rows: no thread then waits long */
 };
 
 /* The next block of weights, prefetched a few inputs at a time. */
 typedef struct {
     const number *weights;
-    int64_t every, wait; /* a prefetch every so many turns, and the turns left */
+    int64_t every, wait; /* turns from one prefetch to the next, and turns left */
 } request;
 
 static inline void ask(request *next) {
@@ -76,7 +75,7 @@ static inline void ask(request *next) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux lets a process use tiles that has requested them: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
+/* Linux lets a process use tiles after it requests them: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
 static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #endif
 
@@ -86,14 +85,14 @@ int inputs_together(void) { return TOGETHER; }
 
 typedef struct {
     uint8_t palette, start, reserved[14];
-    uint16_t bytes[16]; /* of a row */
+    uint16_t bytes[16]; /* per row */
     uint8_t rows[16];
 } tile_shapes;
 
-/* GCC does not know which memory tile instructions read, so earlier stores must not be delayed. */
+/* Keeps GCC from delaying earlier stores: it does not know which memory tile instructions read. */
 static inline void written(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
-/* Tiles 0 to 3 hold the sums of 2 · 16 rows and 2 · 16 columns, 4 and 5 rows, 6 and 7 weights. */
+/* Tiles 0 to 3 hold the sums of 2 · 16 rows and 2 · 16 columns; 4 and 5 hold rows, 6 and 7 weights. */
 static void shape_tiles(int64_t rows) {
     tile_shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
@@ -107,10 +106,10 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-/* A thread that holds tiles is slower to switch. */
+/* Context switches of a thread that holds tiles are slower. */
 static inline void release_tiles(void) { _tile_release(); }
 
-/* Adds the products of DEPTH inputs; x (rows, DEPTH), its rows `width` bytes apart. */
+/* Adds the products of DEPTH inputs to the sums; x is (rows, DEPTH), its rows `width` bytes apart. */
 static inline __attribute__((always_inline)) void
 add_products(const int two, const number *x, int64_t width, const number *weights) {
     _tile_loadd(6, weights, 4 * COLUMNS);
@@ -126,7 +125,7 @@ add_products(const int two, const number *x, int64_t width, const number *weight
 }
 
 /* sums[i][j] = x[i] · weights[:, j] for the rows that tiles are shaped for, more than 16 if `two`;
- * weights (inputs / TOGETHER, COLUMNS, TOGETHER). */
+ * weights are (inputs / TOGETHER, COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
 multiply_rows(const int two, int64_t rows, const number *x, const number *weights, int64_t inputs,
               request *next, float sums[ROWS][COLUMNS]) {
@@ -169,7 +168,7 @@ int uses_tiles(void) { return 0; }
 int block_columns(void) { return COLUMNS; }
 int inputs_together(void) { return TOGETHER; }
 
-/* There are no tiles to shape, or to give back. */
+/* There are no tiles to shape or release. */
 static inline void shape_tiles(int64_t rows) { (void)rows; }
 static inline void release_tiles(void) {}
 
@@ -180,7 +179,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 
 #ifdef PAIRS
 typedef __m512bh operand;
-typedef number input; /* of rows, as they are multiplied */
+typedef number input; /* of rows in the inner loop */
 
 static inline operand same(const input *x) {
     int32_t pair;
@@ -201,7 +200,7 @@ static inline operand same(const input *x) { return *x - (floats){0}; }
 static inline operand weights_at(const void *weights) {
 #if defined(BF16) && defined(__AVX512F__)
     return (operand)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(weights)), 16);
-#elif defined(BF16) && defined(__AVX2__) /* GCC widens in five instructions */
+#elif defined(BF16) && defined(__AVX2__) /* GCC itself would widen in five instructions */
     return (operand)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(weights)), 16);
 #elif defined(BF16)
     typedef number numbers __attribute__((vector_size(2 * LANES)));
@@ -219,8 +218,8 @@ static inline floats multiply_add(floats sum, operand x, operand weights) {
 #endif
 typedef floats stored_floats __attribute__((aligned(4), may_alias));
 
-/* sums[i][j] = x[i] · weights[:, j] for the first `rows`, a constant; weights (inputs / TOGETHER,
- * COLUMNS, TOGETHER). */
+/* sums[i][j] = x[i] · weights[:, j] for the first `rows` rows (a constant); weights are
+ * (inputs / TOGETHER, COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
 tile(const int rows, const input *x, const number *weights, int64_t inputs, request *next,
      float sums[ROWS][COLUMNS]) {
@@ -250,7 +249,7 @@ static void multiply_tile(int64_t rows, const number *x, const number *weights, 
         for (int64_t i = 0; i < rows * inputs; i++) wide[i] = widened(x[i]);
         read = (const input *)wide;
     }
-    switch (rows) { /* each with its registers */
+    switch (rows) { /* a constant number of rows keeps the sums in registers */
     case 1: return tile(1, read, weights, inputs, next, sums);
     case 2: return tile(2, read, weights, inputs, next, sums);
     case 3: return tile(3, read, weights, inputs, next, sums);
@@ -271,10 +270,10 @@ static inline void scale_and_shift(float *sums, float factor, const float *bias)
         for (int j = 0; j < COLUMNS; j++) sums[j] += bias[j];
 }
 
-/* One product: x (rows, inputs); weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER) and,
- * optionally, bias (blocks, COLUMNS); if `gated`, twice as many blocks, of the gate and of what it
- * gates in turn. If `normed`, x is divided by its root mean square. An optional residual (rows,
- * outputs) is added. The result is out (rows, outputs). */
+/* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with an
+ * optional bias (blocks, COLUMNS). If `gated`, there are twice as many blocks: those of the gate
+ * alternate with those that it gates. If `normed`, each row of x is divided by its root mean square.
+ * An optional residual (rows, outputs) is added. The result is out (rows, outputs). */
 typedef struct {
     const number *x, *weights;
     const float *bias;
@@ -285,7 +284,7 @@ typedef struct {
     float epsilon;
 } product;
 
-/* Rows from…to of a block. */
+/* Computes rows from…to of a block of columns. */
 static void multiply_block(const product *p, int64_t block, int64_t from, int64_t to,
                            const float *factors, const number *next) {
     int64_t size = p->inputs * COLUMNS, kinds = p->gated ? 2 : 1, column = block * COLUMNS;
@@ -320,7 +319,7 @@ static void multiply_block(const product *p, int64_t block, int64_t from, int64_
 void linear(const product *p, int threads) {
     int64_t blocks = (p->outputs + COLUMNS - 1) / COLUMNS, tiles = (p->rows + ROWS - 1) / ROWS;
     int64_t block_size = p->inputs * COLUMNS * (p->gated ? 2 : 1);
-    int64_t parts = (TASKS * threads + blocks - 1) / blocks; /* parts of the rows */
+    int64_t parts = (TASKS * threads + blocks - 1) / blocks; /* into which rows are split */
     parts = parts < tiles ? parts : tiles;
     float factors[p->normed ? p->rows : 1];
 #pragma omp parallel num_threads(threads)
@@ -343,6 +342,6 @@ void linear(const product *p, int threads) {
 
 #else
 int uses_tiles(void) { return 0; }
-int block_columns(void) { return 0; } /* there are no products */
+int block_columns(void) { return 0; } /* there are no matmuls */
 int inputs_together(void) { return 1; }
 #endif

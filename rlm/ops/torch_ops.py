@@ -1,6 +1,6 @@
-"""The operations of sampling and scoring in torch, on any device. `Kernels` has the same, compiled.
+"""Sampling and scoring in torch, on any device. `Kernels` has the same operations, compiled.
 
-Letters: N rows, V vocabulary; of a cache: L layers, P prompt slots, H key-value heads, Q queries
+Letters: N rows, V vocabulary. In caches: L layers, P prompt slots, H key-value heads, Q queries
 per such head, D head width, T tokens.
 """
 
@@ -18,39 +18,39 @@ LinearFunction = Callable[..., Tensor]
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 # Keys (L, slots, H, D, T) and values (L, slots, H, T, D).
 Store = tuple[Tensor, Tensor]
-# Tokens; blocks of a vocabulary and tokens of a block are about equally many.
+# Tokens per block: a vocabulary has about as many blocks as a block has tokens.
 VOCAB_BLOCK = 256
-# On a CPU torch makes fp32 of so many at once: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and
-# the allocator finds such a block again. 25 MB it often maps anew, page fault by page fault.
+# Rows converted to fp32 at a time on a CPU: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and the
+# allocator reuses such a block. A block of 25 MB it often maps anew, with many page faults.
 WIDE_ROWS = 16
-PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows may be multiplied
+PACKED_FOR_ROWS = 64  # only a hint for oneDNN's layout: any number of rows works
 
 
 class TorchOps:
-    """What a sampler and a trainer compute, in torch: multiply, attend, sample, score."""
+    """Matmuls, attention, sampling and scoring in torch."""
 
-    has_linear = False  # whether our own code multiplies, and sums each row by itself
+    has_linear = False  # whether our own matmuls run, which sum each row independently
     has_tiles = False
-    logit_bytes = 3 * 4  # while a token is drawn: in fp32, with exponentials and running sums
+    logit_bytes = 3 * 4  # per logit while sampling: fp32 logits, exponentials, running sums
 
     def __init__(self, reason: str = "torch was asked for", batch_note: str | None = None) -> None:
         """
         Args:
             reason: why nothing is compiled.
-            batch_note: why a row's numbers may depend on other rows (None: the same reason).
+            batch_note: why a row's results may depend on other rows (None: the same reason).
         """
-        self.description = f"passes between products not compiled: {reason}"
+        self.description = f"kernels not compiled: {reason}"
         self.batch_note = batch_note or self.description
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """Compute weight · x / rms(x), the quotient in fp32; the default weight is 1."""
+        """Compute weight · x / rms(x), the quotient in fp32; None is a weight of 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         unit = (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
         return unit if weight is None else unit * weight
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding (Su et al., arXiv 2104.09864), halves paired as in Llama.
+        """Apply rotary position embedding (Su et al., arXiv 2104.09864), paired as in Llama.
 
         Args:
             x: (rows, heads, D).
@@ -69,8 +69,8 @@ class TorchOps:
         return packed_linear(weights, biases, epsilon, self.rms_norm)
 
     def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate keys or values: zeros, because products also read masked entries, and 0 · NaN
-        would be NaN."""
+        """Allocate a key or value cache of zeros, because matmuls also read masked entries, where
+        0 · NaN would be NaN."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
@@ -79,7 +79,7 @@ class TorchOps:
         """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
 
         Args:
-            stores: keys and values of the shared prefix, and the store to write to.
+            stores: the store of the shared prefix, and the store to write to.
             prefix: tokens of the shared prefix that stand before the prompts (0 for none).
         """
         (before_keys, before_values), (keys, values) = stores
@@ -100,7 +100,7 @@ class TorchOps:
                 for old, new in zip(before, (k, v), strict=True)
             ]
             shares = q.shape[1] // k.shape[1]
-            if q.is_cuda and shares > 1:  # no fused kernel there takes a mask and grouped heads
+            if q.is_cuda and shares > 1:  # no fused CUDA kernel takes a mask and grouped heads
                 parts, shares = [part.repeat_interleave(shares, 1) for part in parts], 1
             return F.scaled_dot_product_attention(
                 q, *parts, attn_mask=seen, scale=scale, enable_gqa=shares > 1
@@ -114,14 +114,14 @@ class TorchOps:
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
     ) -> AttentionFunction:
-        """Make the attention of rows of one token each.
+        """Make the attention for rows with one new token each.
 
-        A store that rows share is multiplied with the queries of all its rows in one product.
+        A slot that rows share is multiplied with the queries of all its rows in one matmul.
 
         Args:
-            stores: keys and values of each segment; the new token's are written to the last, at
-                its length less one.
-            slots: for each segment, the slot that each row reads; in the last, rows 0…N-1.
+            stores: the store of each segment. Keys and values of a new token are written to the
+                last one, at position length - 1.
+            slots: for each segment, the slot that each row reads; in the last, slots 0…N-1.
             lengths: for each segment, how many tokens each row reads.
         """
         own_keys, own_values = stores[-1]
@@ -133,11 +133,11 @@ class TorchOps:
         read = [torch.tensor(part, device=device) for part in lengths]
         mask = _mask(read, sizes, own_keys.dtype)
         rows, last = torch.arange(len(slots[-1]), device=device), read[-1] - 1
-        # How queries (N·H, Q, D) and weights (N·H, Q, T) are multiplied with each segment.
+        # The matmul of each segment with queries (N·H, Q, D) and with weights (N·H, Q, T).
         products = [_shared_product(where, heads, device) for where in slots[:-1]]
         products.append(torch.bmm)
-        # Views of all layers are made at once, because a thousand views a step take as long as some
-        # products. For each layer: keys (P·H, D, T) and values (P·H, T, D).
+        # Views of all layers are made at once, because a thousand views per step take as long as
+        # some matmuls. For each layer: keys (P·H, D, T) and values (P·H, T, D).
         segments = []
         for product, store, where, size in zip(products, stores, slots, sizes, strict=True):
             if size:
@@ -154,7 +154,7 @@ class TorchOps:
             # Queries that share a key-value head become rows of one matrix.
             q = (q[:, :, 0] * scale).view(n * shared, heads // shared, width)  # (N·H, Q, D)
             scores = torch.cat([product(q, keys[layer]) for product, keys, _ in segments], -1)
-            # (N·H, Q, T). A softmax of 16-bit numbers is computed in fp32, and rounded in the end.
+            # (N·H, Q, T). torch computes a 16-bit softmax in fp32, and rounds the result.
             weights = (scores.unflatten(0, (n, shared)) + mask).softmax(-1).flatten(0, 1)
             parts = zip(segments, weights.split(sizes, -1), strict=True)
             out = [product(part, values[layer]) for (product, _, values), part in parts]
@@ -165,14 +165,14 @@ class TorchOps:
     def sample(
         self, logits: Tensor, uniform: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Draw a token of each row: ids (N,) and log-probabilities; None if a logit is not finite.
+        """Sample a token per row: ids (N,) and log-probabilities; None if a logit is not finite.
 
-        Inverse transform: one uniform number a row, scaled by the total mass, is looked up in the
-        running sum. It costs about what reading the logits costs: the running sum is made over
-        blocks of the vocabulary, then within the one block that is hit. (`torch.multinomial` draws
-        N × V random numbers on one thread.)
+        Inverse transform sampling: one uniform number per row, scaled by the total mass, is looked
+        up in the running sum. That sum is taken over blocks of the vocabulary, then inside the one
+        block that is hit, so it costs about as much as reading the logits. (`torch.multinomial`
+        draws N × V random numbers on one thread.)
 
-        On a GPU, where asking would wait, the log-probabilities are not finite instead.
+        On a GPU a check would have to wait, so the log-probabilities are not finite instead.
         """
         logits = logits.float()
         if temperature == 0:
@@ -187,7 +187,7 @@ class TorchOps:
         missing = -vocabulary % VOCAB_BLOCK
         mass = F.pad(probabilities, (0, missing)) if missing else probabilities
         mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
-        # Sums in double: in single, a vocabulary of 150,000 would blur the rare tokens.
+        # Sums are in double precision: single would blur rare tokens in a vocabulary of 150,000.
         blocks = mass.sum(-1).double()
         before = blocks.cumsum(-1)
         total = before[:, -1:]
@@ -197,10 +197,10 @@ class TorchOps:
         block = _search(before, wanted)
         wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
         inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-        # If sums are not finite, take the last index until that is noticed: one beyond it would
-        # crash a GPU.
+        # If sums are not finite, use the last index until that is noticed: an index beyond it
+        # would crash a GPU.
         tokens = (block * VOCAB_BLOCK + _search(inside, wanted)).clamp(max=vocabulary - 1)
-        chosen = probabilities.gather(-1, tokens) / total  # which is one, but for rounding
+        chosen = probabilities.gather(-1, tokens) / total  # the total is 1 up to rounding
         return tokens.squeeze(-1), chosen.log().squeeze(-1).float()
 
     def token_logprobs(
@@ -216,7 +216,7 @@ class TorchOps:
             wide = wide.log_softmax(-1)  # log-probabilities of all tokens
             logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
             probabilities = wide.exp()
-            # A row times a column, without another (rows, V) tensor.
+            # A dot product per row, which needs no further (rows, V) tensor.
             entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
             if gradients:
                 coefficients = probabilities.neg_()
@@ -228,15 +228,15 @@ class TorchOps:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    This keeps the number of shapes small: oneDNN keeps its code for each, about a megabyte, up to a
-    thousand of them.
+    This limits the number of shapes: oneDNN keeps its code for each of up to a thousand shapes,
+    about a megabyte per shape.
     """
     return min(-(-length // multiple) * multiple, at_most)
 
 
 def score_bytes(vocabulary: int, tokens: int, dtype: torch.dtype, device_type: str) -> int:
-    """Bytes that scoring so many tokens at once takes at most: their logits, and in fp32 those of
-    the rows at work, their exponentials and gradients."""
+    """Return the most bytes that scoring this many tokens at once takes: their logits, and logits,
+    exponentials and gradients in fp32 for the rows that are converted at a time."""
     rows = WIDE_ROWS if device_type == "cpu" else tokens
     return vocabulary * (tokens * dtype.itemsize + 3 * rows * 4)
 
@@ -247,7 +247,7 @@ def packed_linear(
     epsilon: float | None,
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor],
 ) -> LinearFunction:
-    """`Kernels.linear` by oneDNN's products, or torch's where it has none."""
+    """Make the function of `Kernels.linear` from oneDNN's matmuls, or torch's if it has none."""
     linears = [
         _linear(*pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)
     ]
@@ -256,7 +256,7 @@ def packed_linear(
         if epsilon is not None:
             x = rms_norm(x, None, epsilon)
         if len(linears) == 2:
-            # (oneDNN's own SiLU tail is slower than this extra pass.)
+            # oneDNN's fused SiLU is slower than this extra pass.
             return linears[1](x, F.silu(linears[0](x), inplace=True), "mul")
         return linears[0](x, residual)
 
@@ -264,10 +264,10 @@ def packed_linear(
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
-    """Make linear(x[, other, how]) → (rows, outputs), to which `other` is added or multiplied.
+    """Make linear(x[, other, how]) → (rows, outputs); it adds `other` or multiplies by it.
 
-    Where it can, oneDNN multiplies from its own blocked layout, into which it would copy a
-    row-major matrix in every product, and adds or multiplies `other` in the same pass.
+    If oneDNN supports it, the weight is stored in oneDNN's blocked layout: it would otherwise copy
+    a row-major matrix in every matmul. It adds or multiplies `other` in the same pass.
     """
     if not _can_pack(weight):
 
@@ -290,7 +290,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies this number type on this machine."""
+    """Whether oneDNN has a matmul for this weight's dtype on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -299,14 +299,14 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _is_finite(mass: Tensor) -> bool:
-    """Whether all of it is; on a GPU, which the answer would wait for, it is not asked."""
+    """Whether all values are finite; always true on a GPU, where a check would have to wait."""
     return mass.is_cuda or bool(mass.isfinite().all())
 
 
 def _search(sums: Tensor, wanted: Tensor) -> Tensor:
-    """Find where running sums (N, K) pass the wanted mass (N, 1): always at a step up.
+    """Find where running sums (N, K) exceed the wanted mass (N, 1): always an entry with mass.
 
-    Rounding may put `wanted` at the total itself; the last entry with mass is meant then.
+    Rounding may put `wanted` at the total; the result is then the last entry with mass.
     """
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
@@ -314,7 +314,7 @@ def _search(sums: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _mask(lengths: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """(N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
+    """Make the mask (N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
     beyond = [
         torch.arange(size, device=length.device) >= length[:, None]
         for length, size in zip(lengths, sizes, strict=True)
@@ -327,7 +327,7 @@ def _mask(lengths: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -
 def _shared_product(
     slots: Sequence[int], heads: int, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make (N·H, Q, A) times (P·H, A, B) → (N·H, Q, B): one product per slot and head."""
+    """Make the matmul (N·H, Q, A) · (P·H, A, B) → (N·H, Q, B), one per slot and head."""
     grid, place = (part.to(device) for part in _grid(slots, heads))
 
     def product(left: Tensor, right: Tensor) -> Tensor:
@@ -340,12 +340,12 @@ def _shared_product(
 
 
 def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
-    """Sort the (row, head) pairs by slot, head, row: where each goes, and back.
+    """Sort the (row, head) pairs by slot, head and row into a grid of places.
 
     Returns:
-        grid: (P·H·R,), for each place the pair (row · H + head); R is the most rows of a prompt,
-            unused places name pair 0, and what is computed there is never read.
-        place: (N·H,), for each pair its place.
+        grid: (P·H·R,), the pair (row · H + head) at each place; R is the most rows of a slot.
+            Unused places name pair 0, and what is computed there is never read.
+        place: (N·H,), the place of each pair.
 
     >>> [part.tolist() for part in _grid([1, 0, 1], 1)]
     [[1, 0, 0, 2], [2, 0, 3]]

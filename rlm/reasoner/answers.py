@@ -12,7 +12,7 @@ from rlm.data import Format
 from rlm.grading import READERS, AnswerType, Vote, majority_vote
 from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 
-# Sentence ends, for reasoning in one long line; a point inside a number is none.
+# Sentence ends, to split reasoning of one long line; a decimal point is not one.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
@@ -65,7 +65,7 @@ class VoteCounts:
     """agreement: the winner's votes over n; abstentions lower it."""
 
     n: int
-    valid: int  # had an answer in the strict format
+    valid: int  # completions with an answer in the strict format
     winner: str | None
     agreement: float
     counts: dict[str, int]
@@ -84,7 +84,7 @@ class Answer:
     """All samples of a question, the shown one, and the confidence.
 
     answer_type: decides which answers are equal in the vote.
-    calls: the tool's texts in each `response`.
+    calls: the tool calls in each sample's `response`.
     """
 
     samples: list[Sample]
@@ -99,7 +99,7 @@ class Answer:
 
     @property
     def shown(self) -> Sample:
-        """The most likely sample that voted for the winner, or of all if none voted."""
+        """The most likely sample among the winner's voters; among all samples if none voted."""
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
         drawn = [sample.mean_logprob for sample in candidates]
         likely = [-math.inf if logprob is None else logprob for logprob in drawn]
@@ -142,12 +142,12 @@ def read_answer(stream: ReasoningStream) -> Answer:
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
-    """Parse a finished completion; there is no gold answer, only a format."""
+    """Parse a finished completion by the format alone, without a gold answer."""
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")
     text = str(stream.tokenizer.decode(state.ids, skip_special_tokens=True))
-    if state.parser.phase == "done":  # the stop string and what was drawn with it are not returned
+    if state.parser.phase == "done":  # cut the stop string and what follows it
         text = state.parser.until_stop(text)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None

@@ -30,7 +30,7 @@ MAX_NUM_SEQS = 16  # answers sampled at the same time
 
 
 class ReasoningModel(Protocol):
-    """A model of transformers or PEFT with what `load_rlm_model` adds to it."""
+    """A transformers or PEFT model with the attributes that `load_rlm_model` adds."""
 
     rlm_format: Format
     rlm_sampler: Sampler
@@ -43,23 +43,23 @@ def load_rlm_model(
     quantize: str = "auto",
     tool: str | Tool = "auto",
 ) -> tuple[ReasoningModel, PreTrainedTokenizerBase]:
-    """Load an adapter's base with the adapter, and the tokenizer.
+    """Load the base model with an adapter, and the tokenizer.
 
     Args:
         model: another copy of the base, such as a directory; needed if run.json names none.
-        base: leave the adapter off.
+        base: load the base model without the adapter.
         quantize: none, 4bit, 8bit, or auto: as in training.
         tool: none, calculator, FILE.py:NAME, a Tool, or auto: as in training.
 
     Raises:
-        UsageError: the adapter is missing or belongs to another base; says what to run.
+        UsageError: the adapter is missing or belongs to another base; the message says what to run.
     """
     adapter = Path(adapter)
     if not base:
         check_adapter(adapter, HOW_TO_TRAIN)
     info = AdapterInfo.load(adapter)
     used = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
-    from rlm.model import (  # with torch, which a wrong path does not wait for
+    from rlm.model import (  # imports torch, so it comes after the checks of the paths
         EMBEDDED_MODEL,
         base_model_hash,
         check_base,
@@ -111,9 +111,9 @@ def ask(
 
     Args:
         model: what `load_rlm_model` returns.
-        budget: most reasoning tokens; None: as many as leave room for an answer.
+        budget: maximum number of reasoning tokens; None: as many as leave room for an answer.
         examples: earlier turns, (question, completion).
-        answer_type: None: as in training.
+        answer_type: the kind of answer; None: as in training.
         structured: a JSON schema, regex or choice that constrains the answer.
         on_text: called with each new text of the first answer, and whether a tool wrote it.
     """

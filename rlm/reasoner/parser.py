@@ -1,7 +1,7 @@
 """Split a completion into reasoning and answer while its text streams in.
 
-A tag is several tokens, so the parser works on text and holds back what may become a tag. Only the
-block at the very beginning is reasoning; later tags are plain text of the answer.
+A tag is several tokens, so the parser works on text and holds back text that may become a tag. Only
+the block at the very beginning is reasoning; later tags are plain text of the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlm.data import Format
 class ReasoningParser:
     """Parses streamed text into reasoning and answer, stripped and without tags.
 
-    The joined parts do not depend on how the text is cut.
+    The joined results do not depend on how the text is split into chunks.
 
     >>> parser = ReasoningParser(Format("think", "answer"))
     >>> parser.feed("<think>\\n1 + 1 = 2\\n</th"), parser.feed("ink>\\n<answer>2</answer>")
@@ -25,21 +25,22 @@ class ReasoningParser:
     def __init__(self, format: Format, stop: Sequence[str] = (), *, verbatim: bool = False) -> None:
         """
         Args:
-            stop: texts that end the answer, excluded from it.
-            verbatim: the answer is everything from its first tag to the end.
+            stop: stop strings, which end the answer and are not part of it.
+            verbatim: the answer is everything between its opening tag and the end, without a
+                closing tag there.
         """
         self._format = format
         self._opening = f"<{format.reasoning_tag}>"
         self.closing = f"</{format.reasoning_tag}>"
         self._drop = re.compile("|".join(format.answer_tags))
         self._stop, self._verbatim = tuple(stop), verbatim
-        self.phase = "start"  # then reasoning, answer, done (a stop string was met)
+        self.phase = "start"  # then reasoning, answer, done (a stop string was found)
         self.opened = self.closed = False
         self._held = ""  # held back: may begin a tag or stop string, or is trailing space
-        self._begun = False  # whether the part has non-space text
+        self._begun = False  # whether the current part has non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, answer) text that is certain after another piece."""
+        """Add a chunk of text; return the (reasoning, answer) text that is now certain."""
         self._held += text
         reasoning = answer = ""
         if self.phase == "start":
@@ -77,7 +78,7 @@ class ReasoningParser:
             self._held, self._begun = rest[len(opening) :], True
         if not self._begun:
             return ""
-        ended = self._held.endswith(closing)  # perhaps: it may stand in the answer, too
+        ended = self._held.endswith(closing)  # not certain: the answer may contain the tag, too
         end = len(self._held) - (len(closing) if ended else _overlap(self._held, closing))
         answer, self._held = self._held[:end], self._held[end:]
         return answer
@@ -91,9 +92,10 @@ class ReasoningParser:
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
     def until_stop(self, text: str) -> str:
-        """Return the whole text with tags, up to a stop string in the answer.
+        """Return the text with its tags, up to a stop string in the answer.
 
-        It parses again letter by letter, because spaces and tags do not count for a stop.
+        The text is parsed again by character, because stop strings are matched without leading
+        spaces and tags.
         """
         again = ReasoningParser(self._format, self._stop)
         for end, letter in enumerate(text, 1):
@@ -107,17 +109,17 @@ class ReasoningParser:
 
     @property
     def closing_begun(self) -> bool:
-        """Whether the text may be inside the closing tag, beyond its first letter."""
+        """Whether the text may be inside the closing tag, past its first character."""
         return self.phase == "reasoning" and _overlap(self._held, self.closing) > 1
 
     def _stripped(self, text: str) -> str:
         return text if self._begun else text.lstrip()
 
     def _certain(self, tags: Sequence[str], stops: Sequence[str] = ()) -> str:
-        """Take the held text that cannot begin a tag or stop, without trailing spaces."""
+        """Take the held text that cannot be part of a tag or stop string, without end spaces."""
         self._held = self._stripped(self._held)
         end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
-        # Text that may begin a tag may vanish; a stop string may then continue behind it.
+        # Text that may begin a tag may be removed; a stop string may then continue after it.
         begun = (end - _overlap(self._held[:end], stop) for stop in stops)
         whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
         certain = self._held[: min((end, *begun, *whole))].rstrip()

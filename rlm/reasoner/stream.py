@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Tokens kept for the answer (a quarter of the limit, if that is less).
 ANSWER_RESERVE = 32
 STRUCTURED_RESERVE = 0.5  # share of the limit reserved for a structured answer
-# In this last part of a budget the end of a line or sentence already closes the reasoning.
+# In this last share of a budget, the end of a line or sentence already closes the reasoning.
 SOFT_SHARE = 0.25
 
 
@@ -69,11 +69,12 @@ class CompletionState:
 class ReasoningStream:
     """Parses the completions of one request as they stream, and enforces the thinking budget.
 
-    The sampler calls it after each token, as the request's `force_tokens`. The reasoning never
-    exceeds the budget (except to finish a closing tag); in its last quarter the end of a line or
-    sentence closes it. Without a budget it is closed in time for an answer. An end token inside
-    the reasoning closes it instead of ending the text. Stop strings apply to the answer only. A
-    tool's text has priority; if it does not fit, the reasoning is closed at once.
+    The sampler calls this object after each token, as the request's `force_tokens`. The reasoning
+    never exceeds the budget (except to finish a closing tag). In the last quarter of the budget,
+    the end of a line or sentence closes the reasoning. Without a budget, it is closed in time for
+    an answer. An end token inside the reasoning closes it instead of ending the text. Stop strings
+    apply to the answer only. A tool's text has priority; if it does not fit, the reasoning is
+    closed at once.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class ReasoningStream:
         self.max_new_tokens, self.budget = max_new_tokens, budget
         self._tool_tokens = tool_tokens
         self._matchers = [grammar.copy() for _ in range(n)] if grammar else []
-        self.answer_now = False  # set it to close the reasoning at the next token
+        self.answer_now = False  # set to True to close the reasoning at the next token
         self.completions = [
             CompletionState(
                 DecodeStream(skip_special_tokens=True),
@@ -116,7 +117,7 @@ class ReasoningStream:
         ]
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Return tokens that replace the one just sampled, or None (see `ForceTokens`)."""
+        """Return tokens that replace the sampled token, or None (see `ForceTokens`)."""
         state = self.completions[row]
         if state.parser.phase == "done":
             return [min(self._stop_ids)]
@@ -142,7 +143,7 @@ class ReasoningStream:
             return None
         allowed = self._matchers[row].allowed(ids)
         if self.completions[row].parser.phase == "reasoning":
-            allowed[[*self._stop_ids]] = True  # an end token there closes the reasoning
+            allowed[[*self._stop_ids]] = True  # an end token closes the reasoning
         return allowed
 
     def _must_close(self, state: CompletionState, token: int) -> bool:
@@ -163,7 +164,7 @@ class ReasoningStream:
         return piece.rstrip(" ").endswith(("\n", ".", "!", "?"))
 
     def _is_too_long(self, state: CompletionState, more: int) -> bool:
-        """Return whether this many more tokens would exceed a limit of the reasoning."""
+        """Return whether `more` tokens would exceed a limit of the reasoning."""
         total = len(state.ids) + more
         over = self.budget is not None and total - state.opened_at > self.budget
         return over or total > self._last_moment or self.answer_now
@@ -175,7 +176,7 @@ class ReasoningStream:
         """Append a sampled token; return the new (reasoning, answer) text."""
         state = self.completions[token.row]
         state.ids.append(token.id)
-        if token.logprob == token.logprob:  # NaN: not drawn
+        if token.logprob == token.logprob:  # NaN: not sampled
             state.logprobs.append(token.logprob)
         before = state.parser.phase
         piece = state.detokenizer.step(self._decoder, token.id) or ""

@@ -9,13 +9,13 @@ from typing import Any
 
 from rlm.cli import UsageError, terminal
 
-Reward = float | None  # None: no verdict; the rollout leaves the group's statistics and the loss
+Reward = float | None  # None: no verdict; the rollout is left out of group statistics and loss
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
-# Passed to a plain function only by name: TRL's **kwargs hold columns only.
+# Passed to a plain function only if it names them: TRL's **kwargs contain only columns.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("solution", "completion_ids")
 REWARD_ERRORS = (Exception, SystemExit)  # exit() in a reward must not end the run
-# Errors of code that expects messages, such as completion[0]["content"], on a text.
+# Errors of code that expects messages, such as completion[0]["content"], but gets a text.
 NOT_MESSAGES = (TypeError, LookupError, AttributeError)
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
@@ -27,7 +27,7 @@ CONTRACT = (
 class RewardFunction:
     """A reward of one completion. Subclass it and define `__call__` (or `async def`).
 
-    The weight in a sum is a class attribute or `super().__init__(weight=2.0)`.
+    The weight in a sum is a class attribute, or set by `super().__init__(weight=2.0)`.
     Columns are keywords: `question`, the dataset's own fields, `reasoning_format` (the name of
     the tags in use), `answer_type`, `is_truncated` (no end token) and `strict_verdict` (the
     `Verdict` of the strict grading). A `__call__` without `**columns` gets those that it names.
@@ -84,7 +84,7 @@ class FunctionReward(RewardFunction):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "weight", None))
         self.function = function
-        self.takes_messages: bool | None = None  # unknown before the first call
+        self.takes_messages: bool | None = None  # None until a first call succeeds
 
     def _call(self, given: Mapping[str, Any]) -> Any:
         given = named_columns(self.function, given)
@@ -248,7 +248,7 @@ def adapt_reward(reward: Any) -> RewardFunction:
 
 
 def _takes_two(signature: inspect.Signature) -> bool:
-    """Return whether it accepts a completion and an answer as positional arguments."""
+    """Return whether a function accepts a completion and an answer by position."""
     kinds = [p.kind for p in signature.parameters.values()]
     places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in places for k in kinds) >= 2

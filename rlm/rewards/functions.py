@@ -1,6 +1,6 @@
 """The built-in rewards.
 
-None of these evaluates text. Those that look for an answer need it in an explicit place: a
+No reward runs text as code. A reward that looks for an answer needs it in an explicit place: a
 number at the end of a text does not count.
 """
 
@@ -137,9 +137,9 @@ class ReasoningQualityReward(RewardFunction):
 class CombinedReward(RewardFunction):
     """The weighted mean of its parts, each of which is logged.
 
-    A part without a verdict (None or NaN) is left out of the mean; without any verdict or weight
-    left the result is None. A part may be a plain function, with weight 1 unless it is given as a
-    pair (function, weight). The call is awaitable if a part is.
+    A part without a verdict (None or NaN) is left out of the mean; if no verdict or no weight is
+    left, the result is None. A part may be a plain function, with weight 1 unless it is given as a
+    pair (function, weight). The call returns an awaitable if a part does.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
@@ -161,7 +161,7 @@ class CombinedReward(RewardFunction):
             self.weights[name] = part.weight if share is None else share
             if not isinstance(self.weights[name], int | float):
                 raise TypeError(f"the weight of {name} is {self.weights[name]!r}, not a number")
-        if not sum(self.weights.values()) > 0:  # NaN is not, either
+        if not sum(self.weights.values()) > 0:  # refuses NaN, too
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: defaultdict[str, float] = defaultdict(float)
 
@@ -194,7 +194,7 @@ class CombinedReward(RewardFunction):
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weight = sum(self.weights[name] for name in values)
-        if weight <= 0:  # no part, or only a penalty
+        if weight <= 0:  # no verdict is left, or only those of penalties
             return None
         return sum(self.weights[name] * value for name, value in values.items()) / weight
 

@@ -16,7 +16,7 @@ from rlm.rewards.base import FunctionReward, RewardFunction, adapt_reward
 from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
 
 GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
-TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # TRL adds them
+TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # added by TRL
 # Columns that the scorer adds to the data's own.
 COLUMNS = {"question", "completion_ids", "answer_type", "reasoning_format", "is_truncated"}
 COLUMNS |= {"strict_verdict"}
@@ -103,7 +103,7 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
         unknown = [one for one in named if one not in there | GIVEN]
         if not unknown:
             continue
-        known = {"solution", *TRAINERS_OWN}  # no misspellings
+        known = {"solution", *TRAINERS_OWN}  # never misspellings
         close = difflib.get_close_matches(unknown[0], sorted((there | GIVEN) - known), 1)
         meant = f" (did you mean {close[0]}?)" if close and unknown[0] not in known else ""
         why = "the data does not have"

@@ -1,7 +1,7 @@
 """Score a whole step with one reward. A reward that fails does not end a run.
 
 A trainer calls a `Scorer` with all problems and all completions of a step. Built-in rewards run in
-the calling thread. A user's own runs in a worker thread with a time limit; a call that raises,
+the calling thread. A user's reward runs in a worker thread with a time limit; a call that raises,
 hangs or returns no finite number only loses its own rollout.
 """
 
@@ -34,7 +34,7 @@ from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
 TIME_LIMIT = 300.0  # seconds that one call may take: a judge may answer slowly
 MAX_TIMEOUTS = 3  # in a step; the remaining calls then get no verdict
-# The run ends after this many steps in a row without a successful call; at the start, after one.
+# The run ends after this many steps in a row without a successful call; before any, after one.
 MAX_FAILED_STEPS = 3
 
 
@@ -46,7 +46,7 @@ class Scores:
 
     rewards: list[list[Reward]]
     metrics: dict[str, float] = field(default_factory=dict)
-    reasons: list[list[str]] = field(default_factory=list)  # rlm.grading's, [p][g]
+    reasons: list[list[str]] = field(default_factory=list)  # of `rlm.grading`, [p][g]
 
     def __post_init__(self) -> None:
         self.reasons = self.reasons or [[] for _ in self.rewards]
@@ -55,7 +55,7 @@ class Scores:
 class Scorer:
     """Scores all rollouts of a step with a reward (`as_reward`).
 
-    A function of TRL's contract, or an overridden `batch_call`, is called once with all rollouts;
+    A function with TRL's signature or an overridden `batch_call` is called once with all rollouts;
     if that call fails, it is called for each rollout.
 
     Args:
@@ -76,7 +76,7 @@ class Scorer:
         self.reasoning_format, self.time_limit = reasoning_format, time_limit
         self.warned: set[str] = set()
         self.gave_verdict = False
-        self.failed_steps = MAX_FAILED_STEPS - 1  # until one call succeeds, one such step is enough
+        self.failed_steps = MAX_FAILED_STEPS - 1  # before any success, one failed step is enough
 
     def __call__(
         self,
@@ -107,7 +107,7 @@ class Scorer:
         reasons = [[verdict.reason for verdict in group] for group in verdicts]
         if not rollouts:
             return Scores([[] for _ in groups], reasons=reasons)
-        self.reward.pop_metrics()  # from a validation in between, not from this step
+        self.reward.pop_metrics()  # drop those of a validation since the last step
         if is_built_in(self.reward):
             found = list(starmap(self._ask, rollouts))
         else:
@@ -170,10 +170,10 @@ class Scorer:
             return error
 
     def _ask_in_worker(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """Call `_ask` for all rollouts, at once if the reward supports it."""
+        """Call `_ask` for all rollouts, in one batch if the reward supports it."""
         at_once = type(self.reward).batch_call is not RewardFunction.batch_call
         if at_once or _is_async(self.reward):
-            # Twice: awaited calls have a time limit of their own, inside.
+            # Allow twice the time, because awaited calls have their own time limit inside.
             limit = self.time_limit if at_once else 2 * self.time_limit
             (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, UsageError):
@@ -193,7 +193,7 @@ class Scorer:
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        # Not in an event loop, because a plain reward may run its own.
+        # Called outside an event loop, because a plain reward may run its own.
         columns = named_columns(self.reward.batch_call, columns)
         found = self.reward.batch_call(list(texts), list(answers), **columns)
         found = as_list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
@@ -202,7 +202,7 @@ class Scorer:
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
             try:
-                # In this task: wait_for's task would pass an exit() to the loop.
+                # Not asyncio.wait_for: its own task would pass an exit() on to the loop.
                 async with asyncio.timeout(self.time_limit):
                     return await _wait_for(reward)
             except REWARD_ERRORS as error:
@@ -224,7 +224,7 @@ class Scorer:
             return f"no answer in {self.time_limit:g} seconds"
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         if "signal only works in main thread" in text:
-            text += " (rewards run in one of their own, with a time limit: leave out the alarm)"
+            text += " (rewards run in a worker thread with a time limit: remove the alarm)"
         return text
 
 
@@ -254,10 +254,10 @@ def _to_reward(value: Any) -> Reward | BaseException:
 
 
 def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any]:
-    """Make calls one after the other in a daemon thread; return their results or errors.
+    """Make calls one by one in a daemon thread; return their results or errors.
 
-    A call of more than `limit` seconds gives TimeoutError. Python cannot stop it, so its thread is
-    abandoned and the next call gets a new one.
+    A call that takes over `limit` seconds gives TimeoutError. Python cannot stop it, so its thread
+    is abandoned and the next call gets a new one.
     """
     found, hangs = list[Any](), 0
     while len(found) < len(calls) and hangs < MAX_TIMEOUTS:

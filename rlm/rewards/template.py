@@ -1,6 +1,6 @@
 """My reward: 1 for the right number between the right tags, and a little for a short completion.
 
-    python FILE                                       # what it gives to the examples below
+    python FILE                                       # its rewards for the examples below
     python train_grpo.py --reward FILE:reward --doctor   # does it pay for worthless texts?
     python train_grpo.py --reward FILE:reward
 
@@ -23,8 +23,8 @@ def reward(completion: str, reference_answer: str, **columns: Any) -> float | No
         completion: what the model wrote, tags included.
         reference_answer: the answer of the dataset.
         columns: `question`, `is_truncated` (it was cut off), `reasoning_format` (the name of the
-            tags), `answer_type`, `strict_verdict` (what the strict grading says, so that you need
-            not grade again), and every other column of your dataset by its name.
+            tags), `answer_type`, `strict_verdict` (the strict grading, so that you need not
+            grade again), and every other column of your dataset by its name.
 
     Returns:
         Any number: completions of one problem are compared with each other. None leaves this

@@ -1,4 +1,4 @@
-"""Alerts: rules that detect in the metrics that a run goes wrong, with advice.
+"""Alerts: rules that detect from the metrics that a run goes wrong, and give advice.
 
 Each rule looks at the last steps. A warning is printed when its rule begins to hold, and again only
 if the rule ceased to hold in between. All thresholds are in this file.
@@ -16,7 +16,7 @@ WINDOW = 5  # steps that a rule averages over
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, from step 1 on
 FLAT_STEPS = 30  # the last third's reward is compared with the first third's
 FLAT_RISE = 0.01  # less than this is no rise
-FLAT_CEILING = 0.9  # above it there is little left to rise to
+FLAT_CEILING = 0.9  # above this, little is left to gain
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Rule:
 
     metric: str
     bad: Callable[[float], bool]
-    advice: str  # {:…} is the mean
+    advice: str  # its {:…} is filled with the mean
 
 
 RULES = (
@@ -36,21 +36,21 @@ RULES = (
         "closer to what the model can do, a larger --group-size, or a higher --temperature",
     ),
     Rule(
-        "policy/entropy",  # nats a token; a model trained on one format sits at 0.1 to 0.3
+        "policy/entropy",  # nats per token; a model trained on one format sits at 0.1 to 0.3
         lambda nats: nats < 0.02,
-        "the entropy has fallen to {:.3f} nats a token, so the model tries little that is new: "
+        "the entropy has fallen to {:.3f} nats per token, so the model tries little that is new: "
         "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
     Rule(
-        "loss/kl",  # nats a token, from the start adapter
+        "loss/kl",  # nats per token, from the start adapter
         lambda nats: nats > 1,
-        "the policy is {:.2g} nats a token away from where it started: lower --learning-rate or "
+        "the policy is {:.2g} nats per token away from where it started: lower --learning-rate or "
         "raise --kl-weight, and read samples.jsonl",
     ),
     Rule(
-        "sampler/logprob_gap_mean",  # nats a token
+        "sampler/logprob_gap_mean",  # nats per token
         lambda nats: nats > 0.1,
-        "sampler and trainer disagree by {:.2g} nats a token: try --sampler unmerged, or check "
+        "sampler and trainer disagree by {:.2g} nats per token: try --sampler unmerged, or check "
         "that the server has this model",
     ),
 )
@@ -72,7 +72,7 @@ CONSTANT = (
 )
 FLAT = (
     "the reward has not risen in {} steps ({:.2f}, now {:.2f}): try a higher --learning-rate (LoRA "
-    "wants about ten times full fine-tuning's), more problems a step, or problems nearer to what "
+    "wants about ten times full fine-tuning's), more problems per step, or problems nearer to what "
     "the model can do"
 )
 

@@ -27,7 +27,7 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
         repair: False leaves the file unchanged, because another process may be writing that line.
 
     Raises:
-        UsageError: another line is not a JSON object.
+        UsageError: any other line is not a JSON object.
     """
     if not path.exists():
         return []
@@ -43,7 +43,7 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
         try:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise UsageError(f"{path}: line {number} is no JSON object; repair it") from error
+            raise UsageError(f"{path}: line {number} is not a JSON object; repair it") from error
     return rows
 
 
@@ -72,7 +72,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows; they are on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
-        stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # as below
+        stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # as replace_file
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -84,7 +84,7 @@ def replace_file(path: Path, text: str) -> None:
     JSON reads back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.new")  # one name: no litter
+    scratch = path.with_name(f".{path.name}.new")  # one name, so that kills leave one file at most
     try:
         scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
         sync(scratch)
@@ -125,7 +125,7 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
         holder = stream.read().strip() or "another process"
         stream.close()
         raise UsageError(f"{where}: {holder} {advice}") from error
-    except OSError as error:  # some network file systems have none
+    except OSError as error:  # some network file systems have no locks
         terminal.line(
             f"{path} cannot be locked ({error.strerror}): let no other process write here"
         )

@@ -2,7 +2,7 @@
 
     checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
-A checkpoint is written under a temporary name and synced to disk. The manifest, which holds the
+A checkpoint is written under a temporary name and synced to disk. The manifest, which contains the
 hashes of the other files, is written last; then the folder is renamed. A load takes the newest
 valid checkpoint; damaged ones are set aside, never deleted. Loading executes no code: tensors are
 safetensors.
@@ -26,7 +26,7 @@ from rlm.cli import UsageError, terminal
 from rlm.runs.atomic_files import replace_json, sync
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
-# What reading a damaged or hostile checkpoint raises.
+# Errors that reading a damaged or hostile checkpoint may raise.
 CORRUPT_ERRORS = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
 
 
@@ -79,7 +79,7 @@ class Checkpoints:
         """Return tensors and state of the newest valid checkpoint, or None.
 
         Args:
-            at_most: only checkpoints of this step and earlier ones.
+            at_most: load only checkpoints of this step or earlier.
             set_aside: rename damaged ones, so that they are not tried again.
         """
         for step in reversed(self.steps()):
@@ -91,7 +91,7 @@ class Checkpoints:
                     raise ValueError("its files do not match its manifest")
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
-                    raise ValueError(f"it is of step {state['step']}")
+                    raise ValueError(f"its state is of step {state['step']}")
                 return load_file(folder / TENSORS), state
             except CORRUPT_ERRORS as error:
                 done = "damaged and set aside" if set_aside else "damaged"
@@ -101,7 +101,7 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """Return the steps of the checkpoints in order, by name, because clocks may jump."""
+        """Return the checkpoints' steps in order, from their names, because clocks may jump."""
         names = [folder.name.removeprefix("step_") for folder in self.folder.glob("step_*")]
         return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
@@ -109,7 +109,7 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def _delete(self, folder: Path) -> None:
-        """Rename, then delete, so that a kill leaves no half checkpoint under its name."""
+        """Rename, then delete, so that a kill leaves no half-deleted checkpoint under this name."""
         doomed = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
@@ -123,7 +123,7 @@ def check_space(option: str, path: Path, needed: int) -> None:
         needed: bytes.
 
     Raises:
-        UsageError: less than `needed` bytes are free.
+        UsageError: fewer than `needed` bytes are free.
     """
     free = shutil.disk_usage(path).free
     if free < needed:
@@ -134,10 +134,10 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error of writing a file into one line.
+    """Turn an error in writing a file into a one-line message.
 
     Raises:
-        UsageError: in place of OSError.
+        UsageError: in place of OSError and SafetensorError.
     """
     try:
         yield
@@ -151,7 +151,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_beside(path: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `path` to write in and rename; it is removed on errors.
+    """Make a hidden folder beside `path`, to be filled and renamed; on errors it is removed.
 
     Raises:
         UsageError: as `writing` does.
@@ -159,7 +159,7 @@ def writing_beside(path: Path) -> Iterator[Path]:
     scratch = path.with_name(f".{path.name}.new")
     with writing(path):
         try:
-            shutil.rmtree(scratch, ignore_errors=True)  # a killed process's
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
             scratch.mkdir(parents=True)
             yield scratch
         finally:

@@ -3,7 +3,7 @@
 runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
           checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
-The first signal is handled between two steps.
+After the first signal, the run stops at the end of the current step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlm.runs.atomic_files import (
 from rlm.runs.checkpoints import Checkpoints, writing
 from rlm.runs.trackers import Tracker, open_tracker
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # a line or more for each step
+LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # one line or more per step
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -55,19 +55,19 @@ def check_writable(option: str, path: Path) -> None:
 class RunDirectory:
     """The directory of one training run. Within the context, signals wait for the end of a step.
 
-    A second process is refused until this one ends.
+    Until this process ends, a second one is refused.
     """
 
     tracker: Tracker | None = None  # gets all that is logged
 
     def __init__(self, path: Path, *, resume: bool, writes: bool = True) -> None:
-        """Open or make it.
+        """Open or create the directory.
 
         Args:
             writes: False in processes other than the main one: their logs are dropped.
 
         Raises:
-            UsageError: it cannot be written, another process trains in it, it holds other files,
+            UsageError: it cannot be written, another process trains in it, it contains other files,
                 or an earlier run cannot be moved away.
         """
         self.path = path
@@ -81,8 +81,8 @@ class RunDirectory:
         check_writable("--run-dir", path)
         if not _is_run(path):
             raise UsageError(
-                f"--run-dir {path} holds files that are no run and would be deleted: name an empty "
-                "or a new folder"
+                f"--run-dir {path} contains files that are not a run and would be deleted: name an "
+                "empty or a new folder"
             )
         self._lock = self._lock_directory()
         if not resume:
@@ -97,17 +97,17 @@ class RunDirectory:
         return lock_file(self.path / LOCK, f"--run-dir {self.path}", advice)
 
     def _put_away(self) -> None:
-        here = self.path.resolve()  # resolve a link, which then leads to the new run
+        here = self.path.resolve()  # resolve a symlink, which then leads to the new run
         if Path.cwd().is_relative_to(here):
             raise UsageError(
-                f"--run-dir {self.path} holds another run, which cannot be moved away from under "
-                "the current directory: name a new directory, or start this from elsewhere"
+                f"--run-dir {self.path} holds another run, which cannot be moved away because it "
+                "contains the current directory: name a new directory, or start elsewhere"
             )
         previous = here.with_name(here.name + ".prev")
         try:
             if previous.is_dir():
                 shutil.rmtree(previous)
-            here.rename(previous)  # and with it the lock
+            here.rename(previous)  # the lock moves with it
             here.mkdir(exist_ok=True)
         except OSError as error:  # a mount point, say
             raise UsageError(
@@ -117,7 +117,7 @@ class RunDirectory:
         self._lock.close()
         self._lock = self._lock_directory()
         (previous / LOCK).unlink()
-        terminal.line(f"{self.path} held an older run, which is now {previous}")
+        terminal.line(f"the older run in {self.path} was moved to {previous}")
 
     def __enter__(self) -> RunDirectory:
         self._interrupts.__enter__()
@@ -162,7 +162,7 @@ class RunDirectory:
             self.tracker.log(metrics)
 
     def log_samples(self, rows: list[dict[str, object]], *, shown: bool = False) -> None:
-        """Append a step's completions; `shown` to the tracker too."""
+        """Append a step's completions; with `shown`, send them to the tracker, too."""
         self.append(self.samples_file, rows)
         if self.tracker and shown:
             self.tracker.log_samples(rows)
@@ -200,7 +200,7 @@ class RunDirectory:
 
 
 def _is_run(path: Path) -> bool:
-    """Return whether a directory is a run's, or empty except for hidden files, which a kill may
+    """Return whether a directory contains a run, or nothing but hidden files, which a kill may
     leave."""
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json", "vllm*.log"]
     empty = all(file.name.startswith(".") for file in path.iterdir())
@@ -225,10 +225,10 @@ NOTICE = b"\nstopping after this step (once more: at once)\n"
 class Interrupts:
     """Records the first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
 
-    A second one ends the process at once through the system's default handler, even inside a matrix
-    product. Nothing is lost, because files are written completely or not at all. With several
-    processes later signals are ignored, because the launcher repeats the terminal's signal and
-    kills processes that take too long.
+    A second one ends the process at once through the system's default handler, even during a
+    matrix multiplication. Nothing is lost, because files are written completely or not at all.
+    With several processes, later signals are ignored, because the launcher repeats the terminal's
+    signal and kills processes that take too long.
     A signal that was ignored (nohup, a job in the background) stays ignored.
     """
 
@@ -238,7 +238,7 @@ class Interrupts:
         self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():  # Python allows no other
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)

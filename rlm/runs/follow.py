@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         port = self.connection.getsockname()[1]
-        # DNS rebinding: another name for this address could read the run from any web page.
+        # Against DNS rebinding: under another host name, any web page could read the run.
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", f"open http://{ADDRESS}:{port}\n")
         if url.path == "/":
@@ -92,4 +92,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Log nothing: a line for each request would hide the terminal's messages."""
+        """Log nothing: a line per request would hide the terminal's messages."""

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette (2008): told apart with any colour vision, and in grey by lightness.
+# Okabe and Ito's palette (2008): distinct with any colour vision, and in grey by lightness.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
 RUNNING_MEAN_STEPS = 5  # steps
-FEW_POINTS = 4  # values up to which each is written beside the line
+FEW_POINTS = 4  # up to this many points, each value is written beside the line
 
 Interval = Mapping[str, float]  # mean, low, high
 
@@ -35,7 +35,7 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     axes = figure.subplots()
     tidy(axes)
     means, lows, highs = ([100 * i[key] for i in rows.values()] for key in ("mean", "low", "high"))
-    # A bootstrap interval need not hold the mean; an error bar of negative length is an error.
+    # A bootstrap interval need not contain the mean, but error bars must not be negative.
     below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
     above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
     error = {"ecolor": "black", "capsize": 3, "elinewidth": 1}
@@ -45,7 +45,7 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.12 * max(5.0, *means, *highs))
     axes.set_ylabel("right in the required format, %")
-    # A dataset may be a long path: not over the edge.
+    # Wrap the title: a dataset may be a long path.
     axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left")
     if note:
         figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")
@@ -80,7 +80,7 @@ def accuracy_over_time(
         axes.axvspan(first, last, color=GREY, alpha=0.08 * (number % 2 == 0), linewidth=0)
         axes.text((first + last) / 2, 0.98 * top, name, ha="center", va="top", color=GREY)
     axes.set(xlabel="training, minutes", ylabel=ylabel, ylim=(0, top))
-    axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))  # room for the last figures
+    axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))  # room for the last values
     axes.set_title(title, fontsize=12, loc="left")
     lines, names = axes.get_legend_handles_labels()
     names[-1] += " (bands: 95 % intervals)"
@@ -174,14 +174,14 @@ def _draw_metric(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure of so many inches."""
+    """Make an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def tidy(axes: Axes) -> None:
-    """Leave the axes a grid of horizontal lines, and no frame above or on the right."""
+    """Draw horizontal grid lines, and remove the frame above and on the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -196,8 +196,8 @@ def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], 
 def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return running means and the half-widths of their 95 % intervals.
 
-    The standard deviation between steps is estimated from neighbouring steps (von Neumann 1941), to
-    which learning adds little.
+    The standard deviation is estimated from the differences of neighbouring steps (von Neumann
+    1941), to which the model's progress adds little.
     """
     windows = [values[max(0, i + 1 - RUNNING_MEAN_STEPS) : i + 1] for i in range(len(values))]
     between = [(b - a) ** 2 for a, b in pairwise(values)] or [0.0]
@@ -214,6 +214,6 @@ def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG file, and the folders above it."""
+    """Write the figure as a PNG file; create missing parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight", format="png")

@@ -70,7 +70,7 @@ def resume_run(
         expected_keys: keys of the state, which a checkpoint of the other stage lacks.
 
     Raises:
-        UsageError: no checkpoint, or one of another script, base, adapter, config or data.
+        UsageError: there is no checkpoint, or it has another script, base, adapter, config or data.
     """
     where = f"--resume: {run.path}"
     if loaded is None:
@@ -100,8 +100,8 @@ def resume_run(
 def free_steps(was: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     """Return {"steps"} if a resumed run may have another number of steps than it began with.
 
-    It may have more: the learning rate of the steps to come then falls over all of them. At a
-    constant rate it may have any number.
+    It may have more: the learning rate of the remaining steps then decays over the new total. At
+    a constant learning rate it may have any number.
     """
     is_longer = (now.get("steps") or 0) > (was.get("steps") or 0)
     return {"steps"} if is_longer or now.get("lr_schedule") == "constant" else set()
@@ -124,7 +124,7 @@ def differences(
     """List the differences between two runs as "what: old → new".
 
     Args:
-        old, new: `run_origin` then and now.
+        old, new: `run_origin` of the earlier run and of this one.
     """
     was, now = {**defaults, **old["config"]}, new["config"]
     found = [
@@ -133,7 +133,7 @@ def differences(
         if name not in may_change and was.get(name) != now[name]
     ]
     if old["start"] != new["start"]:
-        found.append("the adapter that training started from: other tensors under its name")
+        found.append("the start adapter: its file has changed")
     found += [
         f"{split} data: {old['data'][split]} → {identity}"
         for split, identity in new["data"].items()

@@ -20,9 +20,9 @@ from rlm.runs.atomic_files import LOCK, read_log
 from rlm.runs.plots import recent_means, series
 
 PAGE = Path(__file__).parent / "view_page"
-# In the list of steps:
+# Metrics shown in the list of steps.
 OF_A_STEP = ("reward/mean", "completion/truncated_rate", "eval/accuracy", "eval/reward")
-CURVES = {  # metric → its title; in per cent where that ends in %
+CURVES = {  # metric → title; a title that ends in % is in per cent
     "reward/mean": "reward",
     "eval/accuracy": "validation, %",
     "eval/reward": "validation reward",
@@ -30,7 +30,7 @@ CURVES = {  # metric → its title; in per cent where that ends in %
     "completion/truncated_rate": "truncated, %",
     "policy/entropy": "entropy, nats",
 }
-RECENT_STEPS = 5  # the remaining time is estimated from them
+RECENT_STEPS = 5  # steps from which the remaining time is estimated
 MARKED = 4096  # bytes before a mark that identify a log
 MARK = re.compile(r"([0-9a-f]{1,12}\.[0-9a-f]{1,8})?/[0-9.]{0,40}|")
 
@@ -42,9 +42,9 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
         mark: the mark of an earlier call; "": read all.
 
     Returns:
-        name, running (None: nobody can tell), age (seconds since the last step), mark; `groups`,
-        those since the mark, or all of them and `again`, if the log has begun anew; if there are
-        new steps all of `steps` (step → metrics), `curves`, `total` and `left` (seconds).
+        name, running (None: unknown), age (seconds since the last step), mark; `groups` since the
+        mark, or all of them if the log was restarted (`again`). If there are new steps,
+        also all of `steps` (step → metrics), `curves`, `total` and `left` (seconds).
     """
     metrics = path / "metrics.jsonl"
     samples_mark, _, metrics_mark = mark.partition("/")
@@ -114,7 +114,7 @@ def _is_running(path: Path) -> bool | None:
     if not found or found[2] != socket.gethostname():
         return None
     try:
-        os.kill(int(found[1]), 0)  # asks, and sends nothing
+        os.kill(int(found[1]), 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -150,8 +150,8 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]]:
     """Return the points of a curve: [steps done, value, mean, low, high].
 
-    Mean and 95 % interval are over a few steps. A validation has its own value, beginning with the
-    start, and its recorded interval, if any.
+    Mean and 95 % interval are over a few steps. A validation has its own value instead, with its
+    recorded interval, if any; its curve begins with the validation before training.
     """
     if metric.startswith("eval/"):
         measured = [(0, _of_start(rows[0])), *((row["step"] + 1, row) for row in rows)]
@@ -173,7 +173,7 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
 
 
 def _of_start(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the validation before training, from the first step's row, as a row."""
+    """Return the validation before training, which the first step's row contains, as a row."""
     start = "eval/start_"
     return {name.replace(start, "eval/"): v for name, v in row.items() if name.startswith(start)}
 
@@ -201,11 +201,11 @@ def _finite(value: float | None) -> float | None:
 def render_page(runs: Sequence[Mapping[str, Any]], *, follow: bool = False) -> str:
     """Return the page with style, script and the runs' data in it.
 
-    Model output is hostile: it is embedded as JSON without any `<`, the script inserts it as text,
-    and the page's policy runs no other script and loads nothing.
+    Model output is untrusted: it is embedded as JSON without any `<`, the script inserts it as
+    text, and the content security policy allows no other script and loads nothing.
 
     Args:
-        follow: the page asks its server for more; nothing else can be asked.
+        follow: the page may request updates from its server, and only from it.
     """
     html, style, script = (
         (PAGE / name).read_text(encoding="utf-8") for name in ("view.html", "view.css", "view.js")

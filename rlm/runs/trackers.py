@@ -20,7 +20,7 @@ from typing import Any
 from rlm.cli import terminal
 
 TRACKER_NAMES = ("none", "wandb", "tensorboard", "trackio")
-# Names that dashboards of other GRPO tools use, written beside our own.
+# Names that dashboards of other GRPO tools use; metrics are logged under them as well.
 ALIASES = {
     "reward/mean": "rollouts/returns_mean",
     "loss/policy": "training/loss",
@@ -46,7 +46,7 @@ class Tracker:
         self._call("log", int(shown.pop("step")), shown)
 
     def log_samples(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Log the first completions of a step as a table; `groups` as samples.jsonl holds them."""
+        """Log the first completions of a step as a table; `groups` are as in samples.jsonl."""
         step = groups[0]["step"]
         rows = [
             (step, group["question"], group["answer"], *completion)
@@ -68,7 +68,7 @@ class Tracker:
             getattr(self._back_end, method)(*arguments)
         except Exception as error:  # no tracker error may end the run
             self._back_end = None
-            terminal.line(f"tracker {self._name} failed and is left out from here on: {error!r}")
+            terminal.line(f"tracker {self._name} failed and is no longer used: {error!r}")
 
 
 # Each back-end has `where` (what to open to see the run), `log`, `table` and `close`.
@@ -85,12 +85,12 @@ class _Wandb:
             resume="allow",
             dir=run_dir,
             config=dict(config),
-            mode="offline" if offline else None,  # none: as WANDB_MODE says
+            mode="offline" if offline else None,  # None: WANDB_MODE decides
             settings=wandb.Settings(silent=True, console="off"),
         )
         # A resumed run logs steps again, which W&B's own counter would refuse.
         self._run.define_metric("*", step_metric="step")
-        url = None if self._run.offline else self._run.url  # asked for offline, it warns
+        url = None if self._run.offline else self._run.url  # offline, reading it warns
         self.where = url or f"`wandb sync {Path(self._run.dir).parent}` uploads it"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -129,7 +129,7 @@ class _TensorBoard:
 class _Trackio:
     def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
         self._trackio = importlib.import_module("trackio")
-        with contextlib.redirect_stdout(None):  # a page of advice
+        with contextlib.redirect_stdout(None):  # it prints a page of advice
             self._run = self._trackio.init(
                 project=_project(),
                 name=run_dir.name,
@@ -147,7 +147,7 @@ class _Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(None):
-            self._trackio.finish()  # else W&B finishes the run again at exit, with output
+            self._trackio.finish()  # otherwise it is finished again at exit, with output
 
 
 BackEnd = _Wandb | _TensorBoard | _Trackio
@@ -161,7 +161,7 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
     try:
         back_end = BACK_ENDS[name](run_dir, config)
     except ImportError as error:
-        terminal.line(f"no tracker: {error}; pip install -e '.[track]' brings {name}")
+        terminal.line(f"no tracker: {error}; pip install -e '.[track]' installs {name}")
         return None
     except Exception as error:  # no network, no account, a bug: the run continues
         terminal.line(f"no tracker: {name} does not start: {error!r}")
@@ -186,6 +186,6 @@ def _has_wandb_key() -> bool:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Return an id that a run and its resumption share, from its path and creation time."""
+    """Return an id that a run and its resumption share: a hash of its path and inode."""
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
     return hashlib.sha256(identity.encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
 """Show a run in a browser: its learning curves, and every completion with its reward.
 
     rlm view runs/grpo                                # -> runs/grpo/rollouts.html
-    rlm view runs/grpo --follow                       # http://127.0.0.1:8008, while the run goes
+    rlm view runs/grpo --follow                       # http://127.0.0.1:8008, during the run
     rlm view runs/grpo --compare runs/other --output both.html
 
 The page has curves with bands, the steps, their groups with rewards, and the completions, coloured
@@ -57,12 +57,12 @@ def check_rollouts(path: Path) -> None:
     """Check that a run has samples.
 
     Raises:
-        UsageError: it has none; the message names runs in the directory that have.
+        UsageError: it has none; the message lists runs in the directory that do.
     """
     if read_log(path / "samples.jsonl"):
         return
     others = _runs_in(path) or "name the directory of a run"
-    raise UsageError(f"{path}/samples.jsonl holds no rollouts; {others}")
+    raise UsageError(f"{path}/samples.jsonl contains no rollouts; {others}")
 
 
 def _runs_in(path: Path) -> str:
@@ -70,7 +70,7 @@ def _runs_in(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.rglob("samples.jsonl"), key=lambda f: f.stat().st_mtime, reverse=True)
     runs = [str(f.parent) for f in files if f.stat().st_size and f.parent.suffix != ".prev"]
-    return f"runs that do, the newest first: {', '.join(runs[:RUNS_SHOWN])}" if runs else ""
+    return f"runs that do, newest first: {', '.join(runs[:RUNS_SHOWN])}" if runs else ""
 
 
 if __name__ == "__main__":

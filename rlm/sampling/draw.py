@@ -15,25 +15,25 @@ from rlm.cli import UsageError
 from rlm.ops import Ops, TorchOps
 from rlm.sampling.params import SamplingParams
 
-# Below it logits overflow, and nothing is left but the likeliest token anyway.
+# Below this temperature logits overflow, and only the likeliest token is left anyway.
 MIN_TEMPERATURE = 1e-30
 NOT_FINITE = (
     "the model's logits are not finite: its weights or those of the adapter are damaged, or they "
-    "overflow in this machine's number type"
+    "overflow in the dtype of this machine"
 )
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     """Compute one number in [0, 1) per row from (seed, counter) alone: (N,) float64.
 
-    SplitMix64 (Steele, Lea and Flood, 2014) at position `counter` of the stream `seed`. Being
-    counter-based, a row's draws do not depend on which rows are drawn beside it.
+    SplitMix64 (Steele, Lea and Flood, 2014) at position `counter` of the stream `seed`. It is
+    counter-based, so a row's numbers do not depend on the other rows.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         golden = np.uint64(0x9E3779B97F4A7C15)
         state = np.asarray(seeds, dtype=np.uint64)
         for value in (np.uint64(0), np.asarray(counters, dtype=np.uint64)):
-            # Two rounds: seeds of neighbouring rows differ by one, their streams must not overlap.
+            # Two rounds, so that the streams of neighbouring rows, one seed apart, do not overlap.
             state = state + golden * (value + np.uint64(1))
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -42,7 +42,7 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
 
 
 def exclude_tokens(logits: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Set the logits (N, V) of tokens that a row does not allow, (V,) bool, to -inf, in place."""
+    """Set the logits (N, V) of tokens outside a row's mask (V,) to -inf, in place."""
     rows = [row for row, mask in enumerate(allowed) if mask is not None]
     if rows:
         mask = torch.stack([mask for mask in allowed if mask is not None]).to(logits.device)
@@ -56,7 +56,7 @@ def sample_rows(
     params: Sequence[SamplingParams],
     ops: Ops,
 ) -> list[tuple[int, float]]:
-    """Draw a token, with its log-probability, for each row by the row's own parameters."""
+    """Draw a token, with its log-probability, for each row with the row's own parameters."""
     members: dict[tuple, list[int]] = {}
     for row, own in enumerate(params):
         members.setdefault((own.temperature, own.top_p, own.top_k), []).append(row)
@@ -87,10 +87,10 @@ def sample_tokens(
     """Draw token ids (N,), with their log-probabilities (N,), from logits (N, V).
 
     Args:
-        ops: the `Ops` for the number type of the logits.
+        ops: the `Ops` for the dtype of the logits.
 
     Raises:
-        UsageError: a row's logits are not finite: nothing can be drawn from them.
+        UsageError: a row's logits are not finite.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
     if params.top_k or params.top_p < 1:

@@ -1,8 +1,8 @@
 """Samples completions with continuous batching of at most `max_num_seqs` sequences.
 
 A prompt is prefilled once for all its completions. A completion is a pure function of its prompt,
-its seed and the weights, bit for bit, whatever shares the batch. oneDNN's and torch's products may
-sum in another order for another number of rows: `batch_note` says if they are used.
+its seed and the weights, bit for bit, whatever shares the batch. oneDNN's and torch's matmuls may
+sum in another order for another number of rows; `batch_note` reports when they are used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rlm.sampling.scheduler import (
 from rlm.sampling.weights import UnmergedWeights, choose_weights
 from rlm.tools import Tool
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
     from peft import PeftModel
 
     from rlm.sampling.structured_outputs import GrammarCompiler
 
-# A stop string is looked for among this many last tokens (and at least as many as it has bytes).
+# A stop string is searched in this many last tokens (and at least as many as it has bytes).
 STOP_WINDOW = 16
 
 
@@ -64,14 +64,14 @@ class Sampler:
         """
         Args:
             tool: writes into the completions of `sample`.
-            share: fraction of the free memory that this sampler may use, if others run beside it.
+            share: fraction of the free memory that this sampler may use, if others run as well.
             merged: whether to keep a merged copy of the weights (the fast path); None decides by
-                the architecture and by the memory that is free.
-            dtype: number type of a merged copy (None: the model's): see `sampling_dtype`.
+                the architecture and the free memory.
+            dtype: of a merged copy (None: the model's); see `sampling_dtype`.
 
         Raises:
-            UsageError: a merged copy was asked for and this architecture has no fast path; or the
-                tokenizer is another model's.
+            UsageError: a merged copy was requested and this architecture has no fast path; or the
+                tokenizer belongs to another model.
         """
         rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
         if len(tokenizer) > rows:
@@ -99,10 +99,10 @@ class Sampler:
         self._next_id = 0
 
     def _batch_note(self) -> str | None:
-        """Say why a completion may depend on what shares its batch; None if no bit of it does."""
+        """Return why a completion may depend on its batch; None if it does not, bit for bit."""
         reason = self._ops.batch_note
         if isinstance(self._weights, UnmergedWeights) and self.model.device.type == "cpu":
-            reason = "the model itself multiplies"
+            reason = "unmerged models use torch's matmuls"
         return reason and f"a completion may depend on its batch: {reason}"
 
     @cached_property
@@ -114,8 +114,8 @@ class Sampler:
 
     @property
     def matches_trainer(self) -> bool:
-        """Whether tokens are drawn as training scores them: the same weights, and in fp32, where
-        another order of the same sums makes no difference that counts."""
+        """Whether sampling and training compute the same log-probabilities: with the same weights,
+        and in fp32, where another order of summation makes no difference that matters."""
         return isinstance(self._weights, UnmergedWeights) and self.model.dtype == torch.float32
 
     def sample(
@@ -129,7 +129,7 @@ class Sampler:
         """Generate a group of n completions per prompt.
 
         Args:
-            seeds: one per prompt; completion i of a prompt draws from the stream seed + i.
+            seeds: one per prompt; completion i of a prompt samples from the random stream seed + i.
             on_finish: called after each finished completion (progress bars).
         """
         pairs, force = zip(prompts, seeds, strict=True), self.tool_tokens
@@ -155,7 +155,7 @@ class Sampler:
         return groups
 
     def stream(self, requests: Sequence[Request]) -> Generator[Token, None, None]:
-        """Generate as `complete` does, and yield each token; its `request` counts from 0."""
+        """Generate as `complete` does, and yield each token; its `request` indexes `requests`."""
         with self._running(requests) as places:  # until the caller stops listening
             while self.has_unfinished_requests():
                 for token in self.step():
@@ -163,8 +163,8 @@ class Sampler:
 
     @contextmanager
     def _running(self, requests: Sequence[Request]) -> Iterator[dict[int, int]]:
-        """Allocate the cache for a batch and queue its requests; yield the place of each by its id.
-        In the end drop what still runs, and give the cache's memory back."""
+        """Allocate the cache for a batch and queue its requests; yield each request's index by id.
+        On exit, drop requests that still run, and free the cache."""
         if not requests:
             yield {}
             return
@@ -176,7 +176,7 @@ class Sampler:
             new_tokens=max(request.params.max_new_tokens for request in requests),
         )
         self.allocate_cache(config, prefix)
-        # Long prompts first: the last rows to run, which nothing refills, are then short ones.
+        # Long prompts go first, so that the last rows to run, which nothing refills, are short.
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
         places = {self.add_request(requests[i]): i for i in order}
         try:
@@ -184,7 +184,7 @@ class Sampler:
         finally:
             for request_id in places:
                 self.abort_request(request_id)
-            self._cache = None  # until the next batch the trainer needs the memory
+            self._cache = None  # the trainer needs the memory until the next batch
 
     def _cache_config(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
         """Size the cache for a batch whose prompts have n[0], n[1], … completions."""
@@ -196,7 +196,7 @@ class Sampler:
         )
 
     def bytes_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> int:
-        """Estimate the bytes of a batch, beside the model: weight copy, cache, logits.
+        """Estimate the bytes of a batch, besides the model: weight copy, cache, logits.
 
         Args:
             n: completions of each prompt.
@@ -214,21 +214,21 @@ class Sampler:
         """Do nothing: each batch compares its copy with the adapter (`MergedWeights.refresh`)."""
 
     def release(self) -> None:
-        """Give back a merged copy's memory until the next batch."""
+        """Free a merged copy's memory until the next batch."""
         self._weights.release()
         release_memory()
 
-    close = release  # after the last batch; a server's sampler ends the server
+    close = release  # called after the last batch; `VLLMSampler.close` stops servers
 
     @torch.inference_mode()
     def allocate_cache(self, config: CacheConfig, prefix: Sequence[int] = ()) -> None:
-        """Allocate the cache for requests up to this size; fewer rows where memory is short.
+        """Allocate the cache for requests up to this size, with fewer rows if memory is short.
 
-        Also brings a merged copy of the weights up to date, and prefills `prefix`, which prompts
-        share (those that begin otherwise are cached whole, if they fit).
+        Also updates a merged copy of the weights, and prefills `prefix`, which prompts share. A
+        prompt that begins otherwise is cached whole, if it fits.
 
         Raises:
-            UsageError: not even one row fits, or the model's attention window is shorter.
+            UsageError: not even one row fits, or the model's attention window is too short.
         """
         if self.has_unfinished_requests():
             raise RuntimeError("allocate_cache while requests are running: add_request instead")
@@ -239,7 +239,7 @@ class Sampler:
         if window and len(prefix) + config.prompt_tokens + 1 + config.new_tokens > window:
             raise UsageError(f"this model attends to {window} tokens only: use shorter lengths")
         self._weights.refresh()
-        self._cache = None  # the old one goes first
+        self._cache = None  # free the old one first
         config = self._fit_memory(config)
         model = self.model
         self._cache = KVCache(self._config, config, self.dtype, model.device, self._ops)
@@ -260,21 +260,21 @@ class Sampler:
         """Queue a request; returns its id.
 
         Raises:
-            ValueError: it is larger than the cache was allocated for.
+            ValueError: the request is larger than the cache was allocated for.
         """
         config = self._allocated_cache().config
         shares = tuple(request.prompt[:-1][: len(self._prefix)]) == self._prefix
         state = RequestState(self._next_id, request, len(self._prefix) if shares else 0)
         prompt, new = len(state.cached_tokens), request.params.max_new_tokens
         if prompt > config.prompt_tokens or new > config.new_tokens:
-            raise ValueError(f"{len(request.prompt)} + {new} tokens: more than was reserved")
+            raise ValueError(f"{len(request.prompt)} + {new} tokens do not fit the cache")
         self._next_id += 1
         self._scheduler.waiting.append(state)
         return state.id
 
     @torch.inference_mode()
     def abort_request(self, request_id: int) -> None:
-        """Drop a request and what it has generated; nothing happens if it has ended."""
+        """Drop a request and what it has generated; do nothing if it has finished."""
         self._scheduler.abort(request_id)
         if self._cache:
             self._scheduler.free_finished(self._cache.copy_row)
@@ -310,11 +310,11 @@ class Sampler:
 
     def _allocated_cache(self) -> KVCache:
         if self._cache is None:
-            raise RuntimeError("no cache: allocate_cache comes first")
+            raise RuntimeError("no cache: call allocate_cache first")
         return self._cache
 
     def _prefill(self, requests: Sequence[RequestState]) -> None:
-        """Compute keys and values of new prompts into their slots."""
+        """Write the keys and values of new prompts to their slots."""
         prompts = [state.cached_tokens for state in requests]
         if any(prompts):
             cache = self._allocated_cache()
@@ -331,7 +331,7 @@ class Sampler:
         attention: AttentionFunction,
         tokens: int,
     ) -> None:
-        """Run the model over prompts, padded on the right, where causal attention never looks."""
+        """Run the model over prompts, padded on the right, which causal attention never sees."""
         device = self.model.device
         ids = torch.tensor([[*prompt, *[0] * (tokens - len(prompt))] for prompt in prompts])
         positions = torch.arange(start, start + tokens).expand(len(prompts), -1)
@@ -340,7 +340,7 @@ class Sampler:
     def _decoding_inputs(
         self, batch: Sequence[SequenceState]
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionFunction]:
-        """Each sequence's last token and its position, (N, 1) both, and how they attend."""
+        """Return each sequence's last token and its position, both (N, 1), and the attention."""
         lengths = [(s.parent.prefix_length, len(s.parent.cached_tokens), len(s.ids)) for s in batch]
         slots = [sequence.parent.slot for sequence in batch]
         attention = self._allocated_cache().decode(slots, *zip(*lengths, strict=True))
@@ -349,7 +349,7 @@ class Sampler:
         return ids, torch.tensor([[sum(parts)] for parts in lengths], device=device), attention
 
     def _is_stopped(self, sequence: SequenceState) -> bool:
-        """Whether the last token ends the completion by itself."""
+        """Whether the completion ends here: with an end token or a stop string."""
         if sequence.last_token in self.stop_ids:
             return True
         stops = sequence.request.params.stop

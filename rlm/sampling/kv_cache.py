@@ -1,9 +1,9 @@
-"""Stores keys and values of prefixes, prompts and completions.
+"""The KV cache of prefixes, prompts and completions.
 
 A row attends to three segments: the prefix that all prompts share (the system prompt), the rest of
 its own prompt, shared by the prompt's n completions, and its own completion. The first two are
-stored once. Keys are stored (D, T) and values (T, D), as products read them: oneDNN would copy a
-transposed view of part of their T in every product.
+stored once. Keys are stored as (D, T) and values as (T, D), as matmuls read them: oneDNN would copy
+a transposed view of some of the T tokens in every matmul.
 
 Letters: L layers, H key-value heads, D head width, T tokens.
 """
@@ -23,10 +23,10 @@ from rlm.ops import AttentionFunction, Ops, head_dim, num_key_value_heads
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The size of a cache. It is fixed at allocation, so a batch cannot run out of it."""
+    """The size of a cache. It is fixed at allocation, so a batch cannot run out of cache."""
 
     max_num_seqs: int  # sequences decoded at once
-    prompt_slots: int  # prompts held at once
+    prompt_slots: int  # prompts cached at once
     prompt_tokens: int  # length of a prompt, without the shared prefix
     new_tokens: int  # length of a completion
     prefix_tokens: int = 0  # length of the shared prefix
@@ -41,7 +41,7 @@ class CacheConfig:
         )
 
     def fit(self, bytes_per_token: int, memory: int) -> CacheConfig:
-        """Shrink the config to as many rows and slots as fit in so many bytes.
+        """Halve rows and slots until the cache fits in `memory` bytes.
 
         Raises:
             UsageError: not even one of each fits.
@@ -51,7 +51,7 @@ class CacheConfig:
             if config.max_num_seqs == config.prompt_slots == 1:
                 needed, free = config.tokens * bytes_per_token / 2**30, memory / 2**30
                 raise UsageError(
-                    f"keys and values of one completion need {needed:.1f} GB, and {free:.1f} GB "
+                    f"the KV cache of one completion needs {needed:.1f} GB, and {free:.1f} GB "
                     "are free: lower --max-new-tokens"
                 )
             halved = (max(1, config.max_num_seqs // 2), max(1, config.prompt_slots // 2))
@@ -60,7 +60,7 @@ class CacheConfig:
 
 
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token takes."""
+    """Return the bytes of KV cache that one token takes."""
     heads = config.num_hidden_layers * num_key_value_heads(config)
     return 2 * heads * head_dim(config) * dtype.itemsize
 
@@ -78,14 +78,14 @@ class KVCache:
     ) -> None:
         """
         Args:
-            ops: the `Ops` for this config and number type.
+            ops: the `Ops` for this config and dtype.
         """
         self.config, self._ops = cache_config, ops
         layers, heads = config.num_hidden_layers, num_key_value_heads(config)
         width = head_dim(config)
 
         def store(slots: int, tokens: int) -> tuple[Tensor, Tensor]:
-            """Keys (L, slots, H, D, T) and values (L, slots, H, T, D)."""
+            """Allocate keys (L, slots, H, D, T) and values (L, slots, H, T, D)."""
             shape = layers, slots, heads
             return (
                 ops.new_store((*shape, width, tokens), dtype, device),
@@ -97,7 +97,7 @@ class KVCache:
         self._own = store(cache_config.max_num_seqs, cache_config.new_tokens)
 
     def prefill_prefix(self) -> AttentionFunction:
-        """Make the attention of the pass that prefills the shared prefix, one row."""
+        """Make the attention that prefills the shared prefix as one row."""
         stores = self._prefix, self._prefix
         return self._ops.prefill_attention(stores, [0], self.config.prefix_tokens, prefix=0)
 
@@ -105,7 +105,7 @@ class KVCache:
         """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
 
         Args:
-            prefix: tokens of the shared prefix that stand before them (0 for none).
+            prefix: tokens of the shared prefix that precede the prompts (0 for none).
         """
         stores = self._prefix, self._prompts
         return self._ops.prefill_attention(stores, slots, tokens, prefix)
@@ -120,16 +120,16 @@ class KVCache:
         """Make the attention that decodes one token for each of the rows 0…N-1.
 
         Args:
-            slots: where the prompt of each row stands.
+            slots: the prompt slot of each row.
             own_lengths: tokens of each row's completion before this one.
         """
-        # This counts the new token, which is stored before anything is read.
+        # Lengths count the new token, because it is stored before the cache is read.
         lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         where = ([0] * len(slots), slots, range(len(slots)))
         return self._ops.decode_attention((self._prefix, self._prompts, self._own), where, lengths)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy a completion's cache to another row, so that the running rows stay a block."""
+        """Copy a completion's cache to another row, so that running rows stay contiguous."""
         keys, values = self._own
         keys[:, target, ..., :length] = keys[:, source, ..., :length]
         values[:, target, :, :length] = values[:, source, :, :length]

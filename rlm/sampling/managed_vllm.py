@@ -1,4 +1,4 @@
-"""Starts a vLLM server for one run, waits until it answers, and ends it with the run."""
+"""Starts a vLLM server for one run, waits until it answers, and stops it with the run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
 PROGRESS_INTERVAL = 20.0  # seconds
 PORTS_TRIED = 3
-LOG_LINES = 15  # printed of the log when the server has died
-MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
-KV_SHARE = 0.4  # share of the memory that both models' weights leave free; the rest is for learning
-# Variables by which torchrun tells a process its rank: the server must not see them.
+LOG_LINES = 15  # last lines of the log, printed when the server has exited
+MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
+KV_SHARE = 0.4  # share of the memory left free by both models' weights; training gets the rest
+# Variables (or their prefixes) with which torchrun sets a process's rank. The server must not see
+# them.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 # Ends the server's process group ($1) when standard input is closed. Every Unix closes it however
-# the trainer ends, also by kill -9. SIGTERM comes first, so that vLLM's processes free the GPU, and
-# SIGKILL after ten seconds.
+# the trainer ends, even by kill -9. SIGTERM comes first, so that vLLM's processes free the GPU;
+# SIGKILL follows after ten seconds.
 WATCHDOG = """
 read -r _
 kill -s TERM -- "-$1"
@@ -46,14 +47,14 @@ kill -s KILL -- "-$1"
 
 
 class ManagedVLLM:
-    """A vLLM server on this machine that ends when this object or this process does."""
+    """A vLLM server on this machine that is stopped when this object or this process ends."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> None:
         """Start the server; `wait_until_healthy` returns when it can be used.
 
         Args:
             command: made by `server_command`; host and port are added.
-            log: file for its output.
+            log: file for the server's output.
             env: environment variables to add to this process's.
         """
         self.log, self._command = log, list(command)
@@ -65,14 +66,14 @@ class ManagedVLLM:
 
     @property
     def url(self) -> str:
-        """Return the address of its API."""
+        """Return the address of the server's API."""
         return f"http://127.0.0.1:{self._port}/v1"
 
     def wait_until_healthy(self) -> None:
-        """Wait until it answers, printing a line now and then; if the port was taken, try another.
+        """Wait until the server answers, and print progress; if the port was taken, try another.
 
         Raises:
-            UsageError: it has exited or takes too long; its last lines are printed before.
+            UsageError: the server has exited or takes too long; its last lines are printed before.
         """
         began = said = time.monotonic()
         ports = 1
@@ -100,18 +101,18 @@ class ManagedVLLM:
         """Check that the server still runs.
 
         Raises:
-            UsageError: it has exited; its last lines are printed before.
+            UsageError: the server has exited; its last lines are printed before.
         """
         code = self._process.poll()
         if code is not None:
             self._print_last_lines()
-            raise UsageError(f"vLLM has ended with exit code {code}: see {self.log}")
+            raise UsageError(f"vLLM has exited with code {code}: see {self.log}")
 
     def _launch(self) -> None:
         self._port = _free_port()
         address = ["--host", "127.0.0.1", "--port", str(self._port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # The server gets its own session, so Ctrl-C in the terminal reaches the trainer alone.
+        # The server gets its own session, so Ctrl-C in the terminal reaches only the trainer.
         detached = {"start_new_session": True, "stderr": subprocess.STDOUT}
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -152,7 +153,7 @@ class ManagedVLLM:
 
 
 def _stop(process: subprocess.Popen, watchdog: subprocess.Popen) -> None:
-    assert watchdog.stdin  # a pipe: see where it is started
+    assert watchdog.stdin  # a pipe, opened in `_launch`
     watchdog.stdin.close()
     process.wait()  # at most as long as the watchdog waits
     watchdog.wait()
@@ -165,10 +166,10 @@ def _free_port() -> int:
 
 
 def split_command(command: str) -> list[str]:
-    """Split the command of --server into words, with the program as it is found on PATH.
+    """Split the command of --server into words, and find the program on PATH.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: the program is not found, or the command is malformed.
     """
     try:
         program, *words = shlex.split(command)
@@ -177,7 +178,7 @@ def split_command(command: str) -> list[str]:
     found = shutil.which(os.path.expanduser(program))
     if not found:
         raise UsageError(
-            f"{program} is not there: vLLM needs an environment of its own "
+            f"{program} is not found: vLLM needs an environment of its own "
             "(python -m venv ~/vllm-env && ~/vllm-env/bin/pip install vllm); then add "
             "--server '~/vllm-env/bin/vllm serve', or name a running server by --server URL"
         )
@@ -191,7 +192,7 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
         options: name → value, None for a switch.
     """
     words = split_command(command)
-    if "serve" in words:  # takes the model as its first argument, the module as an option
+    if "serve" in words:  # `vllm serve` takes the model as an argument, the module as an option
         words.insert(words.index("serve") + 1, model)
     else:
         words += ["--model", model]
@@ -222,16 +223,16 @@ def server_options(
         "enable-lora": None,
         "max-lora-rank": next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank),
         "max-loras": 1,
-        "max-cpu-loras": 2,  # the next one is loaded before the last one goes
+        "max-cpu-loras": 2,  # the next one is loaded before the previous one is unloaded
         "logprobs-mode": "processed_logprobs",
         "gpu-memory-utilization": _memory_share(policy),
     }
 
 
 def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
-    """Return the server's share of the memory of the card that trains (without one, of the RAM).
+    """Return the server's share of the training GPU's memory (without a GPU, of the RAM).
 
-    vLLM's own default is nine tenths of all.
+    vLLM's own default is nine tenths of all memory.
     """
     release_memory()
     free = available_memory(policy.device.type)
@@ -239,7 +240,7 @@ def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
         total = torch.cuda.mem_get_info()[1]
     else:
         total = psutil.virtual_memory().total
-    weights = policy.num_parameters() * policy.dtype.itemsize  # it loads them unpacked
+    weights = policy.num_parameters() * policy.dtype.itemsize  # vLLM loads them unquantized
     if free < 1.2 * weights:
         raise UsageError(
             f"vLLM would need {1.2 * weights / 2**30:.1f} GB beside the model that is trained, "

@@ -1,6 +1,6 @@
-"""Sampling parameters, requests, and the tokens and completions that come back.
+"""Sampling parameters, requests, and the tokens and completions that answer them.
 
-`ToolTokens`, a request's `force_tokens`, lets a tool write into completions.
+`ToolTokens` lets a tool write into completions; it is passed as a request's `force_tokens`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. No default of the model (such as top_k = 50) has any effect.
+    """How tokens are sampled. Defaults of the model (such as top_k = 50) have no effect.
 
     temperature: 0 takes the most likely token. top_p = 1 and top_k = 0 leave the distribution
-    whole. max_new_tokens counts the end token. stop: texts that end a completion, which keeps their
-    tokens.
+    unchanged. max_new_tokens counts the end token. stop: strings that end a completion; their
+    tokens stay in it.
     """
 
     max_new_tokens: int
@@ -43,20 +43,20 @@ class SamplingParams:
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if "" in self.stop:
-            raise ValueError("stop must not hold an empty text: it would end everything at once")
+            raise ValueError("stop must not contain an empty string: it would end any completion")
 
 
-# Called after each drawn token with (row, tokens before it, the token): token ids that take its
-# place, one after the other without being drawn, or None to keep it.
+# Called after each sampled token with (row, tokens before it, the token). It returns token ids that
+# replace the token, one per step and without sampling, or None to keep it.
 ForceTokens = Callable[[int, Sequence[int], int], Sequence[int] | None]
-# Called before each token is drawn with (row, tokens before it): which tokens of the vocabulary may
-# be drawn, (V,) bool, at least one; or None for any.
+# Called before each token is sampled with (row, tokens before it). It returns which tokens may be
+# sampled, (V,) bool with at least one True, or None for all.
 AllowedTokens = Callable[[int, Sequence[int]], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """n completions of one prompt; completion i draws from the stream seed + i."""
+    """n completions of one prompt; completion i samples from the random stream seed + i."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -77,14 +77,14 @@ FinishReason = Literal["stop", "length"]  # stop: an end token or stop string
 
 @dataclass(frozen=True)
 class Token:
-    """One token of completion `row` of a request. The logprob of a token not drawn is NaN."""
+    """One token of completion `row` of a request. The logprob of a forced token is NaN."""
 
     request: int
     row: int
     id: int
     logprob: float
-    finish_reason: FinishReason | None  # None: running
-    forced: bool = False  # inserted by the request's `force_tokens`, not drawn
+    finish_reason: FinishReason | None  # None while running
+    forced: bool = False  # inserted by the request's `force_tokens`, not sampled
 
 
 @dataclass
@@ -92,9 +92,9 @@ class Completion:
     """A completion of a prompt.
 
     token_ids: the ids, with the end token if there is one. logprobs: one per token, under the
-    distribution that was sampled, over the `allowed_tokens` alone (under the plain softmax
-    of these where temperature is 0); NaN where none was drawn. tool_mask: one per token, as in TRL:
-    False where a tool wrote it, True where the model did; empty where there was no tool.
+    distribution that it was sampled from, over the `allowed_tokens` alone (at temperature 0, under
+    their plain softmax); NaN for a token that was not sampled. tool_mask: one per token, as in TRL:
+    False if a tool wrote it, True if the model did; empty without a tool.
     """
 
     token_ids: list[int]
@@ -104,7 +104,7 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether it did not end by itself; the length alone does not tell."""
+        """Whether it was cut off at its maximum length; the length alone does not show that."""
         return self.finish_reason == "length"
 
     @property
@@ -114,7 +114,7 @@ class Completion:
 
     @property
     def tool_calls(self) -> list[tuple[int, int]]:
-        """The tokens that a tool wrote, as (first, end) of each stretch.
+        """The spans of tokens that a tool wrote, as (first, end).
 
         >>> Completion([5] * 6, [], tool_mask=[True, False, False, True, True, False]).tool_calls
         [(1, 3), (5, 6)]
@@ -135,26 +135,26 @@ def prompt_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# The tool sees the text of so many last tokens, so a token's cost does not grow with the text.
+# The tool sees the text of this many last tokens, so its cost per token does not grow.
 TOOL_WINDOW = 256
 
 
 class ToolTokens:
-    """Asks a tool after each token what to insert. It is a request's `force_tokens`.
+    """Asks a tool after each token what to insert. It is used as a request's `force_tokens`.
 
-    The engine takes its text as forced tokens, one a step: each replaces the
-    next token, which is drawn and thrown away, and the token that triggered it stays the model's.
-    A token that holds the trigger and more (`=5`) triggers nothing: the model continues by itself.
+    The engine takes the tool's text as forced tokens, one per step. Each replaces a token that is
+    sampled and discarded; the tokens of the trigger stay the model's. A token with more text after
+    the trigger (`=5`) triggers nothing: the model continues by itself.
     """
 
     def __init__(self, tool: Tool, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tool, self._tokenizer = tool, tokenizer
-        self._ends: dict[int, str] = {}  # token id → the text that it is
+        self._ends: dict[int, str] = {}  # token id → its text
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
         """Return the token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
         trigger = self.tool.trigger
-        # Nearly always so, and cheap. A part of a character (U+FFFD) may complete the trigger.
+        # This cheap test nearly always suffices. A partial character (U+FFFD) may end the trigger.
         if not ids or not self._text_of(ids[-1]).endswith((trigger[-1:], "\ufffd")):
             return None
         text = str(self._tokenizer.decode(list(ids[-TOOL_WINDOW:]), skip_special_tokens=True))
@@ -168,7 +168,7 @@ class ToolTokens:
 
 
 def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[tuple[int, int]]:
-    """Find what a tool wrote in a completion's text: the (start, end) characters of each call."""
+    """Return the (start, end) characters of each tool call in a completion's text."""
 
     def characters(tokens: int) -> int:
         return len(tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True))

@@ -13,23 +13,23 @@ from rlm.sampling.params import Request, Token
 if TYPE_CHECKING:
     import torch
 
-# Prompts in one prefill. More saves little: a few hundred tokens already fill a CPU.
+# Prompts per prefill. More would save little: a few hundred tokens already saturate a CPU.
 PREFILL_PROMPTS = 8
 
 
 @dataclass
 class RequestState:
-    """A request: waiting for its prefill (slot -1), then holding a prompt slot of the cache."""
+    """A request that waits for its prefill (slot -1) or has a prompt slot of the cache."""
 
     id: int
     request: Request
-    prefix_length: int  # tokens it shares with all requests: cached once
+    prefix_length: int  # tokens of the shared prefix, which is cached once; 0 if it differs
     slot: int = -1
     unfinished: int = 0  # sequences
 
     @property
     def cached_tokens(self) -> Sequence[int]:
-        """The tokens in its slot: all but the last, which each sequence reads first."""
+        """The prompt after the prefix, except its last token, which each sequence reads first."""
         return self.request.prompt[self.prefix_length : -1]
 
 
@@ -49,7 +49,7 @@ class SequenceState:
 
     @property
     def last_token(self) -> int:
-        """The next input."""
+        """The next input of the model."""
         return (self.ids or self.request.prompt)[-1]
 
     def forced_instead_of(self, token: int) -> Sequence[int]:
@@ -79,7 +79,7 @@ class SequenceState:
 
 
 class Scheduler:
-    """Moves requests from waiting (not prefilled) over ready (prefilled) to running.
+    """Moves requests from waiting (not prefilled) to ready (prefilled) to running.
 
     `running` is the batch: sequence i has row i of the cache.
     """
@@ -106,7 +106,7 @@ class Scheduler:
             sequence.finished |= sequence.parent.id == request_id
 
     def fill_batch(self, prefill: Callable[[list[RequestState]], None]) -> None:
-        """Let ready sequences run while rows are free; prefill more requests if there are none."""
+        """Let ready sequences run while rows are free; prefill more requests if none are ready."""
         while len(self.running) < self.max_num_seqs:
             if not self.ready:
                 requests = self._next_to_prefill()
@@ -116,7 +116,7 @@ class Scheduler:
             self.running.append(self.ready.popleft())
 
     def _next_to_prefill(self) -> list[RequestState]:
-        """Give waiting requests free slots, as many as one prefill takes, of one prefix length."""
+        """Assign free slots to waiting requests of one prefix length, for one prefill."""
         chosen: list[RequestState] = []
         while (
             self.waiting
@@ -131,7 +131,7 @@ class Scheduler:
         return chosen
 
     def free_finished(self, copy_row: Callable[[int, int, int], None]) -> None:
-        """Remove finished sequences; the last of the batch take their rows.
+        """Remove finished sequences, and move the last sequences of the batch to their rows.
 
         Args:
             copy_row: called with the cache's (source row, target row, tokens) to copy.
@@ -154,7 +154,7 @@ class Scheduler:
         state.unfinished -= 1
         if state.unfinished == 0:
             self.free_slots.append(state.slot)
-            self.free_slots.sort(reverse=True)  # low slots first, so products read few
+            self.free_slots.sort(reverse=True)  # low slots first, so matmuls read few
 
 
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:

@@ -1,8 +1,8 @@
 """Restricts answers to a JSON schema, a regex or a list of choices.
 
-llguidance turns the whole completion, tags included, into a grammar, and says after each token
-which ones may follow. All others get probability 0, so tokens are drawn, and their
-log-probabilities computed, from what is left of the distribution. The reasoning stays free.
+A grammar describes the whole completion, tags included, and llguidance computes after each token
+which tokens may follow. All others get probability 0: tokens are sampled from the rest of the
+distribution, and log-probabilities are computed under it. The reasoning stays unrestricted.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlm.data import Format
 from rlm.grading import AnswerType
 
 MAX_CHARS = 16_000  # longest schema, regex or list of choices
-# A mask takes microseconds; these limits keep the worst below a tenth of a second.
+# A mask takes microseconds; these limits keep the slowest below a tenth of a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
-ASCII_ONLY = "d"  # \d: nobody means the digits of 70 scripts; \w and \s stay Unicode's
-# Python's default separators. A model that may write any spaces sometimes writes nothing else.
+ASCII_ONLY = "d"  # only \d: nobody means the digits of 70 scripts; \w and \s stay Unicode
+# Python's default separators. If any whitespace is allowed, a model sometimes writes nothing else.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BEFORE_REASON = re.compile(
     r'^(at \d+\(\d+\)|failed to [^:]*|invalid regex ".*?" \(in regex\)|lexer error|Parser Error): '
 )
-# Reasoning may be cut in the middle of a character, so its bytes need not be UTF-8.
+# Reasoning may be cut in the middle of a character, so its bytes need not be valid UTF-8.
 GRAMMAR = """%llguidance {{"allow_invalid_utf8": true}}
 start: (reasoning "\\n")? {opening} {answer}
 reasoning[suffix={closes}]: {opens} /(?s-u:.*)/
@@ -42,10 +42,10 @@ reasoning[suffix={closes}]: {opens} /(?s-u:.*)/
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """The format that answers must have, under the names of vLLM's `structured_outputs`.
+    """The format that answers must have, with the field names of vLLM's `structured_outputs`.
 
     Raises:
-        UsageError: not exactly one is given, or it is too long.
+        UsageError: not exactly one field is given, or it is too long.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema
@@ -60,7 +60,7 @@ class StructuredOutputs:
         if self.choice is not None and not self.choice:
             raise UsageError("choice is empty")
         if self.choice is not None and "" in self.choice:
-            raise UsageError("choice has an empty text")
+            raise UsageError("choice contains an empty string")
         try:
             length = len(given[0] if isinstance(given[0], str) else json.dumps(given[0]))
         except RecursionError:
@@ -70,7 +70,7 @@ class StructuredOutputs:
 
     @property
     def answer_type(self) -> AnswerType:
-        """The default kind of such answers: JSON has no reference answer to compare with."""
+        """The default answer type: JSON has no reference answer to compare with."""
         return "text" if self.regex is not None or self.choice else "open"
 
     @cached_property
@@ -78,7 +78,7 @@ class StructuredOutputs:
         """The JSON schema; None for a regex or a choice.
 
         Raises:
-            UsageError: it is no JSON object, or no finite value can fit it.
+            UsageError: the schema is not a JSON object, or no finite value fits it.
         """
         if self.regex is not None or self.choice:
             return None
@@ -87,9 +87,9 @@ class StructuredOutputs:
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise UsageError(f"the JSON schema is no JSON: {error}") from None
+                raise UsageError(f"the JSON schema is not valid JSON: {error}") from None
         if not isinstance(schema, dict):
-            raise UsageError("a JSON schema is a JSON object")
+            raise UsageError("a JSON schema must be a JSON object")
         if _is_endless(schema, schema, ()):
             raise UsageError("the JSON schema requires itself inside itself: no value fits it")
         return schema | {"x-guidance": JSON_OPTIONS}
@@ -100,7 +100,7 @@ class StructuredOutputs:
         tags = {"opens": f"<{format.reasoning_tag}>", "closes": f"</{format.reasoning_tag}>"}
         if self.choice:
             answer = f"({' | '.join(map(_quote, self.choice))}) {closing}"
-        elif self.regex is not None:  # one terminal: a greedy regex would never end before the tag
+        elif self.regex is not None:  # a greedy regex without the tag would never end
             answer = "ANSWER"
             regex = regex_to_lark(self.regex.removeprefix("^").removesuffix("$"), ASCII_ONLY)
             rules = f"ANSWER: /(?u:{regex})/ {closing}\n"
@@ -119,7 +119,7 @@ def _is_endless(schema: object, root: dict[str, Any], open: tuple[str, ...]) -> 
     """Whether every value of a schema must contain a value of the same schema, without end.
 
     Args:
-        open: the references that lead here, through properties that have to be there.
+        open: the references that were followed to get here.
     """
     if not isinstance(schema, dict):
         return False
@@ -147,7 +147,7 @@ def _is_endless(schema: object, root: dict[str, Any], open: tuple[str, ...]) -> 
 
 
 class GrammarMatcher:
-    """Tracks one completion and says which tokens may come next."""
+    """Tracks one completion and computes which tokens may come next."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher, self._vocabulary, self._consumed = matcher, vocabulary, 0
@@ -156,7 +156,7 @@ class GrammarMatcher:
         return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def allowed(self, ids: Sequence[int]) -> torch.Tensor:
-        """The tokens that may follow `ids`, which extend those of the last call: (V,) bool.
+        """Return which tokens may follow `ids`, (V,) bool; `ids` extend those of the last call.
 
         Raises:
             UsageError: the grammar turned out to be too complex.
@@ -171,7 +171,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. Reading its vocabulary takes a second, once."""
+    """Makes matchers for one tokenizer. Its vocabulary is read once, which takes a second."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], vocabulary: int
@@ -185,13 +185,13 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary_trie(self) -> LLTokenizer:
-        # `from_tokenizer` refuses any other with a ValueError.
+        # `from_tokenizer` raises a ValueError for any other class.
         tokenizer = cast("PreTrainedTokenizerFast", self._tokenizer)
         try:
             return from_tokenizer(tokenizer, self._vocabulary, self._stop_ids)
         except ValueError as error:
             raise UsageError(
-                f"this model's tokenizer is not one that structured outputs can read ({error})"
+                f"structured outputs do not support this model's tokenizer ({error})"
             ) from error
 
     def compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
@@ -204,7 +204,7 @@ class GrammarCompiler:
         grammar = structured.grammar(format)
         matcher = LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=LIMITS)
         trial = matcher.deep_copy()
-        # llguidance leaves part of the work for the first mask: done here, it delays no request.
+        # llguidance leaves part of the work to the first mask. Done here, it delays no request.
         opening = format.answer_tags[0].encode()
         trial.consume_tokens(self._vocabulary_trie.tokenize_bytes(opening))
         bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
@@ -219,7 +219,7 @@ class GrammarCompiler:
 
 
 def reason(error: str) -> str:
-    """llguidance's message in one line, without the grammar that it was raised for.
+    """Return llguidance's message as one line, without the grammar that caused it.
 
     >>> reason('at 3(9): failed to compile JSON schema: Invalid type: nope\\n   1 | start: "a"\\n')
     'Invalid type: nope'
@@ -229,6 +229,6 @@ def reason(error: str) -> str:
     if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # from the regex parser
         return found[1]
     line, before = error.split("\n", 1)[0], ""
-    while line != before:  # the context, outermost first
+    while line != before:  # remove the context, outermost first
         before, line = line, _BEFORE_REASON.sub("", line)
     return line.strip()[:300]

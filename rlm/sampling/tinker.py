@@ -1,10 +1,10 @@
-"""Samples and learns on a server that speaks Tinker's protocol: Thinking Machines' service, or
+"""Samples and trains on a server that speaks Tinker's protocol: Thinking Machines' service, or
 SkyRL's server (its JAX backend).
 
-Base, adapter and optimizer are there; rewards, advantages and the loss stay here. A loss of
-log-probabilities needs no more: with g = dL/d log π of each token, computed here, dL/dθ is the sum
-of g ∇ log π. That is the gradient of the server's `importance_sampling` loss where its advantages
-are -g and its old log-probabilities the current ones.
+The server has the base, the adapter and the optimizer; rewards, advantages and the loss stay here.
+This suffices for any loss of log-probabilities: with g = dL/d log π of each token, computed here,
+dL/dθ is the sum of g ∇ log π. That is the gradient of the server's `importance_sampling` loss with
+-g as advantages and the current log-probabilities as the old ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Sequences = list[tuple[list[int], list[int]]]  # prompts and completions, as token ids
-WAIT = 1800.0  # seconds that an answer may take: a step of a large model takes minutes
+WAIT = 1800.0  # seconds to wait for an answer: a step of a large model takes minutes
 HOSTED = "Thinking Machines' service"
 
 
@@ -46,8 +46,8 @@ class Batch(Protocol):
 
 
 def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
-    """Turn the gradient of a loss by log-probabilities, (tokens,), into the advantages with which
-    `importance_sampling` has that gradient at the current weights.
+    """Turn the gradient of a loss by log-probabilities, (tokens,), into advantages that give
+    `importance_sampling` the same gradient at the current weights.
 
     Args:
         divided_by: the number by which the server divides a token's loss. Tinker's loss is a sum
@@ -58,8 +58,8 @@ def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
 
 
 def served_name(model: str, served: Collection[str], where: str) -> str:
-    """Return the server's name of a base: the same hub id, or a folder of the same name. UsageError
-    where it serves others only: SkyRL would train its own without a word."""
+    """Return the server's name for a base: the same hub id, or a folder of the same name. Raise
+    UsageError if it serves only others, because SkyRL would silently train its own."""
     for name in served:
         if Path(name).name == Path(model).name:
             return name
@@ -68,8 +68,8 @@ def served_name(model: str, served: Collection[str], where: str) -> str:
 
 
 def read_archive(archive: Path, folder: Path) -> None:
-    """Take an adapter's tensors out of the archive that a server sends, and nothing else: SkyRL's
-    adapter_config.json names no modules, so that PEFT leaves tensors out without a word."""
+    """Extract only the tensors from a server's archive of an adapter: SkyRL's adapter_config.json
+    names no modules, so PEFT would silently drop tensors."""
     name = ADAPTER_FILES[1]
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -77,31 +77,31 @@ def read_archive(archive: Path, folder: Path) -> None:
             if file:
                 (folder / name).write_bytes(file.read())
                 return
-    raise UsageError(f"the server's archive holds no {name}: start it with SkyRL's JAX backend")
+    raise UsageError(f"the server's archive has no {name}: start it with SkyRL's JAX backend")
 
 
 class TinkerOptimizer(torch.optim.Adam):
-    """Adam on the server, with the rates and constants that this object holds."""
+    """Adam on the server, with the learning rate and constants of this object."""
 
     def __init__(self, engine: TinkerEngine, learning_rate: float) -> None:
         super().__init__(engine.master_weights.values(), lr=learning_rate)
         self._engine = engine
 
-    # torch gives its own two signatures.
+    # torch declares two overloads.
     def step(self, closure: None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Send the gradients, and update; return their norm where the server tells."""
+        """Send the gradients, and update; return their norm if the server reports it."""
         return self._engine.update(self.param_groups[0])
 
 
 class TinkerEngine:
     """A base with an adapter on such a server: it samples as `rlm.sampling.Sampler` does, and
-    learns as `rlm.training.MixedPrecisionAdapter` does.
+    trains as `rlm.training.MixedPrecisionAdapter` does.
 
-    master_weights: a copy of the adapter, as old as the last `fetch`.
+    master_weights: a copy of the adapter from the last `fetch`.
     """
 
-    matches_trainer = False  # other kernels, and maybe another number type
-    loss_scale, good_updates = 1.0, 0  # no loss is scaled
+    matches_trainer = False  # other kernels, and maybe another dtype
+    loss_scale, good_updates = 1.0, 0  # the loss is not scaled
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ class TinkerEngine:
         max_grad_norm: float,
         url: str | None = None,
     ) -> None:
-        """Connect, and find the base. The adapter is made at its first use.
+        """Connect, and find the base. The adapter is created at its first use.
 
         Args:
             policy: an adapter on a base without weights (`rlm.model.adapter_without_base`).
             seed: the seed for the matrices of a new adapter.
-            url: the server's; None is Thinking Machines' service.
+            url: the server's URL; None is Thinking Machines' service.
         """
         try:
             import tinker
@@ -140,7 +140,7 @@ class TinkerEngine:
         self.model_weights = self.master_weights = adapter_tensors(policy)
         self.where = f"the server at {url}" if url else HOSTED
         self.description = f"{self.where}, by Tinker's protocol"
-        self.scored: list[tuple[Sequences, Tensor]] = []  # since the last update
+        self.scored: list[tuple[Sequences, Tensor]] = []  # batches since the last update
         self._new, self._max_grad_norm = (rank, seed), max_grad_norm
         self._sdk, self._is_skyrl, self._is_closed = tinker, url is not None, False
         self._training: tinker.TrainingClient | None = None
@@ -160,8 +160,8 @@ class TinkerEngine:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """Generate as `rlm.sampling.Sampler.sample` does, from the adapter as it is: completion i
-        of a prompt draws with its seed + i there too."""
+        """Generate as `rlm.sampling.Sampler.sample` does, with the current adapter. The server also
+        gives completion i of a prompt the seed + i."""
         if self._sampling is None:
             save = self._client().save_weights_and_get_sampling_client
             self._sampling = self._ask("make a sampler", save)
@@ -172,7 +172,7 @@ class TinkerEngine:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k or -1,
-                seed=seed % 2**30,  # 32 bits there
+                seed=seed % 2**30,  # the server takes 32 bits
                 stop=sorted(self.stop_ids),
             )
             ids = types.ModelInput.from_ints(list(prompt))
@@ -196,8 +196,8 @@ class TinkerEngine:
         return Completion(ids, logprobs, "stop" if ended else "length")
 
     def invalidate_weights(self) -> None:
-        """Sample from the adapter as it is from now on. An older sampler is never asked again:
-        SkyRL would load its weights into the one slot, and training would go on from them."""
+        """Sample with the current adapter from now on. An older sampler is never used again: SkyRL
+        would load its weights into its only slot, and training would continue from them."""
         self._sampling, self._is_fetched = None, False
 
     def bytes_for(self, *_: object) -> int:
@@ -205,7 +205,7 @@ class TinkerEngine:
         return 0
 
     def start(self) -> None:
-        """Do nothing: the server runs, keeps its memory, and gets all gradients in `update`."""
+        """Do nothing: the server is running, keeps its memory, and gets gradients in `update`."""
 
     release = accumulate = copy_to_model = start
 
@@ -216,10 +216,10 @@ class TinkerEngine:
             self._training.holder.close()
 
     def token_logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each completion token by the adapter as it is, and its
-        negative, an estimate of the entropy: two (n, T). Where gradients are on, the backward pass
-        leaves in the first what `update` sends."""
-        assert temperature == 1, "servers score at no other: refused by the config"
+        """Return the log-probability of each completion token under the current adapter, and its
+        negative, an estimate of the entropy: two (n, T). If gradients are enabled, `update` sends
+        the gradient that the backward pass leaves in the first."""
+        assert temperature == 1, "servers score only at temperature 1; the config checks it"
         sequences = batch.sequences()
         scored = self._score(self._client(), sequences)
         rows = [
@@ -234,7 +234,7 @@ class TinkerEngine:
     def _score(
         self, client: tinker.TrainingClient, sequences: Sequences
     ) -> list[tinker.types.LossFnOutput]:
-        # Log-probabilities alone are of interest, and this loss needs the fewest inputs.
+        # Only the log-probabilities are used, and this loss needs the fewest inputs.
         data = [self._datum(*pair, weights=[0.0] * len(pair[1])) for pair in sequences]
         forward = client.forward
         return self._ask("score", lambda: forward(data, "cross_entropy").result().loss_fn_outputs)
@@ -244,9 +244,9 @@ class TinkerEngine:
         return TinkerOptimizer(self, learning_rate)
 
     def update(self, adam: Mapping[str, Any]) -> float | None:
-        """Send the gradients of what was scored, and update the adapter by a parameter group of
-        `torch.optim.Adam`. Return the gradient's norm; None: the server does not tell; NaN: it is
-        not finite, and nothing was sent."""
+        """Send the gradients of the scored batches, and update the adapter with the settings of a
+        parameter group of `torch.optim.Adam`. Return the gradient's norm, None if the server does
+        not report it, or NaN if a gradient is not finite and nothing was sent."""
         scored, self.scored = self.scored, []
         count, data = sum(len(sequences) for sequences, _ in scored), []
         for sequences, logprobs in scored:
@@ -263,7 +263,7 @@ class TinkerEngine:
         rates |= {"beta1": beta1, "beta2": beta2, "grad_clip_norm": self._max_grad_norm}
         params = self._sdk.types.AdamParams(**rates)
         gradient = self._client().forward_backward(data, "importance_sampling")
-        step = self._client().optim_step(params)  # both are under way
+        step = self._client().optim_step(params)  # both requests are in flight
         self._ask("compute a gradient", gradient.result)
         metrics = self._ask("update", step.result).metrics or {}
         return next((v for name, v in metrics.items() if name.endswith("grad_norm")), None)
@@ -271,19 +271,19 @@ class TinkerEngine:
     def _datum(
         self, prompt: Sequence[int], completion: Sequence[int], **inputs: Sequence[float]
     ) -> tinker.Datum:
-        """Make what the server takes; the inputs have a value for each token of the completion."""
+        """Make the server's input; `inputs` have a value for each token of the completion."""
         ids, before = [*prompt, *completion], [0.0] * (len(prompt) - 1)
         named: dict[str, Any] = {name: [*before, *values] for name, values in inputs.items()}
         types = self._sdk.types
         return types.Datum(types.ModelInput.from_ints(ids[:-1]), named | {"target_tokens": ids[1:]})
 
     def adapt_loss_scale(self, *, skipped: bool) -> bool:
-        """Return False: no loss is scaled."""
+        """Return False: the loss is not scaled."""
         return False
 
     def fetch(self) -> None:
-        """Copy the adapter from the server into `master_weights`; UsageError where it sends other
-        tensors than a LoRA of these layers and rank."""
+        """Copy the adapter from the server into `master_weights`. Raise UsageError if its tensors
+        are not a LoRA of these layers and this rank."""
         if self._is_fetched:
             return
         client, name, rest = self._client(), _new_name(), self._service.create_rest_client()
@@ -303,16 +303,16 @@ class TinkerEngine:
         return self._ask("save its state", lambda: client.save_state(_new_name()).result().path)
 
     def load_state(self, path: str | None) -> None:
-        """Train on from a state that the server saved."""
+        """Continue training from a state that the server saved."""
         load = self._service.create_training_client_from_state_with_optimizer
         self._training = self._ask(f"load {path}", lambda: load(str(path)))
         self.invalidate_weights()
 
     def _client(self) -> tinker.TrainingClient:
-        """Return the client that trains the adapter; make a new adapter if none was loaded.
+        """Return the client that trains the adapter; create a new adapter if none was loaded.
 
-        A server of the user's is refused unless it returns what SkyRL's JAX backend returns: others
-        sum the loss in another way.
+        A server at the user's URL is refused unless it returns what SkyRL's JAX backend returns,
+        because others sum the loss in another way.
         """
         if self._training is None:
             create, (rank, seed) = self._service.create_lora_training_client, self._new
@@ -327,8 +327,8 @@ class TinkerEngine:
         return self._training
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """Make a call that waits for the server, for WAIT seconds at most; UsageError, with how to
-        go on, where it fails."""
+        """Make a call that waits for the server for at most WAIT seconds. If it fails, the message
+        of the UsageError says how to continue."""
         if self._is_closed:
             raise UsageError(f"the run on {self.where} has ended: ask its adapter (inference.py)")
         answer: Future[T] = Future()
@@ -339,7 +339,7 @@ class TinkerEngine:
             except BaseException as error:
                 answer.set_exception(error)
 
-        # Not of an executor: the end of this process would wait for it.
+        # A daemon thread, because at exit the process would wait for a thread of an executor.
         threading.Thread(target=run, daemon=True).start()
         try:
             return answer.result(WAIT)
@@ -352,5 +352,5 @@ class TinkerEngine:
 
 
 def _new_name() -> str:
-    """Make a name for something to save: one that is there is refused, after minutes."""
+    """Make a new name for something to save: the server refuses an existing one, after minutes."""
     return f"rlm-{uuid.uuid4().hex[:12]}"

@@ -13,9 +13,9 @@ from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
 from rlm.sampling.params import Completion, SamplingParams
 
-# Sent although they change nothing: vLLM would take the model's generation_config.json instead.
+# Neutral values are sent, because vLLM would otherwise use the model's generation_config.json.
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-LOAD_TIMEOUT = 300.0  # seconds in which the main process loads an adapter that others wait for
+LOAD_TIMEOUT = 300.0  # seconds to wait until the main process has loaded an adapter
 
 
 class ManagedServers(Protocol):
@@ -29,19 +29,19 @@ class ManagedServers(Protocol):
         """Raise UsageError if one has exited."""
 
     def stop(self) -> None:
-        """End them."""
+        """Stop them."""
 
 
 class VLLMSampler:
     """Generates completions on vLLM servers; `sample` works as in `rlm.sampling.Sampler`.
 
-    A prompt is one request for all its completions. vLLM gives completion i the seed + i, as our
-    own sampler does, and reads the prompt once. Equal seeds give
-    equal completions again, but others than our own sampler, which has other random streams.
-    Several servers get the prompts in turn, and all get the adapter.
+    A prompt is one request for all its completions. vLLM prefills it once and gives completion i
+    the seed + i, as our own sampler does. Equal seeds give equal completions again, but other ones
+    than our own sampler, which has other random streams. Prompts are distributed over several
+    servers in turn, and each server gets the adapter.
     """
 
-    matches_trainer = False  # vLLM has other kernels, and maybe another number type
+    matches_trainer = False  # vLLM has other kernels, and maybe another dtype
 
     def __init__(
         self,
@@ -55,22 +55,22 @@ class VLLMSampler:
         """Find the base model that is served, and check that its log-probabilities are right.
 
         Args:
-            servers: clients of running servers; or this run's own, which `start` starts.
+            servers: clients of running servers, or this run's own servers, which `start` starts.
             stop_ids: every token that ends a completion (`rlm.data.prompts.stop_token_ids`).
-            export: writes the adapter that is trained and returns its path. The adapter is loaded
-                before the first batch, and before the next one after `invalidate_weights`.
-            run: prefix of the adapter's names; the same in all processes of a run.
+            export: writes the adapter in training and returns its path. The adapter is loaded
+                before the first batch, and again before the first one after `invalidate_weights`.
+            run: prefix of the adapter's names, the same in all processes of a run.
             is_main: false in processes that wait for the main one to load the adapter.
 
         Raises:
-            UsageError: a server is missing or cannot give what training needs.
+            UsageError: a server is missing or cannot return what training needs.
         """
         self._export, self._is_main = export, is_main
         self._run = run or uuid.uuid4().hex[:12]
         self._version = 0  # how often the adapter has changed, the same in all processes
         self.stop_ids = frozenset(stop_ids)
-        self.max_model_len: int | None = None  # the longest sequence that all servers take
-        self._models: list[tuple[APIClient, str]] = []  # and the base model's name there
+        self.max_model_len: int | None = None  # the longest sequence that all servers accept
+        self._models: list[tuple[APIClient, str]] = []  # client and the base model's name there
         self._adapter: str | None = None
         self._managed: ManagedServers | None = None
         if isinstance(servers, Sequence):
@@ -80,16 +80,16 @@ class VLLMSampler:
             self._managed, self.description = servers, "vLLM, started for this run"
 
     def start(self) -> None:
-        """Start this run's own servers, unless they run; otherwise the first batch does.
+        """Start this run's own servers, unless they run already. `sample` does so, too.
 
         Raises:
-            UsageError: one does not start, or cannot give what training needs.
+            UsageError: a server does not start, or cannot return what training needs.
         """
         if self._managed and not self._models:
             self._connect(self._managed.start())
 
     def close(self) -> None:
-        """End this run's own servers; the next batch would start them again."""
+        """Stop this run's own servers; the next batch would start them again."""
         if self._managed:
             self._managed.stop()
             self._models, self._adapter = [], None
@@ -112,9 +112,9 @@ class VLLMSampler:
         """Do nothing: between batches the servers keep their memory."""
 
     def invalidate_weights(self) -> None:
-        """Load the adapter anew before the next batch: training has changed it.
+        """Reload the adapter before the next batch, because training has changed it.
 
-        All processes of a run must call it equally often: the number of calls names the adapter.
+        All processes of a run must call this equally often: the number of calls names the adapter.
         """
         self._version += 1
 
@@ -126,10 +126,10 @@ class VLLMSampler:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """Generate as `rlm.sampling.Sampler.sample` does, from the adapter as it is trained.
+        """Generate as `rlm.sampling.Sampler.sample` does, with the current adapter.
 
         Raises:
-            APIError: a server failed, or ends completions on other tokens than the model.
+            APIError: a server failed, or ends completions with other tokens than the model.
             UsageError: a server returns no token ids with log-probabilities, or has exited.
         """
         if not prompts:
@@ -159,12 +159,12 @@ class VLLMSampler:
         return [future.result() for future in futures]
 
     def _follow_adapter(self) -> None:
-        """Load the adapter as it is now, or wait until the main process has loaded it.
+        """Load the current adapter, or wait until the main process has loaded it.
 
-        Every process knows the adapter's name without asking. None still samples from the one
-        before: all have shared the last batch's rewards.
+        Every process can compute the adapter's name. No process still samples with the previous
+        adapter, because all of them have shared the last batch's rewards.
         """
-        # A new name each time: vLLM keeps the keys and values of prompts by the adapter's name.
+        # The name is new each time, because vLLM caches prompts by the adapter's name.
         name = f"rlm-{self._run}-{self._version}"
         if name == self._adapter or not self._export:
             return
@@ -175,7 +175,7 @@ class VLLMSampler:
         self._adapter = name
 
     def _load(self, name: str, path: Path) -> None:
-        """Load an adapter under its name on every server, then drop the one before.
+        """Load an adapter under its name on every server, then unload the previous one.
 
         Raises:
             UsageError: a server refuses it (the server must see the directory).
@@ -212,7 +212,7 @@ class VLLMSampler:
         params: SamplingParams,
         seed: int,
     ) -> list[Completion]:
-        greedy = params.temperature == 0  # n times the same: asked once, and vLLM insists on it
+        greedy = params.temperature == 0  # all n are the same: vLLM allows only one
         body = {
             "model": model,
             "prompt": list(prompt),
@@ -224,7 +224,7 @@ class VLLMSampler:
             "top_k": params.top_k,
             "stop": list(params.stop),
             "stop_token_ids": sorted(self.stop_ids),
-            "logprobs": 0,  # those of the drawn tokens only
+            "logprobs": 0,  # of the sampled tokens only
             "return_token_ids": True,
             **NEUTRAL,
         }
@@ -257,9 +257,9 @@ class VLLMSampler:
     def _check_logprobs(self, client: APIClient, model: str) -> None:
         """Check that log-probabilities are of the sampled distribution: 0 if one token is left.
 
-        vLLM's default are those before temperature, top_p and top_k. A few tokens are requested,
-        because the model may be sure of a single one anyway. top_k = 1 alone leaves two where the
-        best logits are equal, as they sometimes are in bf16; top_p then leaves one of them.
+        By default vLLM returns those before temperature, top_p and top_k. Several tokens are
+        requested, because the model may be certain of a single one anyway. top_k = 1 alone leaves
+        two tokens if the best logits are equal, as happens in bf16; top_p then leaves one.
         """
         params = SamplingParams(max_new_tokens=8, top_k=1, top_p=1e-6)
         (drawn,) = self._group(client, model, [min(self.stop_ids)], 1, params, 0)

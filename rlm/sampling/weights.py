@@ -1,9 +1,9 @@
 """Runs the model for the sampler: the model itself, or a merged and fused copy of its weights.
 
-`UnmergedWeights` runs the model itself, adapter unmerged: any architecture, no extra memory.
-`MergedWeights`, the fast path of the Llama family, runs its own copy of base + adapter, with fused
-projections in the layout of the CPU's matrix products. The model is never written.
-Both leave attention to the cache, through the function `attend`.
+`UnmergedWeights` runs the model itself with the adapter unmerged, for any architecture and without
+extra memory. `MergedWeights`, the fast path of the Llama family, runs its own copy of base +
+adapter, with fused projections in the layout of the CPU's matmuls. Neither changes the model.
+Both call the function `attend`, which computes attention over the KV cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlm.ops import (
     softmax_scale,
 )
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
+if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
     from peft import PeftModel
     from transformers.models.llama.modeling_llama import (
         LlamaDecoderLayer,
@@ -46,21 +46,21 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes first
         LlamaRMSNorm,
     )
 
-DECODED_ROWS = 64  # rows at which the number types are compared
+DECODED_ROWS = 64  # rows for which the dtypes are timed
 _SWITCH = threading.Lock()  # held while a model's config names another attention
-# `_through_cache` calls this function. Not all models hand on an argument of the forward pass.
+# `_through_cache` calls this function. Not all models pass an argument of forward on to attention.
 _ATTEND: ContextVar[AttentionFunction] = ContextVar("attend")
 
 
 class UnmergedWeights:
     """Runs the model as it is, adapter unmerged."""
 
-    copied_bytes = 0  # while sampling, beside the model
+    copied_bytes = 0  # while sampling, besides the model
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """
         Raises:
-            UsageError: this architecture's attention cannot go through our cache.
+            UsageError: this architecture's attention cannot use our KV cache.
         """
         self._decoder, self.head = decoder_and_head(model)
         self.dtype = model.dtype
@@ -73,7 +73,7 @@ class UnmergedWeights:
 
     @torch.no_grad()
     def _check_attention(self) -> None:
-        """Run one token, which attends to itself alone, through all layers."""
+        """Check the attention by running one token, which attends to itself, through all layers."""
         config = self._decoder.config
         expected = num_key_value_heads(config), head_dim(config)
 
@@ -91,7 +91,7 @@ class UnmergedWeights:
         self.forward(token, token, attend)
 
     def refresh(self) -> None:
-        """Do nothing: these are the weights that training changes."""
+        """Do nothing: training changes these very weights."""
 
     release = refresh
 
@@ -110,8 +110,8 @@ class UnmergedWeights:
                 hidden = self._decoder(
                     input_ids=ids,
                     position_ids=positions,
-                    # A mask of four dimensions is taken as it is. The cache knows which tokens
-                    # each one sees.
+                    # transformers passes a 4D mask on as it is. `_through_cache` ignores it:
+                    # the cache knows which tokens each token sees.
                     attention_mask=torch.zeros(len(ids), 1, 1, 1, device=ids.device),
                     use_cache=False,
                 ).last_hidden_state
@@ -119,7 +119,7 @@ class UnmergedWeights:
                 _ATTEND.reset(token)
                 config._attn_implementation = usual
         if len(calls) != config.num_hidden_layers:
-            # Otherwise its tokens would silently not see those before them.
+            # Otherwise tokens would silently not see the tokens before them.
             raise UsageError(
                 f"{config.model_type}: {len(calls)} of {config.num_hidden_layers} layers "
                 "attend through keys and values that can be cached: unsupported"
@@ -155,7 +155,7 @@ def check_architecture(model: PreTrainedModel | PeftModel) -> None:
 
 
 def why_not_fused(model: PreTrainedModel | PeftModel) -> str | None:
-    """Say what keeps a model from the fast path; None if nothing does."""
+    """Return why a model cannot use the fast path; None if it can."""
     config = decoder_and_head(model)[0].config
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"{config.model_type} is not of the Llama family"
@@ -167,12 +167,12 @@ def why_not_fused(model: PreTrainedModel | PeftModel) -> str | None:
 def copy_bytes(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> int:
     """Estimate the bytes of a merged copy of the layers; the head is not copied again."""
     linear = [m for m in decoder_and_head(model)[0].modules() if isinstance(m, nn.Linear)]
-    # From the shapes: 4-bit weights are stored packed.
+    # Computed from the shapes, because 4-bit weights are stored packed.
     return sum(m.in_features * m.out_features for m in linear) * dtype.itemsize
 
 
 class MergedWeights:
-    """A fused copy of base + active adapters; it may have another number type."""
+    """A fused copy of base + active adapters; it may have another dtype."""
 
     def __init__(
         self,
@@ -184,21 +184,21 @@ class MergedWeights:
         self._ops = ops
         decoder, head = decoder_and_head(model)
         self._decoder = cast("LlamaModel", decoder)
-        # Adapters do not reach the head: copied once.
+        # Adapters do not change the head, so it is copied once.
         self.head = fused_linear(head, ops=ops, dtype=self.dtype)
         self.copied_bytes = copy_bytes(model, self.dtype)
         self.release()
 
     def refresh(self) -> None:
-        """Bring the copy up to date, if the adapter has changed since.
+        """Update the copy if the adapter has changed.
 
-        Comparing the adapter with what was copied takes milliseconds, and no caller can forget it.
+        Comparing it with the copied adapter takes milliseconds, so callers need not report changes.
         """
         adapters = active_lora_tensors(self._model)
         same = self._layers and adapters.keys() == self._seen.keys()
         if same and all(torch.equal(tensor, self._seen[key]) for key, tensor in adapters.items()):
             return
-        self.release()  # the old copy goes first
+        self.release()  # free the old copy first
         what = self._ops, self.dtype
         self._layers = [FusedLayer(layer, *what) for layer in decoder_layers(self._decoder)]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
@@ -211,7 +211,7 @@ class MergedWeights:
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
         x = self._decoder.embed_tokens(ids).to(self.dtype)
-        # (B·T, …): one matrix product whatever the batch looks like.
+        # (B·T, …), so that a batch of any shape takes one matmul.
         rotary = [part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions)]
         shape, x = ids.shape, x.flatten(0, 1)
         for layer in self._layers:
@@ -228,16 +228,16 @@ def choose_weights(
     dtype: torch.dtype,
     share: float = 1.0,
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
-    """Choose the weights to sample with; returns them and a line that says which and why.
+    """Choose the weights to sample with; return them and a description with the reason.
 
     Args:
-        merged: None merges if the architecture has a fast path, and half of the memory
-            that is free would hold the copy.
-        dtype: number type of a merged copy.
+        merged: None merges if the architecture has a fast path and the copy fits in half of the
+            free memory.
+        dtype: of a merged copy.
         share: fraction of the free memory that this sampler may use.
 
     Raises:
-        UsageError: a merged copy was asked for, and there is no fast path.
+        UsageError: a merged copy was requested, and there is no fast path.
     """
     reason = "as asked" if merged is False else why_not_fused(model)
     if merged and reason:
@@ -250,7 +250,7 @@ def choose_weights(
         reason = f"a merged copy would take {gb}, {free / 2**30:.1f} GB are free"
     if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
-    how = ", products compiled" if ops.has_linear else ""
+    how = ", matmuls compiled" if ops.has_linear else ""
     if dtype != model.dtype:
         how = f" in {str(dtype).removeprefix('torch.')}{how}"
     return MergedWeights(model, ops, dtype), f"a merged copy of the weights ({gb}){how}"
@@ -264,11 +264,11 @@ def fused_linear(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> LinearFunction:
-    """Fuse linear layers of the same input into one, adapters merged, with the norm before them.
+    """Fuse linear layers of one input, with merged adapters and the norm before them, into one.
 
     Args:
         gated: compute silu(first(x)) · second(x) of two layers.
-        dtype: number type to compute in, the same as of `ops` (None: the layers').
+        dtype: to compute in, the same as that of `ops` (None: the layers').
     """
     has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
     parts = [[layer] for layer in layers] if gated else [layers]
@@ -279,14 +279,14 @@ def fused_linear(
 
 
 def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Tensor:
-    """Weight (outputs of all, inputs), adapters added and the norm's weight multiplied in."""
+    """Return the weight (outputs of all, inputs), with adapters merged, times the norm's weight."""
     weights = [merged_weight(layer) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     return weight if norm is None else weight * norm.weight
 
 
 def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
-    """Bias (outputs of all), of the weight's number type; zeros where a layer has none."""
+    """Return the bias (outputs of all) in the weight's dtype, with zeros if a layer has none."""
     biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
     return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases]).to(
         weight.dtype
@@ -294,16 +294,16 @@ def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
 
 
 def decoder_layers(decoder: PreTrainedModel) -> list[LlamaDecoderLayer]:
-    """The layers of a decoder that has a fast path: those of FUSED_MODEL_TYPES are built alike."""
+    """Return the layers of a decoder with a fast path: all FUSED_MODEL_TYPES are built alike."""
     return cast("list[LlamaDecoderLayer]", list(cast("LlamaModel", decoder).layers))
 
 
 class FusedLayer:
     """One decoder layer of the Llama family, in as few passes over the activations as possible.
 
-    While a few rows are decoded, every pass costs more in starting the threads than in work. So
-    q, k and v are one product; norm weights are multiplied into the projections that follow; and
-    norms, residual sums and the gating belong to products.
+    When few rows are decoded, starting the threads of a pass costs more than its work. So q, k and
+    v are one matmul, norm weights are multiplied into the projections that follow, and norms,
+    residual sums and gating are fused into matmuls.
     """
 
     def __init__(self, layer: LlamaDecoderLayer, ops: Ops, dtype: torch.dtype) -> None:
@@ -325,7 +325,7 @@ class FusedLayer:
     def __call__(
         self, x: Tensor, shape: torch.Size, rotary: Sequence[Tensor], attend: AttentionFunction
     ) -> Tensor:
-        """Compute (B·T, hidden) from the same; `rotary` is cos and sin, (B·T, D)."""
+        """Apply the layer to x (B·T, hidden); `rotary` is cos and sin, (B·T, D)."""
         heads, rows = self.heads, x.shape[0]
         qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
         qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]
@@ -333,7 +333,7 @@ class FusedLayer:
             q, k = qk.split(heads[:2], 1)
             qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
         qk = self.ops.rotary_embedding(qk, *rotary)
-        # Attention takes (B, heads, T, D), and gives it back.
+        # Attention takes and returns (B, heads, T, D).
         q, k, v = (
             part.view(*shape, -1, self.width).transpose(1, 2)
             for part in (qk[:, : heads[0]], qk[:, heads[0] :], v)
@@ -349,10 +349,10 @@ class FusedLayer:
 
 
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
-    """Choose the number type of a merged copy: "auto" times a fused layer of this model.
+    """Choose the dtype of a merged copy: "auto" times a fused layer of this model.
 
-    It is the model's own type with any other --dtype, on a GPU, without a fast path, and if it is
-    not the one that was measured to be fast for learning, because then somebody has chosen it.
+    It is the model's own dtype with any other --dtype, on a GPU, or without a fast path. It is also
+    the model's own if that was not measured to be the fastest for training: a user has chosen it.
     """
     return choose_sampling_dtype(model, dtype)[0]
 
@@ -360,7 +360,7 @@ def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> t
 def choose_sampling_dtype(
     model: PreTrainedModel | PeftModel, dtype: str
 ) -> tuple[torch.dtype, str]:
-    """Return what `sampling_dtype` returns, and why in a few words."""
+    """Return what `sampling_dtype` returns, and a short reason."""
     if dtype != "auto":
         return model.dtype, f"--dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:

@@ -55,8 +55,8 @@ class Keys:
         """Return the id of the sent key ("key-1", in the order given), "open", or None if denied.
 
         The id is a number rather than a part of the hash, which would reveal a guessable key.
-        X-API-Key precedes Authorization, which a proxy may need for its own password; two of
-        either are denied.
+        X-API-Key precedes Authorization, which a proxy may need for its own password. A request
+        with two of either header is denied.
         """
         if not self._hashes:
             return "open"
@@ -75,7 +75,7 @@ def sent_key(headers: Headers) -> bytes:
 
 
 def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
-    """Load the keys of RLM_API_KEY and `key_file` (one a line); without both there are none.
+    """Load the keys of RLM_API_KEY and `key_file` (one per line); without both there are none.
 
     An *empty* key raises UsageError, because it must not open the server.
     """
@@ -91,7 +91,7 @@ def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
             raise UsageError(f"{key_file}: cannot read the API keys: {error}") from error
         in_file = [line.strip() for line in lines if line.strip()]
         if not in_file:
-            raise UsageError(f"{key_file} holds no API key; make one: {NEW_KEY_HINT}")
+            raise UsageError(f"{key_file} contains no API key; make one: {NEW_KEY_HINT}")
         keys += in_file
     return Keys(keys)
 
@@ -99,12 +99,14 @@ def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
 class AllowedHosts(set[str]):
     """Host names, in lower case and without a port, that requests may be addressed to.
 
-    A web page can make its own name point to 127.0.0.1 and talk to this server as its own (DNS
-    rebinding), but it cannot choose the Host header.
+    A web page can make its own name point to 127.0.0.1 and then use this server as if it were its
+    own (DNS rebinding), but it cannot choose the Host header.
     """
 
     def __init__(self, names: Iterable[str] = (), *, numeric: bool = False) -> None:
-        """numeric: allow every IP address, which is safe from rebinding; for a bind to 0.0.0.0.
+        """
+        Args:
+            numeric: allow every IP address, for a bind to 0.0.0.0; addresses cannot be rebound.
 
         Raises:
             UsageError: a name that no Host header can have, such as one with a port.
@@ -146,11 +148,11 @@ def read_origins(origins: Iterable[str]) -> list[str]:
 
 
 def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
-    """Return whether the media type is a form's (curl -d's default) and no web page of another, not
-    allowed origin sent it.
+    """Return whether a form's media type (curl -d's default) was sent, but not by a web page whose
+    origin is not allowed.
 
-    A page needs a preflight to send JSON to another server (CORS), but not to send a form; browsers
-    set Origin in both.
+    A page needs a preflight to send JSON to another server (CORS), but not to send a form. Browsers
+    set Origin in both cases.
     """
     if [value.lower() for value in headers.getlist("content-type")] != [FORM]:
         return False
@@ -161,9 +163,9 @@ def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
 
 
 def client_address(peer: str, headers: Headers) -> str | None:
-    """Return the client that a request to an open server counts for; None for this machine.
+    """Return the client address that a request to an open server counts for; None for this machine.
 
-    X-Forwarded-For is used only if the sender is this machine, a tunnel's agent, which appends the
+    X-Forwarded-For is used only if the peer is this machine: a tunnel's agent here appends the
     address that it saw. An IPv6 client is identified by its network, because it has many addresses.
     """
     values = headers.getlist("x-forwarded-for")
@@ -199,7 +201,7 @@ class Bucket:
         self._then = now()
 
     def take(self) -> int:
-        """Take one; return 0, or the seconds until one is available."""
+        """Take one token; return 0, or the seconds until one is available."""
         now = self._now()
         self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
         self._then = now

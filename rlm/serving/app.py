@@ -23,7 +23,7 @@ from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
 
-# For /openapi.json alone: SecurityMiddleware has checked the key.
+# These only describe the key in /openapi.json; SecurityMiddleware checks it.
 SEND_KEY = [
     Security(HTTPBearer(auto_error=False)),
     Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
@@ -38,7 +38,7 @@ PAGE_POLICY = (  # the page's own files and this server, nothing else; no markup
 
 
 def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
-    """Create the application; `rlm.serving.middleware.SecurityMiddleware` goes around it."""
+    """Create the application, to be wrapped in `rlm.serving.middleware.SecurityMiddleware`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,7 +69,7 @@ def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
 
 
 async def _watch(service: Service) -> None:
-    """Fail all waiting requests when the engine hangs or has died."""
+    """Fail all waiting requests when the engine hangs or is dead."""
     while True:
         await asyncio.sleep(WATCH_SECONDS)
         if service.engine.state != "loading" and not service.engine.alive:
@@ -128,5 +128,5 @@ async def _refuse(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
     response = as_problem(error).response(request.state.request_id)
     if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})  # Allow, of a 405
+        response.headers.update(error.headers or {})  # such as Allow for a 405
     return response

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 PING_SECONDS = 15.0  # seconds of silence before a stream sends a comment
 
-# (completion, reasoning, answer) that a step added, and whether a tool wrote it
+# Completion, reasoning and answer that a step added to it, and whether a tool wrote them.
 Text = tuple[int, str, str, bool]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request and of all together."""
+    """Limits of one request and of all requests together."""
 
     prompt_tokens: int
     new_tokens: int
@@ -59,8 +59,8 @@ class RunningRequest:
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
-    error: Exception | None = None  # an error of its own text handling
-    outcome: str = "cancelled"  # until it is finished, or has failed with a problem's code
+    error: Exception | None = None  # an error in handling its text
+    outcome: str = "cancelled"  # later "finished", or the code of the HTTPProblem
 
     def __post_init__(self) -> None:
         self._loop, self._outputs = asyncio.get_running_loop(), asyncio.Queue()
@@ -71,7 +71,7 @@ class RunningRequest:
 
     @property
     def first_token_seconds(self) -> float:
-        """From acceptance to the first token, which is there."""
+        """Seconds from acceptance to the first token, which must have arrived."""
         assert self.first_token is not None
         return self.first_token - self.started
 
@@ -82,7 +82,7 @@ class RunningRequest:
 
     @property
     def tokens(self) -> int:
-        """The most tokens that it can occupy."""
+        """The most tokens that the request can occupy."""
         return len(self.prompt) + self.n * self.params.max_new_tokens
 
     def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
@@ -94,7 +94,7 @@ class RunningRequest:
             return None
 
     def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Return the grammar's allowed tokens, for the sampler; errors as above."""
+        """Return the grammar's allowed tokens, for the sampler; errors as in `force_tokens`."""
         try:
             return self.stream.allowed_tokens(row, ids)
         except Exception as error:  # kept: the engine ends the request with it
@@ -107,7 +107,7 @@ class RunningRequest:
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     async def __aiter__(self) -> AsyncIterator[list[Text]]:
-        """Yield the text of each step; an empty list after PING_SECONDS without any.
+        """Yield the text of each step; an empty list after PING_SECONDS without text.
 
         Raises:
             HTTPProblem: the request failed or its deadline passed.
@@ -151,7 +151,7 @@ class Engine:
     ) -> None:
         """
         Args:
-            hang_seconds: a longer step counts as dead until it returns.
+            hang_seconds: during a longer step, the engine counts as not alive.
         """
         self._load, self._limits = load, limits
         self._hang_seconds = hang_seconds
@@ -160,7 +160,7 @@ class Engine:
         self._running: dict[str, dict[int, RunningRequest]] = {}  # replica → handle → request
         self._step_began: float | None = None
         self.state = "loading"
-        self.error: Exception | None = None  # the error that ended it
+        self.error: Exception | None = None  # the error that stopped the engine
         self.tokens_drawn = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -212,7 +212,7 @@ class Engine:
     def _run(self) -> None:
         """Load, then step until stopped or until an error outside a step.
 
-        The application watches the engine and fails those who wait for a dead one.
+        The application watches the engine and fails the requests that wait for a dead one.
         """
         try:
             self._replicas = self._load()
@@ -225,7 +225,7 @@ class Engine:
             self.error, self.state, self._step_began = error, "dead", None
 
     def _reset(self, name: str) -> None:
-        """Empty a replica and allocate its full cache."""
+        """Empty a replica and allocate its full KV cache."""
         replica = self._replicas[name]
         replica.activate()
         replica.sampler.reset()
@@ -252,7 +252,7 @@ class Engine:
         drawn = Request(request.prompt, request.params, request.seed, n, *callbacks)
         try:
             handle = self._replicas[name].sampler.add_request(drawn)
-        except ValueError as error:  # larger than the cache
+        except ValueError as error:  # larger than the KV cache
             request.put(HTTPProblem(422, "validation", str(error)))
         else:
             self._running[name][handle] = request
@@ -287,7 +287,7 @@ class Engine:
             except UsageError as error:  # a grammar that is too complex, which shows only now
                 self._remove(request)
                 request.put(HTTPProblem(422, "validation", str(error)))
-            except Exception as error:  # its own text or budget: nobody else's business
+            except Exception as error:  # in its own text or budget: no other request fails
                 log_error("request_failed", error, replica=name)
                 self._remove(request)
                 request.put(_not_computed())
@@ -312,8 +312,8 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
 
 
 def _fail_batch(requests: Sequence[RunningRequest]) -> None:
-    """Fail the requests of a failed step: a request that was alone gets 500, several may be sent
-    again."""
+    """Fail the requests of a failed step: a single one gets a 500; several get a 503 and may be
+    sent again."""
     again = HTTPProblem(
         503, "engine_down", "a step of the batch failed: send it again", retry_after=1
     )

@@ -1,7 +1,7 @@
 """Error responses: RFC 9457's problem details and OpenAI's `error` in one body.
 
-They repeat nothing that a client sent: an echo can fool a log or a page, and a lone surrogate in it
-would crash.
+Error responses repeat nothing that a client sent: an echo can fool a log or a page, and a lone
+surrogate in it cannot be encoded.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ REFUSED = {  # for OpenAPI
     },
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_MAX_ERRORS = 20  # a body of 64 KB can hold 40,000
+_MAX_ERRORS = 20  # a body of 64 KB can cause 40,000
 # pydantic's error type → message; {…} is the limit.
 _SAID = {
     "missing": "is missing",
     "extra_forbidden": "there is no such field",
-    "string_type": "must be a text",
+    "string_type": "must be a string",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
@@ -57,7 +57,7 @@ _SAID = {
     "too_long": "has more than {max_length} entries",
     "too_short": "is empty",
 }
-_NO_PATH = {  # the router's message → the advice for a client of another protocol or path
+_NO_PATH = {  # the router's message → advice for a client that uses another protocol or path
     "Not Found": "there is no such path here; ask by POST /phase1/reasoning, or, as OpenAI's "
     "clients do, by POST /v1/chat/completions (their base_url ends with /v1)",
     "Method Not Allowed": "this path takes another method: questions are sent by POST, lists are "
@@ -70,7 +70,7 @@ _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 class HTTPProblem(Exception):
     """An error response, as an exception."""
 
-    status: int  # HTTP's
+    status: int  # of HTTP
     code: str  # for programs
     detail: str  # for people
     param: str | None = None  # the field at fault
@@ -103,7 +103,7 @@ class HTTPProblem(Exception):
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="rlm"'
-        if self.code == "bad_request":  # the request's end is uncertain
+        if self.code == "bad_request":  # it is unclear where the request ends
             headers["Connection"] = "close"
         if self.status in (500, 504):  # a retry of the openai client would fail again
             headers["X-Should-Retry"] = "false"
@@ -123,13 +123,13 @@ def as_problem(error: Exception) -> HTTPProblem:
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
-    """Return the 422 for pydantic's `errors()`: the first places and messages, without values.
+    """Return the 422 for pydantic's `errors()`: the first locations and messages, without values.
 
-    A place may be a field name from the client; it is kept only if it looks like a name.
+    A location may contain a field name from the client, which is kept only if it looks like a name.
     """
     found = list(islice(errors, _MAX_ERRORS))
     kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in found]
-    # pydantic reports each type that a field may have; show the error of the type that it has.
+    # pydantic reports an error for each type of a union; show the one of the type that was sent.
     same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
     shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
     param = ".".join(str(part) for part in kept[shown]["loc"] if part not in ("body", "?"))

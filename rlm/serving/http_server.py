@@ -16,7 +16,7 @@ import uvicorn
 from rlm.cli import UsageError
 from rlm.serving.service import Service
 
-# Options of uvicorn. X-Forwarded-For is ignored, because a client can write anything.
+# Options of uvicorn. X-Forwarded-For is ignored, because a client can write anything into it.
 UVICORN: dict[str, Any] = {
     "http": "h11",
     "limit_concurrency": 500,  # connections; one more gets a 503
@@ -31,7 +31,7 @@ UVICORN: dict[str, Any] = {
 def listen(host: str, port: int) -> socket.socket:
     """Bind a socket before slow work, so that a port in use is reported at once.
 
-    The protocol is named, because asyncio sets TCP_NODELAY only then: otherwise each piece of a
+    The protocol is explicit, because asyncio sets TCP_NODELAY only then. Otherwise each chunk of a
     response waits up to 40 ms for the client's acknowledgement.
     """
     try:
@@ -64,7 +64,7 @@ class GracefulServer(uvicorn.Server):
         self._service, self._seconds = service, seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own would raise the signal again at the end: the exit code would not be 0.
+        # uvicorn's handler would raise the signal again at the end: the exit code would not be 0.
         self.should_exit, self.force_exit = True, self.should_exit
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

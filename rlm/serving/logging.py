@@ -1,9 +1,7 @@
-"""Log one JSON object a line, or one readable line on a terminal.
+"""Log one JSON object per line, or readable lines on a terminal.
 
-A client cannot inject a line.
-
-Keys and prompts are never logged, and of exceptions only type and place, because messages may quote
-input.
+A client cannot inject a line. Keys and prompts are never logged. Of an exception, only the type and
+the location are logged, because its message may quote input.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 MAX_TEXT = 300  # characters of one value
 _logger = logging.getLogger("rlm.serving")
-_UNSEEN = ("/health", "/ready", "/page.css", "/page.js")  # on a terminal; many a minute
+_UNSEEN = ("/health", "/ready", "/page.css", "/page.js")  # frequent: not shown on a terminal
 _UNSAFE = re.compile(r"[^A-Za-z0-9._~/{}-]")
 
 
 def configure(stream: TextIO, *, as_json: bool = False) -> None:
-    """Send all log lines of the process to `stream`, those of libraries too.
+    """Send all log lines of the process to `stream`, including those of libraries.
 
     Args:
-        as_json: on a terminal, too.
+        as_json: write JSON on a terminal, too.
     """
     handler = logging.StreamHandler(stream)
     for_people = stream.isatty() and not as_json
@@ -59,7 +57,8 @@ def safe_path(path: str) -> str:
 
 
 class _ReadableLine(logging.Formatter):
-    """14:03:07  POST /phase1/reasoning 200 in 1.2 s; what is no request as event and fields."""
+    """Formats a request as `14:03:07  POST /phase1/reasoning 200 in 1.2 s`, and any other event as
+    its name and fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = json.loads(_JsonLine().format(record))
@@ -87,7 +86,7 @@ class _JsonLine(logging.Formatter):
         if record.name == _logger.name:
             line["event"] = record.msg
         else:
-            message = record.getMessage().partition("\n")[0]  # asyncio adds exceptions below
+            message = record.getMessage().partition("\n")[0]  # asyncio adds exceptions after it
             line |= {"event": "log", "logger": record.name, "message": _plain(message)}
         line["request_id"] = request_id.get()
         line |= {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}

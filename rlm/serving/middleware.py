@@ -1,7 +1,7 @@
 """Check every request before the app: headers, Host, API key, rate limit, body.
 
 All paths outside PUBLIC need the key, so new and unknown routes are closed. The path is compared as
-the router compares it; authorising by prefix or by a rebuilt URL has opened other servers.
+the router compares it; authorising by prefix or by a rebuilt URL has left other servers open.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlm.serving.errors import HTTPProblem, as_problem
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
 MAX_CLIENTS = 4096  # addresses whose rate is tracked
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HEADERS = {  # unless the app sets it
+_HEADERS = {  # each is added unless the app sets it
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -53,12 +53,12 @@ class SecuritySettings:
     max_header_bytes: int = 16384  # request line and all headers together
     max_headers: int = 64
     body_seconds: float = 10.0  # for the whole body
-    # Per key, or client address of a public server; another open one has one user, whom nothing
-    # limits.
+    # Per key, or per client address on a public server. A server without a key that is not public
+    # has one user, who is not limited.
     requests_per_minute: int = 120
     public: bool = False  # open through a tunnel without a key
     allowed_origins: Sequence[str] = ()  # origins of web pages that may use this server
-    failures_per_minute: int = 20  # wrong keys from all addresses, which can be forged
+    failures_per_minute: int = 20  # wrong keys, from all addresses together: they can be forged
 
 
 class SecurityMiddleware:
@@ -75,7 +75,7 @@ class SecurityMiddleware:
             await _answer(self._serve, scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        else:  # there are no websockets here, and none may slip past
+        else:  # websockets are not offered, and must not bypass the checks
             await send({"type": "websocket.close", "code": 1008})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +84,7 @@ class SecurityMiddleware:
         if not self._settings.allowed_hosts.allows(headers):
             raise _unknown_host(headers)
         scope["state"]["key_id"] = self._authorize(scope, headers)
-        if re.search(r"[^/]/$", scope["path"]):  # one slash at the end changes nothing
+        if re.search(r"[^/]/$", scope["path"]):  # ignore one slash at the end
             scope["path"] = scope["path"][:-1]
         await self._app(scope, await read_body(scope, receive, headers, self._settings), send)
 
@@ -95,7 +95,7 @@ class SecurityMiddleware:
         keys = self._settings.keys
         key_id = keys.allows(headers)
         if key_id is None:
-            # No key is no guess: a page that has yet to ask for it, say.
+            # A request without a key is not a guess: the page may not have asked for the key yet.
             if sent_key(headers) and (wait := self._failures.take()):
                 raise HTTPProblem(429, "rate_limited", "too many wrong keys", retry_after=wait)
             raise HTTPProblem(401, "unauthorized", "a valid API key is needed")
@@ -110,8 +110,8 @@ class SecurityMiddleware:
 def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Allow web pages of these origins. They send a key, never a cookie.
 
-    It wraps SecurityMiddleware, because a preflight has no key. Any header is allowed: OpenAI's
-    client sends a dozen of its own (x-stainless-os, …).
+    This wraps SecurityMiddleware, because a preflight has no key. Any header is allowed, because
+    OpenAI's client sends a dozen of its own (x-stainless-os, …).
     """
     return CORSMiddleware(
         app,
@@ -123,9 +123,9 @@ def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _unknown_host(headers: Headers) -> HTTPProblem:
-    """The name is repeated, because its characters are known to be harmless."""
+    """Return the 400 for a wrong Host; it may repeat the name, whose characters are harmless."""
     name = asked_host(headers)
-    detail = "this server does not go by the name in Host"
+    detail = "the name in the Host header is not allowed"
     if name:
         detail += f"; if it is yours, start the server with --allow-host {name}"
     return HTTPProblem(400, "bad_host", detail)
@@ -154,7 +154,7 @@ async def read_body(
     if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
     too_large = HTTPProblem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
-    if int(headers.get("content-length", "0")) > settings.max_body:  # h11 lets digits through
+    if int(headers.get("content-length", "0")) > settings.max_body:  # h11 lets only digits through
         raise too_large
     body, more = bytearray(), True
     try:
@@ -175,14 +175,14 @@ async def read_body(
     messages = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
     async def replay() -> Message:
-        return messages.popleft() if messages else await receive()  # then: the disconnect
+        return messages.popleft() if messages else await receive()  # after the body: the disconnect
 
     return replay
 
 
 async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run `serve`, add id and headers to its response or make an error response, and log."""
-    started, status = time.monotonic(), 499  # until an answer starts: the client hung up
+    started, status = time.monotonic(), 499  # 499 until a response starts: the client left
     sent = Headers(scope=scope).getlist("x-request-id")
     is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
     request_id = sent[0] if is_harmless else uuid.uuid4().hex
@@ -206,7 +206,7 @@ async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) ->
     except Exception as error:
         if not isinstance(error, HTTPProblem):
             logs.log_error("failure", error)
-        if status == 499:  # after half an answer uvicorn cuts the connection, which shows
+        if status == 499:  # uvicorn ends a response that has begun by closing the connection
             await as_problem(error).response(request_id)(scope, receive, respond)
     finally:
         route = getattr(scope.get("route"), "path", None)

@@ -1,4 +1,4 @@
-"""Find the adapters that a server offers, at the start, and load them onto one base.
+"""Find the adapters that a server offers, and load them onto one base model, at start-up.
 
 A request chooses from this fixed list by name, so no name can become a path.
 """
@@ -39,7 +39,7 @@ from rlm.tools import Tool, load_tool
 if TYPE_CHECKING:
     from peft import PeftModel
 
-BASE = "base"  # the name of no adapter
+BASE = "base"  # the name that stands for the base model without an adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CAN_EXECUTE = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
 
@@ -55,7 +55,7 @@ class ServedAdapter:
     format: Format
     tool: Tool | None = None
     answer_types: tuple[AnswerType, ...] = ("number",)  # those of training, `format`'s first
-    dataset: str | None = None  # what it learned from, without this machine's paths
+    dataset: str | None = None  # its training data, without this machine's paths
     questions: tuple[str, ...] = ()  # from that data, shown on the page
 
 
@@ -63,7 +63,7 @@ class ServedAdapter:
 class ServedModels:
     """A server's base model and its adapters."""
 
-    base_model: str  # as --model takes it
+    base_model: str  # a value of --model
     base_hash: str
     quantize: str  # one of rlm.model.quantize.QUANTIZATIONS
     adapters: dict[str, ServedAdapter]
@@ -92,7 +92,7 @@ def find_models(
 
     Args:
         quantize: how the base is loaded; auto: as in training.
-        base: leave the adapter out; its run.json still decides base and tags.
+        base: leave the adapter out; its run.json still decides the base model and the tags.
         tool: the tool of all adapters, as in --tool; auto: each adapter's own.
 
     Raises:
@@ -105,7 +105,7 @@ def find_models(
     infos = [AdapterInfo.load(path) for path in paths]
     own = _base_info(adapter, model) if base else infos[0]
     if infos and own.base_hash not in {info.base_hash for info in infos}:
-        own = infos[0]  # with --base the folder may be of another base than the adapter left out
+        own = infos[0]  # with --base, the folder may have another base than the omitted adapter
     if not (paths or adapter.exists()):
         model = model or EMBEDDED_MODEL
     model = model or next((i.base_model for i in (own, *infos) if i.base_model), None)
@@ -121,7 +121,7 @@ def find_models(
     def tool_of(info: AdapterInfo) -> Tool | None:
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
-    asked = own.format, tool_of(own), own.answer_types  # the base is asked as its adapter is
+    asked = own.format, tool_of(own), own.answer_types  # the base uses its adapter's settings
     base_alone = ServedAdapter(BASE, None, None, "base", *asked)
     adapters = {BASE: replace(base_alone, questions=own.questions)}
     for path, info in zip(paths, infos, strict=True):
@@ -139,8 +139,8 @@ def find_models(
 
 
 def _base_info(adapter: Path, model: str | None) -> AdapterInfo:
-    """Return the base information of an adapter that is left out; None if it is damaged and the
-    base is named."""
+    """Return the info of an adapter that is left out; an empty one if it is damaged and --model
+    names the base."""
     try:
         return AdapterInfo.load(adapter)
     except UsageError as error:
@@ -184,7 +184,7 @@ def _check_files(path: Path, folder: Path | None) -> None:
         raise UsageError(f"{path} is a link that leads out of {folder}")
     unsafe = [file.name for file in path.iterdir() if file.suffix in _CAN_EXECUTE]
     if unsafe:
-        raise UsageError(f"{path} holds {unsafe[0]}, which could execute code: only safetensors")
+        raise UsageError(f"{path} contains {unsafe[0]}, which could execute code; remove it")
 
 
 def load_replicas(
@@ -196,14 +196,14 @@ def load_replicas(
         UsageError: loading fails, or an adapter has values that are not finite.
     """
     model = load_base(models.base_model, pick_device(), quantize=models.quantize)
-    inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT bars dots
+    inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT forbids dots
     for name, adapter in models.adapters.items():
         if adapter.path is not None:
             is_default = name == models.default
             with _adding(f"; {HOW_TO_TRAIN if is_default else _without(adapter.path)}"):
                 model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    replicas, share = {}, 1 / len(models.adapters)  # share of memory: each has a copy and a cache
+    replicas, share = {}, 1 / len(models.adapters)  # of memory: each has weights and KV cache
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
@@ -215,7 +215,7 @@ def load_replicas(
 
 def _adapter_switch(model: PreTrainedModel | PeftModel) -> Callable[[str | None], None]:
     """Return a `set_adapter` that does nothing if the adapter (None: none) is already active."""
-    from peft import PeftModel  # not above: rlm.model imports bitsandbytes before it
+    from peft import PeftModel  # imported here, because rlm.model must import bitsandbytes first
 
     layers = lora_layers(model)
     active: str | None = ""

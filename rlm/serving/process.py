@@ -16,7 +16,7 @@ import httpx2
 from rlm.cli import UsageError
 
 START_SECONDS = 180  # until it answers
-END_SECONDS = 30  # after SIGTERM
+END_SECONDS = 30  # from SIGTERM to SIGKILL
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def server_process(
 ) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run `python COMMAND --port N` on a free port; yield its URL and process.
 
-    The process has no RLM_API_KEY: it serves this machine alone.
+    The process gets no RLM_API_KEY, because it serves this machine alone.
 
     Args:
         ready: a path that returns 200 when the server is ready.
@@ -37,7 +37,7 @@ def server_process(
         environment: additional variables.
 
     Raises:
-        UsageError: the process ended, or did not answer in time.
+        UsageError: the process exited, or did not answer in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -55,7 +55,11 @@ def server_process(
         yield url, process
     finally:
         process.terminate()
-        process.wait(END_SECONDS)
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen, url: str, log: Path | None) -> None:
@@ -67,4 +71,4 @@ def _wait_until_ready(process: subprocess.Popen, url: str, log: Path | None) -> 
         except httpx2.TransportError:
             pass  # not listening yet
         time.sleep(0.3)
-    raise UsageError(f"the server did not start{f'; {log} says why' if log else ''}")
+    raise UsageError(f"the server did not start{f'; see {log}' if log else ''}")

@@ -2,7 +2,7 @@
 
 Unsupported fields are refused, or accepted only with values that change nothing. Histories are
 accepted as clients and frameworks send them: with names, empty lists of tool calls, and several
-messages of a role in a row.
+consecutive messages of one role.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
-NOT_OFFERED = {  # parts of a message → what they are
+NOT_OFFERED = {  # type of a message's part → its name in an error
     "image_url": "images",
     "input_image": "images",
     "input_audio": "audio",
@@ -73,7 +73,7 @@ class Only:
 class TextPart(Strict):
     type: Literal["text"]
     text: str = Field(max_length=PROMPT_CHARS)
-    cache_control: dict[str, Any] | None = None  # Anthropic's, as proxies send it: changes nothing
+    cache_control: dict[str, Any] | None = None  # Anthropic's, sent by proxies; has no effect
 
 
 class Message(Strict):
@@ -83,7 +83,7 @@ class Message(Strict):
         | Annotated[list[TextPart], Field(max_length=64)]
         | None
     ) = None
-    name: Annotated[str, Field(max_length=256)] | None = None  # changes nothing
+    name: Annotated[str, Field(max_length=256)] | None = None  # has no effect
     # Fields of earlier answers; the model does not see its old reasoning.
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -98,7 +98,7 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_offered(cls, message: Any) -> Any:
-        """Name the unsupported part, where pydantic would list every possible content."""
+        """Name the unsupported part in the error; pydantic would list every possible content."""
         if not isinstance(message, dict):
             return message
         if message.get("role") in ("tool", "function"):
@@ -113,7 +113,7 @@ class Message(Strict):
         if content is None and message.get("role") != "assistant":
             raise ValueError("content is missing")
         if content is not None and not isinstance(content, str | list):
-            raise ValueError("content must be a text, or a list of parts of the type text")
+            raise ValueError("content must be a string, or a list of parts of the type text")
         return message
 
     @property
@@ -145,20 +145,20 @@ class ChatRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    seed: int | None = Field(None, ge=-1, lt=2**63)  # -1: none, as at vLLM
+    seed: int | None = Field(None, ge=-1, lt=2**63)  # -1: none, as in vLLM
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, by `extra_body`
+    thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, sent by `extra_body`
     answer_type: AnswerType | None = None  # ours, too
-    structured_outputs: StructuredOutputsFields | None = None  # vLLM's, by `extra_body`
+    structured_outputs: StructuredOutputsFields | None = None  # vLLM's, sent by `extra_body`
     # Metadata about the client, ignored.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    # Accepted with neutral values. OpenAI's:
+    # Accepted only with neutral values. OpenAI's fields:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None
@@ -179,7 +179,7 @@ class ChatRequest(Strict):
     store: Annotated[Any, Only(False, what="storing")] = None
     verbosity: Annotated[Any, Only("medium", what="another verbosity")] = None
     web_search_options: Annotated[Any, Only(what="a search")] = None
-    # vLLM's:
+    # vLLM's fields:
     chat_template_kwargs: Annotated[Any, Only({}, what="an option of the template")] = None
     add_generation_prompt: Annotated[Any, Only(True, what="it")] = None
     continue_final_message: Annotated[Any, Only(False, what="it")] = None
@@ -246,7 +246,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.get("/models", summary="Adapters, as OpenAI lists models")
     async def models() -> dict[str, Any]:
-        default = service.models.default  # first: many clients take the first
+        default = service.models.default  # listed first, as many clients take the first
         names = sorted(service.models.adapters, key=lambda name: name != default)
         return {"object": "list", "data": [_model(name) for name in names]}
 
@@ -264,15 +264,15 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
-    """Translate a request to /phase1/reasoning; the last message is the prompt."""
-    return ReasoningRequest.model_construct(  # it is validated, and its text may be longer
+    """Translate to a request of /phase1/reasoning; the last message is the prompt."""
+    return ReasoningRequest.model_construct(  # already validated; joined messages may be longer
         prompt=request.turns[-1][1],
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         thinking_budget=request.thinking_budget,
         temperature=request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        # As at OpenAI, calls without a seed differ: else k calls would give one answer k times.
+        # As in OpenAI's API, calls without a seed differ; else k calls would give k equal answers.
         seed=secrets.randbits(62) if request.seed in (None, -1) else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,

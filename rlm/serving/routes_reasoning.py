@@ -1,4 +1,4 @@
-"""Routes of `/phase1`: our own protocol, whole or as server-sent events."""
+"""Routes of `/phase1`: our own protocol, with whole responses or server-sent events."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     asked = request.expected_answer
-    expected = None if asked is None else str(asked)  # the request's check has made it a text
+    expected = None if asked is None else str(asked)  # validation made it a string
     format, warnings = running.stream.format, length_warnings(running.stream)
     verifier = None
     if expected and (why := _incomparable(expected, format.answer_type)):
@@ -127,7 +127,7 @@ def _incomparable(expected: str, kind: AnswerType) -> str:
 def _details(
     answer: Answer, verifier: Verification | None, adapter: ServedAdapter
 ) -> dict[str, Any]:
-    """Build `details`; some values have our name and the course's."""
+    """Build `details`; some values appear under our name and under the course's name."""
     shown = answer.shown
     ours: dict[str, Any] = {
         "stage": adapter.stage,
@@ -162,7 +162,7 @@ def _model(service: Service, running: RunningRequest) -> ModelReport:
 async def _events(
     service: Service, running: RunningRequest, request: ReasoningRequest, request_id: str
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events. Sample 0 streams; the others are sent when they end."""
+    """Yield server-sent events. Sample 0 is streamed; the others are sent when they finish."""
     start = {
         "id": running.id,
         "request_id": request_id,
@@ -193,7 +193,7 @@ async def _events(
 
 
 def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
-    """Return the samples that have ended and are not in `told`, and add them to it."""
+    """Yield the events of samples that have finished and are not in `told`; add these to `told`."""
     for i, state in enumerate(running.stream.completions):
         if running.n > 1 and state.finish_reason and i not in told:
             told.add(i)

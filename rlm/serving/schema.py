@@ -1,4 +1,4 @@
-"""Request and response of `POST /phase1/reasoning`. Nothing is ignored or converted."""
+"""Request and response of `POST /phase1/reasoning`. Unknown fields and wrong types are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Strict(BaseModel):
 
 
 def _says_something(text: str) -> str:
-    """Reject a text of spaces and zero-width characters only."""
+    """Reject text that has only spaces and zero-width characters."""
     if not any(char.isprintable() and not char.isspace() for char in text):
         raise ValueError("is empty")
     return text
@@ -67,7 +67,7 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 
 
 class StructuredOutputsFields(Strict):
-    """vLLM's form: one of these."""
+    """vLLM's form, with exactly one of these fields."""
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool = False
@@ -96,20 +96,20 @@ class ReasoningRequest(Strict):
     )
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass")
     seed: int = Field(0, ge=0, lt=2**63, description="sampling seed: equal seeds, equal answers")
-    stop: list[Stop] = Field([], max_length=4, description="texts that end the answer")
+    stop: list[Stop] = Field([], max_length=4, description="stop strings, which end the answer")
     adapter: str | None = Field(
-        None, min_length=1, max_length=128, description="one of /phase1/info, or base for none"
+        None, min_length=1, max_length=128, description="a name from /phase1/info, or base for none"
     )
     stream: bool = Field(False, description="answer in server-sent events")
     return_samples: bool = Field(False, description="return every sample, not the winner alone")
     answer_type: AnswerType | None = Field(
-        None, description="what the answer is to be (none: as the adapter was trained)"
+        None, description="type of the answer (none: as the adapter was trained)"
     )
     response_format: ResponseFormat | None = Field(
-        None, description="what the answer has to be, as at OpenAI: text, JSON, JSON of a schema"
+        None, description="form of the answer, as in OpenAI's API: text, JSON, JSON of a schema"
     )
     structured_outputs: StructuredOutputsFields | None = Field(
-        None, description="the same as vLLM has it: json, json_object, regex or choice"
+        None, description="the same in vLLM's form: json, json_object, regex or choice"
     )
     expected_answer: ExpectedText | ExpectedInt | ExpectedFloat | None = Field(
         None, description="the right answer, a text or a number, to be verified against"
@@ -141,11 +141,11 @@ class ReasoningResponse(Strict):
     object: Literal["phase1.reasoning"] = "phase1.reasoning"
     created: int
     request_id: str
-    response: str = Field(description="the whole text, reasoning visible")
+    response: str = Field(description="the whole text, with the reasoning")
     reasoning: str | None
     answer: str
     final_answer: str | None
-    answer_type: AnswerType = Field(description="what was asked for: votes and verdicts go by it")
+    answer_type: AnswerType = Field(description="the requested type, which votes and verdicts use")
     trace: list[Step] = Field(description="the reasoning in steps, then the answer")
     details: dict[str, Any] = Field(description="stage, format, token counts, verdict")
     finish_reason: Literal["stop", "length"]

@@ -29,7 +29,7 @@ from rlm.serving.schema import JSONSchemaFormat, ReasoningRequest, TextFormat
 
 
 class Service:
-    """Admission to the engine, and the running requests. Runs in the event loop."""
+    """Admits requests to the engine and tracks the running ones. Runs in the event loop."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Service:
     ) -> None:
         """
         Args:
-            experiences: lessons, of which the `nearest` ones are put before each question.
+            experiences: lessons; the `nearest` most similar ones are put before each question.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
@@ -87,7 +87,7 @@ class Service:
         format = format.with_answer_type(asked.answer_type or kind)
         grammar = await self._compile(structured, format) if structured else None
         prompt, used = await self._render(asked.prompt, format, examples, system)
-        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again: time has passed
+        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again, as rendering took time
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
             api=api,
@@ -168,7 +168,7 @@ class Service:
     def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
         new_tokens = asked.max_new_tokens or self.limits.new_tokens
         if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
-            detail = "stop: the answer's own tags never stand in it, and so end nothing"
+            detail = "stop: an answer tag cannot be a stop string; leave it out"
             raise HTTPProblem(422, "validation", detail, param="stop")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
@@ -213,9 +213,11 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
         return None
     problem = partial(HTTPProblem, 422, "validation")
     if by_format and by_name:
-        raise problem("give response_format or structured_outputs", param="response_format")
+        raise problem(
+            "send response_format or structured_outputs, not both", param="response_format"
+        )
     if asked.stop:
-        raise problem("stop: a structured answer ends by itself, not at a text", param="stop")
+        raise problem("stop: a structured answer ends by itself; leave stop out", param="stop")
     try:
         if isinstance(by_format, JSONSchemaFormat):
             return StructuredOutputs(json=by_format.json_schema.json_schema)

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from rlm.serving.engine import RunningRequest
 from rlm.serving.service import Service
 
-COMMENT = b": still here\n\n"  # on a silent stream, so that proxies keep it open
+COMMENT = b": still here\n\n"  # sent on a silent stream, so that proxies keep it open
 
 
 def event_stream(*names: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ async def _disconnect(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a running request. Closing it frees the request's rows."""
+    """The server-sent events of a running request. Closing it frees the request's batch rows."""
 
     media_type = "text/event-stream"
 

@@ -1,7 +1,7 @@
 """Strict JSON (RFC 8259) for routes with a body.
 
 `json.loads` accepts NaN, repeated names, lone surrogates, UTF-16 and numbers that become infinity.
-Each of them has crashed or fooled a server behind the parser.
+Each of these has crashed or fooled a server after the parser.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def parse(body: bytes) -> Any:
     except UnicodeDecodeError:
         _refuse("the body is not UTF-8")
     except json.JSONDecodeError as error:
-        if body.startswith(codecs.BOM_UTF8):  # PowerShell's files
+        if body.startswith(codecs.BOM_UTF8):  # in files of PowerShell
             _refuse("the body begins with a byte order mark: send UTF-8 without one")
         _refuse(f"not JSON: line {error.lineno}, column {error.colno}")
-    except ValueError:  # Python converts no integer of more than 4300 digits
+    except ValueError:  # Python refuses integers of more than 4300 digits
         _refuse("an integer does not fit in 64 bits")
     except RecursionError:
         _refuse(f"nested deeper than {MAX_DEPTH}")
@@ -70,7 +70,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check(value: object, depth: int = 0) -> None:
     """Refuse values that JSON or another parser cannot represent."""
     if isinstance(value, str) and _UNFIT.search(value):
-        _refuse("a string holds NUL or half of a surrogate pair")
+        _refuse("a string contains NUL or half of a surrogate pair")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         _refuse("an integer does not fit in 64 bits")
     if isinstance(value, float) and math.isinf(value):
@@ -83,7 +83,7 @@ def _check(value: object, depth: int = 0) -> None:
 
 
 class StrictRoute(APIRoute):
-    """Parses the body before FastAPI, so that its errors have our form."""
+    """Parses the body before FastAPI does, so that JSON errors have our form."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()

@@ -1,6 +1,6 @@
 """Open a public URL through ngrok (pyngrok) within a time limit, and close it.
 
-The server continues without it, so every failure here is a one-line TunnelError.
+The server continues without a tunnel, so every failure here is a one-line TunnelError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyngrok.exception import PyngrokError, PyngrokNgrokError
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 
-# The agent's own web page would keep requests, keys and prompts included, for every local user.
+# The agent's own web page would show requests, with keys and prompts, to every local user.
 _AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: false\n"
 
 
@@ -56,7 +56,8 @@ class Tunnel:
     ) -> Tunnel:
         """Open a tunnel to a local URL; its public host is in `hosts` while it is open.
 
-        The agent reads the token from NGROK_AUTHTOKEN; every local user can read a command line.
+        The agent reads the token from NGROK_AUTHTOKEN, not from its command line, which every local
+        user can read.
 
         Args:
             url: a domain reserved at ngrok; None: ngrok picks one.
@@ -67,7 +68,7 @@ class Tunnel:
         """
         agent_log = logging.getLogger("pyngrok")  # it repeats the agent's output
         agent_log.propagate = False
-        agent_log.addHandler(logging.NullHandler())  # without any, Python would print warnings
+        agent_log.addHandler(logging.NullHandler())  # without one, Python would print warnings
         if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
             where = "https://dashboard.ngrok.com/get-started/your-authtoken"
             raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
@@ -120,7 +121,7 @@ def policy(requests_per_minute: int) -> dict[str, Any]:
 def find_agent(env: Mapping[str, str]) -> Path:
     """Find the ngrok binary in PYNGROK_NGROK_PATH, pyngrok's folder or PATH; else TunnelError.
 
-    It is not downloaded, because there is no checksum to verify it.
+    The binary is not downloaded, because there is no checksum to verify it.
     """
     named = env.get("PYNGROK_NGROK_PATH")
     folders = [] if named else env.get("PATH", "").split(os.pathsep)
@@ -136,7 +137,7 @@ def find_agent(env: Mapping[str, str]) -> Path:
 
 
 async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
-    """Return the public URL, with a time limit, which pyngrok lacks for a silent agent."""
+    """Connect and return the public URL, within a time limit that pyngrok lacks."""
     connecting = asyncio.to_thread(ngrok.connect, pyngrok_config=config, **options)
     opening = asyncio.create_task(connecting)
     try:
@@ -144,7 +145,7 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
         if not opening.done():
             why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
             raise TunnelError(f"ngrok: {why}")
-        return str(opening.result().public_url)  # pyngrok raises without one
+        return str(opening.result().public_url)  # without a URL, pyngrok raises
     except (PyngrokError, OSError, ValueError, HTTPException) as error:
         raise TunnelError(f"ngrok: {_one_line(error)}") from None
     finally:
@@ -159,13 +160,13 @@ async def _abandon(opening: asyncio.Task[ngrok.NgrokTunnel], config: conf.Pyngro
             record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
         await asyncio.wait({opening}, timeout=0.1)
         if opening.done():
-            opening.exception()  # asked, so that asyncio does not report it
+            opening.exception()  # retrieved, so that asyncio does not report it
             ngrok.kill(config)
             return
 
 
 def _one_line(error: Exception) -> str:
-    """ngrok's messages have several lines, written as \\r\\n, and may quote the token."""
+    """Return the message on one line, without the token. ngrok writes line breaks as \\r\\n."""
     said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
     text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
     return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]

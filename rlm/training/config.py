@@ -138,7 +138,7 @@ class GRPOConfig:
     )
     dtype: str = flag(
         "auto",
-        "number type; auto: the fastest for learning, and the fastest for sampling",
+        "auto: the fastest for learning, and the fastest for sampling",
         choices=("auto", *DTYPES),
     )
     doctor: bool = flag(False, "train nothing; check the set-up and explain a flat reward")

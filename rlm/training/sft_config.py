@@ -104,7 +104,7 @@ class SFTConfig:
     quantize: str = flag(
         "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
     )
-    dtype: str = flag("auto", "number type; auto: the fastest", choices=("auto", *DTYPES))
+    dtype: str = flag("auto", "auto: the fastest", choices=("auto", *DTYPES))
     eval_samples: int = flag(
         50, "validation problems whose loss is measured at the end; 0: none", min=0
     )

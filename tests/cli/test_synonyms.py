@@ -125,7 +125,7 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
         (GRPOConfig, "warmup_ratio", "warmup_steps, a number of updates"),
         (GRPOConfig, "num_train_epochs", "steps, problems times passes, divided by the batch size"),
         (SFTConfig, "warmup_steps", "warmup_share, a share of the steps"),
-        (SFTConfig, "gradient_accumulation_steps", "batch_size, all that an update learns from"),
+        (SFTConfig, "gradient_accumulation_steps", "batch_size, all samples of an update"),
         (SFTConfig, "val_size", "eval_samples, a number of problems"),
     ],
 )

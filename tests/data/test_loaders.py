@@ -181,7 +181,7 @@ def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
     )
     row = {**GOOD, "id": "a"}
     assert len(load_jsonl(write(row, *numbered(30), row))) == 31
-    assert "1 the id is there twice (line 32: 'a')" in caplog.text
+    assert "1 duplicate id (line 32: 'a')" in caplog.text
 
 
 def test_what_is_left_out_is_said_once_for_train_and_validation(write, caplog):
@@ -205,11 +205,11 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, write):
     )
     (tmp_path / "folder.jsonl").mkdir()
     assert "Is a directory" in refusal(str(tmp_path / "folder.jsonl"))
-    needs = "holds no problems: it is empty; write a row for each problem, with a question and an"
+    needs = "contains no problems: it is empty; write a row for each problem, with a question and"
     assert needs in refusal(write())
     assert "line 1: not UTF-8 text (1 of 1 lines are bad" in refusal(write(b'{"question": "\xb8"}'))
-    assert "holds no gsm8k_train.jsonl or" in refusal(f"gsm8k:{tmp_path}")
-    assert "holds no aime2024.jsonl" in refusal(f"aime2024:{tmp_path}", "test")
+    assert "contains no gsm8k_train.jsonl or" in refusal(f"gsm8k:{tmp_path}")
+    assert "contains no aime2024.jsonl" in refusal(f"aime2024:{tmp_path}", "test")
 
 
 # Splits and order.
@@ -505,7 +505,7 @@ def test_gsm8k_from_the_hubs_parquet(tmp_path, folder):
         assert len(load_problems(f"gsm8k:{path}", "train")) == 18
     file.write_bytes(b"PAR1 and no more")
     assert refusal(f"gsm8k:{file}").startswith(f"cannot read the data file {file}: ")
-    assert "holds no gsm8k_test.jsonl or test.jsonl or main/test-00000-of-00001.parquet" in refusal(
+    assert "no gsm8k_test.jsonl or test.jsonl or main/test-00000-of-00001.parquet" in refusal(
         f"gsm8k:{tmp_path}", "test"
     )
     assert refusal(f"gsm8k:{tmp_path / 'none.parquet'}").startswith("cannot read the data file")

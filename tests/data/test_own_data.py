@@ -396,7 +396,7 @@ def test_an_object_of_several_data_sets_is_refused_by_their_names(tmp_path):
     rows = [{"question": "1?", "answer": 1}]
     (tmp_path / "m.json").write_text(json.dumps({"train": rows, "test": rows}))
     assert refusal(str(tmp_path / "m.json")).endswith(
-        "it holds several datasets (train, test): save each as a file"
+        "it contains several datasets (train, test): save each as a file"
     )
     chat = {"messages": [USER, {"role": "assistant", "content": "5"}], "rubrics": [{"a": 1}]}
     (tmp_path / "m.json").write_text(json.dumps(chat))
@@ -424,7 +424,7 @@ def test_what_is_on_the_disk_is_no_name_on_the_hub(tmp_path, monkeypatch):
     (tmp_path / "data" / "train.xlsx").write_bytes(b"PK")
     for path in ("data/train.txt", "data/train.xlsx"):
         assert not is_hub(path)
-        assert "the endings that are read are .jsonl" in refusal(path, columns=COLUMNS)
+        assert "the supported suffixes are .jsonl" in refusal(path, columns=COLUMNS)
     write_jsonl(tmp_path / "main", [{"question": "?", "answer": "#### 1"}])
     assert [is_config("gsm8k", rest) for rest in ("main", "socratic", "data")] == [
         False,

@@ -124,6 +124,9 @@ def test_samples_that_are_not_there_or_torn(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(MathVerify, "installed", staticmethod(lambda: False))
     with pytest.raises(UsageError, match="--run-dir"):
         audit_run(tmp_path / "nowhere", tmp_path)
+    (tmp_path / "samples.jsonl").write_text("")
+    with pytest.raises(UsageError, match=r"config\.json does not exist"):
+        audit_run(tmp_path, tmp_path)
     with (run_dir / "samples.jsonl").open("a") as stream:
         stream.write('{"step": 2, "torn')
     assert audit_run(run_dir, tmp_path) == 0

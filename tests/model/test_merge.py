@@ -156,7 +156,7 @@ def test_what_would_be_converted_wrongly_is_refused(model, tokenizer, said):
 
 
 def test_a_tokenizer_of_another_library_is_refused():
-    with pytest.raises(UsageError, match="none of the tokenizers library"):
+    with pytest.raises(UsageError, match="not of the tokenizers library"):
         check_convertible(tiny_model(), PreTrainedTokenizerBase())
 
 

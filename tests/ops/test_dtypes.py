@@ -1,4 +1,4 @@
-"""The number type of a CPU's work is what was measured, not what its flags say."""
+"""The dtype of a CPU's work is what was measured, not what its flags say."""
 
 import json
 import shlex

@@ -267,7 +267,7 @@ def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
     kernels(torch.float32, 2, 8)
     model = tiny_model()
     sampler = Sampler(model, tokenizer)
-    assert "passes between products compiled" in sampler.description
+    assert "kernels compiled" in sampler.description
     monkeypatch.setattr(TorchOps, "decode_attention", None)
     sampler.sample([[1, 2]], 2, SamplingParams(5), [0])
 

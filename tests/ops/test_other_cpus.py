@@ -44,7 +44,7 @@ def results(folder: Path, compiler: str, flag: str, runner: tuple[str, ...], dty
 
 @pytest.fixture(scope="module", params=TOLERANCE)
 def here(request, tmp_path_factory):
-    """The number type, and the results of this CPU."""
+    """The dtype, and the results of this CPU."""
     if shutil.which("cc") is None:
         pytest.skip("there is no compiler")
     folder = tmp_path_factory.mktemp(request.param)

@@ -238,7 +238,7 @@ def test_correct_rollouts_are_sft_data(practised):
     rows = [json.loads(line) for line in file.open()]
     right = [(row, r) for row in rows for r in row["rollouts"] if r["is_correct"]]
     # "Final answer: …" is all this model says: nothing to learn from.
-    with pytest.raises(UsageError, match="holds no problems"):
+    with pytest.raises(UsageError, match="contains no problems"):
         load_problems(f"rollouts:{file}", "train")
     for number, (_, r) in enumerate(right):
         thought = r["solution"].replace("Final", f"144 a gross ({number}).\n\n**Final")

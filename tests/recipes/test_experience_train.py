@@ -696,7 +696,7 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
     assert "python -m recipes.experience.train generator 1" in error
     (place.run_dir / "generator_1_rollouts.jsonl").write_text("not JSON\n")
     assert place.run("generator", 1) == 2
-    assert "line 1 is no JSON" in one_line(capsys)
+    assert "line 1 is not a JSON" in one_line(capsys)
     (place.run_dir / "generator_1_rollouts.jsonl").unlink()
     assert place.run("generator", 1) == 2
     assert "no such dataset" in one_line(capsys)

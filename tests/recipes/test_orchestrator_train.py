@@ -624,14 +624,14 @@ def test_asking_shows_graph_texts_and_answer(finished, capsys):
     question = "Tom has 3 pens and buys 4. How many has he?"
     assert run(ask, ask.AskConfig, question, "--run", finished / "run") == 0
     out = capsys.readouterr().out
-    assert "agentA, told: solve" in out
-    assert re.search(r"agentB, told: (red|blue|green|gold)", out)
+    assert "agentA, given: solve" in out
+    assert re.search(r"agentB, given: (red|blue|green|gold)", out)
     assert "answer: " in out
 
 
 def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys, monkeypatch):
     assert run(ask, ask.AskConfig, "1?", "--run", tmp_path) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
     assert run(ask, ask.AskConfig) == 2
     assert "type a question" in capsys.readouterr().err
     none = InvalidGraph("bad_json", "cut off")

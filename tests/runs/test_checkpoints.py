@@ -252,7 +252,7 @@ def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
     data = tmp_path / "mine.jsonl"
     data.write_text("{}")
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UsageError, match=r"--run-dir .* holds files that are no run"):
+    with pytest.raises(UsageError, match=r"--run-dir .* contains files that are not a run"):
         RunDirectory(tmp_path, resume=resume)
     assert data.read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "mine.jsonl"]

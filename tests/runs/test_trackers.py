@@ -106,7 +106,7 @@ def test_a_tracker_that_is_not_installed_or_does_not_start(
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert train(model_dir, a_config(tmp_path, steps=1, tracker="wandb"))["steps_run"] == 1
-    assert "pip install -e '.[track]' brings wandb" in capsys.readouterr().out
+    assert "pip install -e '.[track]' installs wandb" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())  # no `init` in it
     assert train(model_dir, a_config(tmp_path, steps=1, tracker="trackio"))["steps_run"] == 1
     assert "no tracker: trackio does not start: AttributeError" in capsys.readouterr().out

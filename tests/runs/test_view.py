@@ -125,13 +125,13 @@ def test_a_directory_without_rollouts_is_a_mistake(tmp_path, name):
     if name:
         write_run(tmp_path / name)
     which = f"runs that do, .*: {tmp_path}/one" if name else "name the directory of a run"
-    with pytest.raises(UsageError, match=f"holds no rollouts; {which}"):
+    with pytest.raises(UsageError, match=f"contains no rollouts; {which}"):
         view.main(view.ViewConfig(tmp_path))
     (tmp_path / "mine").mkdir()
     for number, name in enumerate(("first", "mine/second", "old.prev")):
         write_run(tmp_path / name)
         os.utime(tmp_path / name / "samples.jsonl", (number, number))
-    listed = f"the newest first: .*{tmp_path / 'mine/second'}, {tmp_path / 'first'}$"
+    listed = f"newest first: .*{tmp_path / 'mine/second'}, {tmp_path / 'first'}$"
     for path in (tmp_path, tmp_path / "typo"):
         with pytest.raises(UsageError, match=listed):
             view.main(view.ViewConfig(path))

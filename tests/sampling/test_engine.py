@@ -70,7 +70,7 @@ def passes(request, monkeypatch):
     ids=lambda value: f"{value[0]}-{value[1]}",
 )
 def drawing(request):
-    """`sample_tokens` in compiled code and in torch, of each number type."""
+    """`sample_tokens` in compiled code and in torch, of each dtype."""
     how, dtype = request.param
     made = kernels(dtype, 1, 8) if how == "compiled" else TorchOps()
     return lambda logits, *rest: sample_tokens(logits.to(dtype), *rest, made)
@@ -239,7 +239,7 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     merged, unmerged = Sampler(model, tokenizer), Sampler(model, tokenizer, merged=False)
     assert "merged copy" in merged.description
     assert "as asked" in unmerged.description
-    assert "may depend on its batch: the model itself multiplies" in unmerged.description
+    assert "may depend on its batch: unmerged models use torch's matmuls" in unmerged.description
     # Only the same weights in fp32 draw as training scores.
     assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
     assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).matches_trainer
@@ -433,7 +433,7 @@ def test_a_stop_text_ends_a_completion_also_across_tokens(tokenizer):
 def test_what_was_not_reserved_is_refused(tokenizer):
     sampler = a_running_sampler(tokenizer)
     for prompt, new in ((66, 3), (1, 33)):
-        with pytest.raises(ValueError, match="reserved"):
+        with pytest.raises(ValueError, match="do not fit the cache"):
             sampler.add_request(Request([1] * prompt, SamplingParams(new), 0))
     sampler.add_request(Request([1] * 65, SamplingParams(3), 0))
     with pytest.raises(RuntimeError, match="running"):

@@ -72,7 +72,7 @@ def test_it_is_started_answers_with_its_key_and_is_ended(record, tmp_path, monke
     server.stop()
     assert time.monotonic() - began < 5
     assert not psutil.pid_exists(program["pid"])
-    with pytest.raises(UsageError, match=r"ended with exit code -15: see .*vllm.log"):
+    with pytest.raises(UsageError, match=r"exited with code -15: see .*vllm.log"):
         server.check()
 
 
@@ -140,7 +140,7 @@ def test_one_that_dies_at_the_start_says_why(record, tmp_path, monkeypatch, caps
     monkeypatch.setenv("STAND_IN", "dies")
     log = tmp_path / "vllm.log"
     log.write_text("of an earlier run\n")
-    with pytest.raises(UsageError, match=f"vLLM has ended with exit code 1: see {log}"):
+    with pytest.raises(UsageError, match=f"vLLM has exited with code 1: see {log}"):
         ManagedVLLM(PROGRAM, log).wait_until_healthy()
     said = capsys.readouterr().out
     assert "  | ValueError: Free memory on device is less than desired\n" in said

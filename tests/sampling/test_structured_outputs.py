@@ -145,8 +145,8 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({"json": {"allOf": [INTEGER, {"type": "string"}]}}, "Unsatisfiable schema"),
         ({"json": {"type": "string", "pattern": "(" * 9}}, "unclosed group"),
         ({"json": {"$ref": "http://example.com/x.json"}}, "Default retriever does not fetch"),
-        ({"json": "{"}, "the JSON schema is no JSON"),
-        ({"json": "[1]"}, "a JSON schema is a JSON object"),
+        ({"json": "{"}, "the JSON schema is not valid JSON"),
+        ({"json": "[1]"}, "a JSON schema must be a JSON object"),
         ({"regex": "["}, "regex: unclosed character class"),
         ({"regex": "(?=a)b"}, "regex: look-around"),
         ({"regex": r"(a)\1"}, "regex: backreferences are not supported"),
@@ -154,7 +154,7 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({"regex": "(a{1000}){1000}"}, "regex: it is too complex"),
         ({"regex": "((a{100}){100}){100}"}, "regex: it is too complex"),
         ({"choice": []}, "choice is empty"),
-        ({"choice": ["a", ""]}, "choice has an empty text"),
+        ({"choice": ["a", ""]}, "choice contains an empty string"),
         ({"regex": "a", "choice": ["b"]}, "give exactly one"),
         ({}, "give exactly one"),
     ],
@@ -186,7 +186,7 @@ def test_a_schema_cannot_make_the_compiler_lenient(sampler):
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named():
-    with pytest.raises(UsageError, match="not one that structured outputs can read"):
+    with pytest.raises(UsageError, match="do not support this model's tokenizer"):
         GrammarCompiler(object(), frozenset({1}), 10).compile(
             StructuredOutputs(json_object=True), FORMAT
         )

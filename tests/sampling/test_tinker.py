@@ -170,7 +170,7 @@ def test_another_adapter_from_the_server_is_refused(archive, model_dir, tmp_path
         engine.fill_adapter(adapter_without_base(str(model_dir), r=4, alpha=32), tmp_path)
     with tarfile.open(tmp_path / "whole.tar", "w") as tar:
         tar.add(model_dir / "config.json", arcname="config.json")
-    with pytest.raises(UsageError, match="holds no adapter_model"):
+    with pytest.raises(UsageError, match="has no adapter_model"):
         engine.read_archive(tmp_path / "whole.tar", tmp_path)
 
 

@@ -227,7 +227,7 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
         ({"response_format": BY_SCHEMA, "stop": "}"}, "stop: a structured answer ends by itself"),
         (
             {"response_format": BY_SCHEMA, "structured_outputs": {"regex": "a"}},
-            "give response_format or structured_outputs",
+            "send response_format or structured_outputs, not both",
         ),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "exactly one of json"),
         ({"structured_outputs": {}}, "exactly one of json"),
@@ -267,7 +267,7 @@ def last(content, **others):
         (last([{"type": "image_url", "image_url": {"url": "x"}}]), "images are not offered here"),
         (last([{"type": "input_text", "text": "x"}]), "content: the type of a part must be text"),
         (last(None), "messages.0: content is missing"),
-        (last(7), "messages.0: content must be a text"),
+        (last(7), "messages.0: content must be a string"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a message of a tool is not offered"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message must be the us"),
     ],

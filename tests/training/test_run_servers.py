@@ -83,7 +83,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_last_lines(
     model_dir, tmp_path, record, monkeypatch, capsys
 ):
     monkeypatch.setenv("STAND_IN", "stops")
-    with pytest.raises(UsageError, match=r"vLLM has ended with exit code 7: see .*run/vllm.log"):
+    with pytest.raises(UsageError, match=r"vLLM has exited with code 7: see .*run/vllm.log"):
         train(model_dir, a_config(tmp_path, steps=5))
     assert "  | ValueError: the card is on fire\n" in capsys.readouterr().out
 
@@ -98,7 +98,7 @@ def test_nothing_is_started_before_the_run_directory_is_ours(model_dir, tmp_path
     config = a_config(tmp_path)
     config.run_dir.mkdir()
     (config.run_dir / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="holds files that are no run"):
+    with pytest.raises(UsageError, match="contains files that are not a run"):
         train(model_dir, config)
     assert not record.exists()
     with pytest.raises(UsageError, match="an environment of its own"):

@@ -1,8 +1,8 @@
 "use strict";
-// What a model wrote gets into the page by textContent alone.
+// Model output enters the page through textContent only.
 const { follow, runs } = JSON.parse(document.getElementById("data").textContent);
-const CHUNK = 40; // completions made at once
-const ASK_EVERY = 3000; // ms, of the server that follows a run
+const CHUNK = 40; // completions rendered at once
+const ASK_EVERY = 3000; // ms between requests to the server that follows a run
 const $ = (id) => document.getElementById(id);
 
 function element(tag, className, text) {
@@ -16,7 +16,7 @@ const number = (x, digits = 2) => (x === null ? "none" : Number(x).toFixed(digit
 const percent = (x) => `${(100 * x).toFixed(0)} %`;
 
 /* ---- Groups, and which are shown ---- */
-// A run whose completions are no answers (graphs, say) is judged by its reward alone.
+// A run whose completions are not answers (graphs, say) is judged by its reward alone.
 for (const run of runs) noteAnswers(run);
 function noteAnswers(run) {
   run.answered = run.groups.some((g) => g.completions.some((c) => c.verdict === "correct" || c.verdict === "wrong"));
@@ -28,7 +28,7 @@ const FILTERS = {
   flawed: (c, run) => run.answered && c.flawed,
 };
 const rewardsOf = (group) => group.completions.map((c) => c.reward).filter((r) => r !== null);
-const spread = (group) => Math.max(0, Math.max(...rewardsOf(group)) - Math.min(...rewardsOf(group))); // of none: 0
+const spread = (group) => Math.max(0, Math.max(...rewardsOf(group)) - Math.min(...rewardsOf(group))); // 0 without rewards
 const mean = (group) => rewardsOf(group).reduce((a, b) => a + b, 0) / (rewardsOf(group).length || 1);
 const ORDERS = {
   signal: (a, b) => spread(b) - spread(a),
@@ -39,7 +39,7 @@ const ORDERS = {
 let current = null, filter = "step";
 const stepsOf = () => [...new Set(runs.flatMap((run) => run.groups.map((group) => group.step)))].sort((a, b) => a - b);
 
-/** Where a visitor learns most at once: a step with a group whose rewards differ. */
+/** Return the first or newest step, preferably one with a group whose rewards differ. */
 function stepWithSignal(newest) {
   const signal = new Set(runs.flatMap((run) => run.groups.filter(spread).map((group) => group.step)));
   const steps = stepsOf(), found = steps.filter((step) => signal.has(step));
@@ -47,7 +47,7 @@ function stepWithSignal(newest) {
   return (newest ? from.at(-1) : from[0]) ?? null;
 }
 
-/** [group, completions to show] in the order that was asked for. */
+/** Return [group, completions to show] pairs in the selected order. */
 function wantedOf(run) {
   const words = $("search").value.trim().toLowerCase(), keeps = FILTERS[filter], found = [];
   const has = (text) => text.toLowerCase().includes(words);
@@ -58,11 +58,11 @@ function wantedOf(run) {
     if (kept.length) found.push([group, kept]);
   }
   const order = ORDERS[$("order").value];
-  return order ? found.sort(([a], [b]) => order(a, b)) : found; // a stable sort: else as sampled
+  return order ? found.sort(([a], [b]) => order(a, b)) : found; // the sort is stable, so ties stay as sampled
 }
 
-/* ---- What is seen of them ---- */
-// The completion as text, with the tool's stretches (code points, as Python counts) in <ins>.
+/* ---- Elements for completions, groups and runs ---- */
+// Insert a completion as text; the tool's spans (in code points, as in Python) are in <ins>.
 function fillText(into, text, toolCalls) {
   const points = toolCalls && toolCalls.length ? Array.from(text) : null;
   const slice = (from, to) => (points ? points.slice(from, to).join("") : text.slice(from, to));
@@ -116,7 +116,7 @@ function showGroup(run, group, completions) {
   return article;
 }
 
-// Groups are made when the end of the list comes into sight.
+// More groups are rendered when the end of the list comes into view.
 function showRun(run) {
   const section = element("section"), end = element("p", "facts"), wanted = wantedOf(run);
   const count = wanted.reduce((sum, [, completions]) => sum + completions.length, 0);
@@ -142,7 +142,7 @@ function show() {
   for (const button of $("filters").children) button.ariaPressed = String(button.value === filter);
   for (const button of $("steps").children) button.ariaCurrent = String(one && Number(button.value) === current);
   const chosen = $("steps").querySelector("[aria-current=true]");
-  if (chosen) { // in its own list alone: the page stays where it is
+  if (chosen) { // scroll the list of steps, not the page
     const list = $("steps");
     list.scrollTo({ top: chosen.offsetTop - 48, left: chosen.offsetLeft - list.clientWidth / 2 });
   }
@@ -170,7 +170,7 @@ function listSteps() {
   }));
 }
 
-/** To the next group, or the one before it, also across steps. */
+/** Move to the next or the previous group, also across steps. */
 function move(by) {
   const articles = () => [...document.querySelectorAll("article")];
   let at = articles().indexOf(document.activeElement.closest("article"));
@@ -189,7 +189,7 @@ function move(by) {
   to?.scrollIntoView();
 }
 
-/* ---- Curves: paths that stretch with their box, their words in HTML around them ---- */
+/* ---- Curves: SVG paths that stretch with their box, and HTML labels around them ---- */
 const SVG = "http://www.w3.org/2000/svg";
 function path(className, d) {
   const made = document.createElementNS(SVG, "path");
@@ -204,7 +204,7 @@ function drawCurve(title) {
   const scale = title.endsWith("%") ? 100 : 1, digits = scale === 100 || all.some((p) => p[1] >= 20) ? 0 : 2;
   const last = Math.max(...runs.flatMap((run) => Object.values(run.curves).flat().map((p) => p[0])));
   const first = Math.min(...all.map((p) => p[0]), 1);
-  // From 0, so that noise looks small; a band may leave the picture where the values do not.
+  // The axis begins at 0, so that noise looks small. Bands may leave the plot, values do not.
   const most = Math.max(...all.map((p) => p[1])), low = Math.min(0, ...all.map((p) => p[1]));
   const high = Math.max(1.1 * most, ...all.map((p) => Math.min(p[4], 1.5 * most)), scale === 100 ? 0.05 : 1e-9);
   const x = (step) => (100 * (step - first)) / (last - first || 1);
@@ -214,7 +214,7 @@ function drawCurve(title) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 100 100");
   svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true"); // the caption says it
+  svg.setAttribute("aria-hidden", "true"); // the caption has the values
   curves.forEach((points, i) => {
     if (!points.length) return;
     svg.append(path(`band run${i}`, `${line(points, 4)}${line([...points].reverse(), 3).replace("M", "L")}Z`));
@@ -257,11 +257,11 @@ const pointAll = (step) => { for (const figure of $("curves").children) figure.p
 $("curves").addEventListener("pointermove", ({ target, clientX }) => pointAll(target.closest(".plot")?.parentElement.stepAt(clientX) ?? null));
 $("curves").addEventListener("pointerleave", () => pointAll(null));
 $("curves").addEventListener("click", ({ target, clientX }) => {
-  const step = target.closest(".plot")?.parentElement.stepAt(clientX) - 1; // a point is a step that was done
+  const step = target.closest(".plot")?.parentElement.stepAt(clientX) - 1; // the point after n steps is step n - 1
   if (stepsOf().includes(step)) goTo(step);
 });
 
-/* ---- How far the run is ---- */
+/* ---- Progress of the run ---- */
 function duration(seconds) {
   const minutes = Math.round(seconds / 60);
   if (minutes >= 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
@@ -283,7 +283,7 @@ function showState() {
   $("state").textContent = runs.map(stateOf).join(" / ");
 }
 
-/* ---- News of a run that goes on ---- */
+/* ---- Updates during a run ---- */
 function take(news) {
   let more = false;
   news.forEach((part, i) => {
@@ -318,7 +318,7 @@ async function ask() {
 /* ---- Events ---- */
 $("filters").addEventListener("click", ({ target }) => { if (target.value) { filter = target.value; show(); } });
 $("steps").addEventListener("click", ({ target }) => { const { value } = target.closest("button") ?? {}; if (value) goTo(Number(value)); });
-$("order").addEventListener("change", () => { show(); $("runs").focus({ preventScroll: true }); }); // the arrow keys are free again
+$("order").addEventListener("change", () => { show(); $("runs").focus({ preventScroll: true }); }); // frees the arrow keys, which a select takes
 $("search").addEventListener("input", show);
 $("stale").addEventListener("click", show);
 $("newest").addEventListener("change", () => {

@@ -3,14 +3,14 @@
 /* ---- State ---- */
 const SILENCE = 60_000; // ms without a byte (the server pings every 15 s) until a run is given up
 const RETRIED = ["queue_full", "rate_limited", "loading"]; // these pass, so the page asks again
-const BASE = "base"; // the adapter that is none
-const KEPT = 50; // earlier questions
+const BASE = "base"; // the name that stands for no adapter
+const KEPT = 50; // earlier questions that are kept
 const $ = (id) => document.getElementById(id);
 const form = $("ask");
 const fields = form.elements;
 let run = null; // the run in progress: its controller and its panels, one for each adapter
 let asked = ""; // the question of the panels that are shown
-let info = {}; // what /phase1/info says
+let info = {}; // the reply of /phase1/info
 const key = () => sessionStorage.getItem("rlm.key") ?? "";
 
 /* ---- API ---- */
@@ -28,12 +28,12 @@ async function call(path, options = {}) {
   const response = await fetch(path, { cache: "no-store", headers, ...options })
     .catch(() => { throw problem("The server cannot be reached"); });
   if (response.ok) return response;
-  const body = await response.json().catch(() => ({})); // a proxy's page, say
+  const body = await response.json().catch(() => ({})); // for example a proxy's page
   const wait = Number(response.headers.get("Retry-After")) || 2;
   throw problem(body.detail || `The server answered ${response.status}`, { ...body, wait });
 }
 
-/** The request as the form has it. What was left alone is not sent: the server has defaults. */
+/** The request from the form. Empty fields are not sent, because the server has defaults. */
 function requestBody() {
   const body = {};
   for (const { name, type, value } of fields) {
@@ -43,7 +43,7 @@ function requestBody() {
   return body;
 }
 
-/** Asks until the server has a seat for the question; gives the response that streams. */
+/** Asks until the server accepts the question; returns the streaming response. */
 async function admission(body, signal) {
   const options = { method: "POST", body: JSON.stringify({ ...body, stream: true }), signal };
   for (;;) {
@@ -98,7 +98,7 @@ async function ask(beside = false) {
   showRunning(true);
   $("notice").hidden = true;
   const answered = await Promise.allSettled(run.panels.map((panel, i) => answer(panel, bodies[i], signal)));
-  controller.abort(); // what was not read to its end is let go, so that the seat is free
+  controller.abort(); // drops responses that were not read to the end, so that the server frees them
   const failed = answered.filter(({ status }) => status === "rejected");
   if (!run.panels.some((panel) => panel.text || panel.said)) $("result").replaceChildren();
   if (failed.length < answered.length) show($("live"), run.panels.map((panel) => panel.said).filter(Boolean).join(". "));
@@ -107,7 +107,7 @@ async function ask(beside = false) {
   if (failed.length) showError(failed[0].reason);
 }
 
-/** Asks for one panel, and fills it with what comes. */
+/** Asks the question of one panel, and fills the panel with the response. */
 async function answer(panel, body, signal) {
   try {
     for await (const [event, data] of serverEvents(await admission(body, signal))) {
@@ -159,7 +159,7 @@ async function answerNow() {
 const seconds = (ms) => `${(ms / 1000).toFixed(1)} s`;
 const modelName = ({ base, adapter }) => (adapter === BASE ? base : `${base} + ${adapter}`);
 
-/** Sets an element's text; the style sheet hides what has none. Screen readers speak #live. */
+/** Sets an element's text; the style sheet hides empty elements. Screen readers speak #live. */
 function show(element, text) {
   element.textContent = text;
 }
@@ -170,7 +170,7 @@ function make(tag, className, ...content) {
   return made;
 }
 
-/** A panel of an answer: its elements by class, and what has come so far. */
+/** A panel of an answer: its elements by class, and the text received so far. */
 function newPanel(adapter, n) {
   const article = $("panel").content.cloneNode(true).firstElementChild;
   const panel = { article, n, counts: Object.create(null), text: "", said: "" };
@@ -184,7 +184,7 @@ function newPanel(adapter, n) {
   return panel;
 }
 
-/** Puts what is shown under the earlier questions. */
+/** Moves the shown answers to the earlier questions. */
 function keep() {
   const articles = [...$("result").children];
   if (!articles.some((article) => article.querySelector(".reasoning").textContent || article.querySelector(".answer").textContent)) return;
@@ -235,7 +235,7 @@ function showRows(list, rows) {
   list.replaceChildren(...rows.flatMap(([term, ...values]) => [make("dt", "", term), make("dd", "", ...values)]));
 }
 
-/* What the words of the page depend on: what the adapter was trained for. */
+/* The words of the page depend on what the adapter was trained for. */
 const PLACEHOLDERS = {
   number: "A question whose answer is a number",
   choice: "A question with lettered choices",
@@ -296,7 +296,7 @@ function showNotice({ message, code, request_id: id }, more = "") {
 }
 
 function showError(error) {
-  const known = error.name === "Error"; // else what came is not what this page understands
+  const known = error.name === "Error"; // otherwise the page could not read the response
   showNotice(known ? error : problem(`The answer cannot be read: ${error.message}`));
   $("again").hidden = error.status >= 400 && error.status < 500; // the same would be refused again
   const field = fields[error.error?.param];
