@@ -138,7 +138,9 @@ def read_keys(config: ServerConfig) -> Keys:
     keys = load_keys(os.environ, config.key_file)
     if config.public and (keys.required or not is_loopback(config.host)):
         why = "RLM_API_KEY and --key-file" if keys.required else f"--host {config.host}"
-        raise UsageError(f"--public lets a tunnel in without a key: leave out {why}")
+        raise UsageError(
+            f"--public is for requests without a key, through a tunnel: leave out {why}"
+        )
     if not is_loopback(config.host) and not keys.required:
         raise UsageError(
             f"--host {config.host} opens the server to others: set RLM_API_KEY or --key-file first"

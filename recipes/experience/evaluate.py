@@ -96,7 +96,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
         if options.exists():
             selection = selection or {"config": json.loads(options.read_text(encoding="utf-8"))}
         if not selection:
-            raise UsageError(f"{config.run_dir} holds no run of {config.role}; give a --dataset")
+            raise UsageError(f"{config.run_dir} contains no run of {config.role}; give a --dataset")
         practised: str = selection["config"]["dataset"]
         dataset = OTHER_SET.get(practised, practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]

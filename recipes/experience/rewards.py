@@ -59,7 +59,9 @@ def relative_tolerance(problem: Problem) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share < 1:
-        raise UsageError(f"problem {problem.id}: rel_tol is a share such as 0.01, not {given!r}")
+        raise UsageError(
+            f"problem {problem.id}: rel_tol must be a fraction such as 0.01, not {given!r}"
+        )
     return share
 
 

@@ -39,7 +39,7 @@ def oracle_plan(problem: Problem) -> Graph | None:
 
 
 def _write_out(expression: str, steps: Sequence[Equation], known: int | None = None) -> str:
-    """Replace the results of earlier steps by their expressions, that of step `known` by {agentA}.
+    """Replace each earlier step's result by its expression, and step `known`'s by {agentA}.
 
     If several steps have the same result, the latest of them is used.
     """

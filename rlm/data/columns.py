@@ -252,10 +252,10 @@ def _has_answer(row: Row) -> bool:
 
 
 def read_answer(row: Row) -> Row:
-    """Return the row with a single answer if its answer is a boolean, a list or an object of lists.
+    """Convert an answer that is a boolean, a list or an object of lists to a single answer.
 
-    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. A list of zeros and one 1 marks the right
-    choice. Other rows are returned unchanged.
+    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. A list of zeros and one 1 is a one-hot
+    encoding of the right choice. Rows with other answers are returned unchanged.
 
     Raises:
         LeftOut: the list holds different answers.

@@ -166,7 +166,7 @@ def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[P
 
 
 def dataset_name(dataset: str) -> str:
-    """Return the dataset under our name for it: "OpenAI/gsm8k:DIR" becomes "gsm8k:DIR"."""
+    """Return the canonical name of a dataset: "gsm8k:DIR" for "OpenAI/gsm8k:DIR"."""
     name, colon, rest = dataset.partition(":")
     return NAMES.get(name.lower(), name) + colon + rest
 

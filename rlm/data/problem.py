@@ -201,7 +201,7 @@ def plain_question(question: str) -> str:
 def _refusal(
     source: str, number: int, error: Exception, how_many: str, row: bytes | Row | Problem
 ) -> str:
-    """Explain in one line why a file of bad rows is refused, with its columns if one is missing."""
+    """Explain in one line why a file is refused; list its columns if a needed one is missing."""
     text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"

@@ -217,7 +217,7 @@ def generate_word_problems(
                 raise ValueError(f"unknown {what}: {value!r}; known: {there_are}")
     selected = [f for f in in_split.values() if f.level in levels and f.name in names]
     if not selected:
-        raise ValueError(f"no family is selected: split {split!r}, levels {list(levels)}")
+        raise ValueError(f"no family of problems has split {split!r} and levels {list(levels)}")
     style = {"calculator_marks": calculator_marks, "sentences": sentences}
     draw = partial(draw_problem, table=table, **style)
     found = _draw_all(selected, split, random.Random(f"{split} {seed}"), draw)
@@ -225,7 +225,7 @@ def generate_word_problems(
     if len(problems) < count:
         raise ValueError(
             f"cannot make {count} different problems for split {split!r}: "
-            f"the selection ran out after about {len(problems)}"
+            f"the selected families have only about {len(problems)}"
         )
     return problems
 
@@ -320,7 +320,7 @@ def _draw_all(
     rng: random.Random,
     draw: Callable[[Family, random.Random], tuple[Problem, str]],
 ) -> Iterator[Problem]:
-    """Yield new problems of the split in rounds of one per family that has not run out."""
+    """Yield new problems of the split, one family after the other; skip exhausted families."""
     seen: set[str] = set()
     families = list(families)
     while families:

@@ -134,9 +134,7 @@ class AdapterInfo:
         """
         model = model or self.base_model
         if model is None:
-            raise UsageError(
-                f"{self.path} does not say what it was trained on; name it with --model"
-            )
+            raise UsageError(f"{self.path} does not record its base model; name it with --model")
         if model == self.base_model and Path(model).is_absolute() and not Path(model).exists():
             raise UsageError(
                 f"{self.path} was trained on {model}, which is not here; name its base with --model"

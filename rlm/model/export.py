@@ -50,8 +50,8 @@ def check_output(path: Path, option: str = "--output") -> None:
     previous = _kept_as(here)
     if previous.exists() and not previous.is_dir():
         raise UsageError(
-            f"{option} {path}: {previous} is not a folder, and the adapter that would be replaced "
-            "is kept under this name"
+            f"{option} {path}: the old adapter would be moved to {previous}, which exists and is "
+            "not a folder"
         )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())

@@ -19,7 +19,7 @@ SOURCES = [
 ]
 # Nothing reads errno or floating-point traps, so GCC may vectorize loops with conversions.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-# Without this option GCC uses 256 of 512 bits. For ARM, GCC refuses it.
+# Without this option GCC uses 256-bit vectors. GCC for ARM rejects it.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines of CPU_INFO that -march=native depends on; others change while the machine runs.

@@ -21,7 +21,7 @@ Store = tuple[Tensor, Tensor]
 # Tokens per block: a vocabulary has about as many blocks as a block has tokens.
 VOCAB_BLOCK = 256
 # Rows converted to fp32 at a time on a CPU: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and the
-# allocator reuses such a block. A block of 25 MB it often maps anew, with many page faults.
+# allocator reuses such a block. It often maps a block of 25 MB anew, with many page faults.
 WIDE_ROWS = 16
 PACKED_FOR_ROWS = 64  # only a hint for oneDNN's layout: any number of rows works
 

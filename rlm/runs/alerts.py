@@ -21,7 +21,7 @@ FLAT_CEILING = 0.9  # above this, little is left to gain
 
 @dataclass(frozen=True)
 class Rule:
-    """Warns if the mean of `metric` over the window is bad."""
+    """Warns if `bad` is true for the mean of `metric` over the window."""
 
     metric: str
     bad: Callable[[float], bool]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette (2008): distinct with any colour vision, and in grey by lightness.
+# The palette of Okabe and Ito (2008): distinct to colour-blind readers and in greyscale.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
 RUNNING_MEAN_STEPS = 5  # steps
 FEW_POINTS = 4  # up to this many points, each value is written beside the line

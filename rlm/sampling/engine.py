@@ -331,7 +331,7 @@ class Sampler:
         attention: AttentionFunction,
         tokens: int,
     ) -> None:
-        """Run the model over prompts, padded on the right, which causal attention never sees."""
+        """Run the model over right-padded prompts; causal attention never sees the padding."""
         device = self.model.device
         ids = torch.tensor([[*prompt, *[0] * (tokens - len(prompt))] for prompt in prompts])
         positions = torch.arange(start, start + tokens).expand(len(prompts), -1)

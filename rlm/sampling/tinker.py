@@ -46,8 +46,8 @@ class Batch(Protocol):
 
 
 def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
-    """Turn the gradient of a loss by log-probabilities, (tokens,), into advantages that give
-    `importance_sampling` the same gradient at the current weights.
+    """Convert the gradient of a loss with respect to the log-probabilities, (tokens,), into
+    advantages for which `importance_sampling` has the same gradient at the current weights.
 
     Args:
         divided_by: the number by which the server divides a token's loss. Tinker's loss is a sum

@@ -53,8 +53,8 @@ class SecuritySettings:
     max_header_bytes: int = 16384  # request line and all headers together
     max_headers: int = 64
     body_seconds: float = 10.0  # for the whole body
-    # Per key, or per client address on a public server. A server without a key that is not public
-    # has one user, who is not limited.
+    # The limit is per key, or per client address on a public server. A server that is not public
+    # and has no key has a single user, who is not limited.
     requests_per_minute: int = 120
     public: bool = False  # open through a tunnel without a key
     allowed_origins: Sequence[str] = ()  # origins of web pages that may use this server

@@ -158,7 +158,7 @@ class ChatRequest(Strict):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    # Accepted only with neutral values. OpenAI's fields:
+    # OpenAI's fields that are accepted only with their neutral values:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None

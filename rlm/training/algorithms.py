@@ -101,10 +101,11 @@ ALGORITHMS = {
         "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
     ),
     "maxrl": Algorithm("MaxRL, arXiv 2602.02710", "mean", "token", 0.2, 0.2),
-    # Differences from GRPO (arXiv 2402.03300): a group's right completions share one unit of weight
-    # and its wrong ones a quarter, so a rare right answer counts most. Right ones are learned by
+    # Differences from GRPO (arXiv 2402.03300): the right completions of a group share a weight of 1
+    # and the wrong ones 1/4, so a rare right answer counts most. Right completions are learned by
     # their likelihood, without a clip, because many small updates would soon reach its bounds.
-    # Wrong ones are pushed down only while they are likely, because that teaches no right answer.
+    # Wrong completions are pushed down only while they are likely, because making an unlikely one
+    # even less likely does not teach the right answer.
     "topr": Algorithm(
         "TOPR, arXiv 2503.14286",
         "share",

@@ -36,7 +36,7 @@ from rlm.training.resolve import (
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
 VLLM_COMMAND = "vllm serve"
-# Options that the server of --backend tinker decides, because it has the base and the sampler.
+# Options that the server sets with --backend tinker: the base model and the sampler are there.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
 # Defaults when the GPU's memory picks the model, which then trains on GSM8K.
@@ -56,7 +56,7 @@ def one_of(field: str, on: str, off: str) -> Flag:
     return spelling(bool, lambda is_on: {field: on if is_on else off}, default=False)
 
 
-# Switches of published command lines (docs/reference/names.md) that set our fields.
+# Flags of other programs (docs/reference/names.md) → our fields.
 SWITCHES = {
     "use_4bit": one_of("quantize", "4bit", "none"),
     "use_wandb": one_of("tracker", "wandb", "none"),

@@ -386,7 +386,7 @@ class Validator:
         )
 
     def rewards(self, drawn: Evaluation) -> list[list[float | None]]:
-        """Return the reward of each completion, by problem; None: no verdict."""
+        """Return each problem's rewards; None is the reward of a completion without a verdict."""
         texts = [[graded.text for graded in group] for group in drawn.groups]
         truncated = [[graded.truncated for graded in group] for group in drawn.groups]
         return self.scorer(drawn.problems, texts, truncated).rewards

@@ -211,7 +211,7 @@ def test_arms_draw_as_many_tokens_as_asked_for(tokenizer, arm):
 
 def test_a_rate_of_too_few_tokens_is_refused():
     assert rollout.rate(lambda: 5, 5) > 0
-    with pytest.raises(RuntimeError, match="4 tokens came out where 5"):
+    with pytest.raises(RuntimeError, match="drew 4 tokens instead of 5"):
         rollout.rate(lambda: 4, 5)
 
 

@@ -285,7 +285,7 @@ def test_solutions_in_sentences_are_of_the_same_problems(name):
         ("word-problems:x", "train", "write levels as 2, 1-2 or 1,3, or sentences"),
         ("word-problems:", "train", "write levels as 2, 1-2 or 1,3"),
         ("word-problems:7", "train", "unknown level"),
-        ("word-problems:2-1", "train", "no family is selected"),
+        ("word-problems:2-1", "train", "no family of problems"),
         ("word-problems", "dev", "it has train, validation, test, test_families"),
         (str(SAMPLE), "test_families", "it has train, validation, test"),
         (

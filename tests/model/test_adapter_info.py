@@ -32,7 +32,7 @@ def test_flags_win_over_run_json(tmp_path):
     found = info(tmp_path, {"base_model": "b", "quantize": "4bit"})
     assert found.resolve_base() == ("b", "4bit")
     assert found.resolve_base("a/copy", "none") == ("a/copy", "none")
-    with pytest.raises(UsageError, match="does not say what it was trained on"):
+    with pytest.raises(UsageError, match="does not record its base model"):
         AdapterInfo(tmp_path).resolve_base()
 
 

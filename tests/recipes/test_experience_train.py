@@ -706,9 +706,9 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rel_tol": "1 %"}, "rel_tol is a share"),
-        ({"rel_tol": 1.5}, "rel_tol is a share"),
-        ({"rel_tol": -0.1}, "rel_tol is a share"),
+        ({"rel_tol": "1 %"}, "rel_tol must be a fraction"),
+        ({"rel_tol": 1.5}, "rel_tol must be a fraction"),
+        ({"rel_tol": -0.1}, "rel_tol must be a fraction"),
         ({"answer": "B", "answer_type": "choice"}, "answers of the type choice"),
     ],
     ids=str,
