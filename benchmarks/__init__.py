@@ -1,1 +1,1 @@
-"""Ours against its peers, side by side in one run. README.md says what each script measures."""
+"""Benchmarks of this project against its peers. README.md lists what each script measures."""

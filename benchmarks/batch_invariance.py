@@ -1,8 +1,9 @@
-"""Check whether a completion depends on its batch on this machine, and time the matrix products.
+"""Check whether a completion depends on its batch on this machine, and time the matmuls.
 
-All matrix products of a decoding step, ours and oneDNN's in turns, for several numbers of rows and
-threads: milliseconds, and the share of values that differ from those with 64 rows. Then completions
-are sampled again with other batches and threads. Exits with 1 if any bit of ours differs.
+All matmuls of a decode step run with our kernels and with oneDNN in turns, for several numbers of
+rows and threads. The table shows milliseconds and the share of values that differ from those with
+64 rows. Then the same completions are sampled with other batches and threads. The exit status is 1
+if any bit of ours differs.
 
     python -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 """
@@ -49,13 +50,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GROUP = 8  # completions of a prompt
-COMPARED_ROWS = 64  # rows of the reference product, with which those of other rows are compared
+COMPARED_ROWS = 64  # rows of the reference matmul, with which other row counts are compared
 MAX_NUM_SEQS = (64, 16, 1)
 DTYPES = ("float32", "bfloat16")
 ONEDNN = "oneDNN"
 ON_CPU = Device("cpu", torch.float32, "compared in both dtypes")
 
-# Each with its number of inputs.
+# (matmul, its number of input features)
 Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
 
 
@@ -75,7 +76,7 @@ class BatchInvarianceConfig(harness.BenchmarkConfig):
 
 
 def decoding_products(model: PreTrainedModel, ops: Ops, dtype: torch.dtype) -> Products:
-    """Make the products of a decoding step as in the sampler, with their inputs."""
+    """Return the matmuls of a decode step as the sampler runs them, with their input widths."""
     decoder, head = decoder_and_head(model)
     made = []
     for layer in decoder_layers(decoder):
@@ -90,7 +91,7 @@ def decoding_products(model: PreTrainedModel, ops: Ops, dtype: torch.dtype) -> P
 
 
 def by_onednn(ops: Ops) -> Ops:
-    """The same compiled passes, with oneDNN's products between them."""
+    """Return ops with the same compiled passes, but with oneDNN's matmuls between them."""
     others = copy.copy(ops)
     others.has_linear = False
     return others
@@ -107,7 +108,7 @@ def on_threads(threads: int) -> Iterator[None]:
 
 
 def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: int) -> float:
-    """Return the share of values that differ from those with `COMPARED_ROWS` rows."""
+    """Return the share of output values that differ from the outputs with `COMPARED_ROWS` rows."""
     differ, total, both = 0, 0, min(rows, COMPARED_ROWS)
     for product, width in products:
         x = inputs[width]
@@ -120,7 +121,7 @@ def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: i
 def product_cells(
     config: BatchInvarianceConfig, model: PreTrainedModel, name: str
 ) -> list[dict[str, Any]]:
-    """Time and compare the products in a dtype, one cell for each thread and row count."""
+    """Time and compare the matmuls in one dtype; return a cell for each thread and row count."""
     dtype = getattr(torch, name)
     ops = ops_for(model, dtype)
     arms = {ONEDNN: decoding_products(model, by_onednn(ops), dtype)}
@@ -128,7 +129,7 @@ def product_cells(
         arms = {harness.OURS: decoding_products(model, ops, dtype)} | arms
         terminal.line(f"{name}: ours {'with' if ops.has_tiles else 'without'} AMX tiles")
     else:
-        terminal.line(f"{name}: none of ours, {ops.batch_note}")
+        terminal.line(f"{name}: oneDNN only, {ops.batch_note}")
     generator, most = torch.Generator().manual_seed(config.seed), max(*config.rows, COMPARED_ROWS)
     inputs = {
         width: torch.randn(most, width, generator=generator).to(dtype)
@@ -151,7 +152,7 @@ def product_cells(
         named = f"{name}, {rows} rows, {threads} threads"
         if harness.OURS in runs:
             found = harness.cell(named, "ms", runs, more_is_better=False)
-        else:  # nothing to compare with
+        else:  # oneDNN alone, without a ratio
             found = {"name": named, "unit": "ms", "ratio_range": {}}
             found["arms"] = {ONEDNN: harness.summary(runs[ONEDNN])}
         note = "differ: " + ", ".join(f"{arm} {100 * share:.2g} %" for arm, share in differ.items())
@@ -165,7 +166,7 @@ def sampled(
     tokenizer: PreTrainedTokenizerBase,
     name: str,
 ) -> dict[str, Any]:
-    """Sample the same completions in each setting; count those that differ from the first."""
+    """Sample the same completions in each setting; count differences from the first setting."""
     prompts = config.completions // GROUP
     problems = load_problems(config.dataset, "test", max_samples=prompts, seed=config.seed)
     texts = [render_prompt(tokenizer, p.question, FORMATS["deepseek"]) for p in problems]
@@ -199,13 +200,13 @@ def main(config: BatchInvarianceConfig) -> int:
     cells, completions = [], {}
     for name in DTYPES:
         cells += product_cells(config, base, name)
-    harness.show("a decoding step's products", cells)
+    harness.show("matmuls of a decode step", cells)
     if config.completions:
         policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
         completions = {name: sampled(config, policy, tokenizer, name) for name in DTYPES}
         for found in completions.values():
             show_table("", found["settings"], "sampled")
-            terminal.line(found["note"] or "no bit may depend on the batch")
+            terminal.line(found["note"] or "every bit must be equal in all batches")
     broken = any(cell["differ"].get(harness.OURS) for cell in cells) or any(
         row["other tokens"] or row["other logprobs"]
         for found in completions.values()
@@ -214,7 +215,7 @@ def main(config: BatchInvarianceConfig) -> int:
     )
     content = {"equal": not broken, "cells": cells, "completions": completions}
     harness.write_report(config.json, content | harness.provenance("batch_invariance"))
-    terminal.line("our own code gives OTHER BITS in another batch" if broken else "all equal")
+    terminal.line("our code's bits DIFFER between batches" if broken else "all equal")
     return 1 if broken else 0
 
 

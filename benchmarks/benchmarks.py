@@ -1,4 +1,4 @@
-"""Imported as `benchmarks` if a script is run by its path: prints how to run it."""
+"""Print how to run a benchmark: `benchmarks` is this file if a script is run by its path."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Compare exported models: merged in plain transformers, GGUF files in llama.cpp.
+"""Compare exported models with the original: merged in plain transformers, GGUF in llama.cpp.
 
-Base and adapter are exported by `inference.py`. Each exported model answers problems greedily and
-without a tool. Its first answers are compared, token by token, with those of base and adapter in
-fp32; all are graded.
+`inference.py` exports base and adapter. Each exported model answers problems greedily, without a
+tool. Its first answers are compared token by token with those of base and adapter in fp32. All
+answers are graded.
 
-    pip install -e '.[llama-cpp]'    # without it only the merged model is tried
+    pip install -e '.[llama-cpp]'    # without it, only the merged model is tried
     python -m benchmarks.export --json docs/results/export.json
 """
 
@@ -32,8 +32,8 @@ from rlm.evaluation import percent, show_table, summarize_scores
 from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, load_tokenizer
 
 KINDS = ("f16", "q8_0")
-SECONDS = 600  # that llama.cpp may take for one answer
-PROBLEMS, COMPARED = 100, 20  # that exported models answer; of these, base and adapter too
+SECONDS = 600  # time limit of llama.cpp for one answer
+PROBLEMS, COMPARED = 100, 20  # answered by exported models; the first, by base and adapter too
 MAX_NEW_TOKENS = 96
 
 
@@ -48,7 +48,7 @@ class ExportConfig(harness.BenchmarkConfig):
 
 @dataclass(frozen=True)
 class Answers:
-    """A program's answers as token ids."""
+    """Token ids of prompts and completions, as one program made them."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -56,7 +56,7 @@ class Answers:
 
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
-    """Serve a GGUF file by llama.cpp, one thread on the CPU; yield a function that posts JSON."""
+    """Serve a GGUF file with llama.cpp on one CPU thread; yield a function that posts JSON."""
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
     params = xllamacpp.CommonParams()
@@ -73,7 +73,7 @@ def llama_cpp(path: Path) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
 
 
 def ask_llama_cpp(path: Path, conversations: Conversations) -> Answers:
-    """Return greedy answers of a GGUF file, with its own template and tokenizer."""
+    """Return the greedy answers of a GGUF file with its own chat template and tokenizer."""
     prompts, completions = [], []
     with llama_cpp(path) as post:
         for messages in conversations:
@@ -87,7 +87,7 @@ def ask_llama_cpp(path: Path, conversations: Conversations) -> Answers:
 
 
 def ask_transformers(folder: Path, conversations: Conversations) -> Answers:
-    """Return greedy answers of a merged model, in a process that imports only transformers."""
+    """Return the greedy answers of a merged model in a process that imports only transformers."""
     program = Path(__file__).with_name("plain_generate.py")
     done = subprocess.run(
         [sys.executable, program, folder, str(MAX_NEW_TOKENS)],
@@ -100,7 +100,7 @@ def ask_transformers(folder: Path, conversations: Conversations) -> Answers:
 
 
 def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
-    """Export, ask and compare; return {exported model: figures}."""
+    """Export the models, ask each, compare the answers; return {exported model: figures}."""
     info = AdapterInfo.load(config.adapter)
     problems = load_problems(config.dataset, "test", max_samples=PROBLEMS, seed=config.seed)
     tokenizer = load_tokenizer(config.model)

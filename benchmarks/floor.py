@@ -1,9 +1,10 @@
 """The floor: the least time that sampling and learning can take on this machine.
 
-A decode step reads every weight and the cache once, and multiplies every weight once for every row.
-The larger of the two times is its floor. A learning pass is bound by products alone. Both rates are
-measured, on this machine and in the dtype of each phase; nothing is taken from a data sheet.
-Products are torch's or oneDNN's, whichever are faster.
+A decode step reads every weight and the KV cache once, and multiplies every weight once per row.
+The larger of the two times is its floor. A training pass is bound by its matmuls alone. The memory
+and matmul rates are measured on this machine in the dtype of each phase, not taken from a data
+sheet. On CPUs, matmuls are timed with torch and with oneDNN; the faster
+counts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REPEATS = 7
-BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}  # many times the last cache
-# Products to find the peak with: one of the embedded model's own, and a large square one.
+BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}  # many times the last-level cache
+# (rows, inner, columns) of matmuls; the best rate is the peak. The first for CPUs is one of the
+# embedded model's.
 PRODUCTS = {
     "cpu": ((1024, 576, 1536), (1536, 1536, 1536)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
@@ -36,21 +38,21 @@ PRODUCTS = {
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Work of a model's decode step, independent of software."""
+    """The work of a model's decode step, independent of software."""
 
-    weight_bytes: int  # read once a step
-    row_flops: int  # all matrix products with weights, for one row
-    head_flops: int  # the output embeddings' share of them
+    weight_bytes: int  # read once per step
+    row_flops: int  # all matmuls with weights, for one row
+    head_flops: int  # the output head's part of row_flops
     layers: int
-    query_width: int  # heads × width, of queries
-    cache_bytes_per_token: int  # keys and values of one token, all layers
+    query_width: int  # query heads × head width
+    cache_bytes_per_token: int  # KV cache of one token, all layers
 
     @classmethod
     def of(cls, model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> ModelCost:
-        """Measure a model without its adapter.
+        """Return the costs of a model without its adapter.
 
         Args:
-            dtype: of weights and cache (None: the model's).
+            dtype: dtype of weights and KV cache (None: the model's).
         """
         linears = [
             module
@@ -88,8 +90,8 @@ def decode_floor(
     """Return the least seconds of a decode step, and what limits them.
 
     Args:
-        prompts: the number of distinct prompts, whose cache is read once for all rows.
-        prompt_tokens: mean length.
+        prompts: the number of distinct prompts; the KV cache of each is read once for its rows.
+        prompt_tokens: mean length of the prompts.
         new: mean number of tokens generated so far per row.
     """
     tokens_read = prompts * prompt_tokens + rows * new
@@ -133,15 +135,15 @@ def learning_seconds(
     prompts: Sequence[int],
     lengths: Sequence[Sequence[int]],
 ) -> float:
-    """Return the least seconds of the products of a forward and backward pass over groups.
+    """Return the least seconds of all matmuls of a forward and backward pass over groups.
 
-    A frozen weight has two products (output and input gradient), an adapter's weight three. A
-    group's prompt is computed once. Attention has two products forward and four backward over the
+    A frozen weight takes two matmuls (output and input gradient), an adapter's weight three. A
+    group's prompt is computed once. Attention takes two matmuls forward and four backward over the
     visible pairs of tokens.
 
     Args:
         prompts: tokens of each group's prompt.
-        lengths: tokens of each group's completions, whose last tokens are only predicted.
+        lengths: tokens of each group's completions. The last token of each is only predicted.
     """
     flops = 0
     for prompt, group in zip(prompts, lengths, strict=True):
@@ -155,7 +157,7 @@ def learning_seconds(
 
 
 def measure(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the rates as the best of a few repetitions, to exclude disturbances."""
+    """Measure memory and matmul rates: the best of a few repetitions, to exclude disturbances."""
     buffer = torch.ones(BUFFER_BYTES[device] // 4, device=device)
     seconds = _best(buffer.sum)
     bandwidth = buffer.numel() * buffer.element_size() / seconds
@@ -164,7 +166,7 @@ def measure(device: str, dtype: torch.dtype) -> dict[str, float]:
         a = torch.randn(rows, inner, device=device, dtype=dtype)
         b = torch.randn(columns, inner, device=device, dtype=dtype)
         ways = [lambda a=a, b=b: torch.nn.functional.linear(a, b)]
-        if device == "cpu":  # torch's fp32 is MKL's, which is slow on AMD: oneDNN's, packed, too
+        if device == "cpu":  # torch's fp32 is MKL, slow on AMD: try packed oneDNN too
             ways.append(partial(fused_linear(_layer(b), ops=TorchOps()), a))
         seconds = min(_best(way) for way in ways)
         flops = max(flops, 2 * rows * inner * columns / seconds)

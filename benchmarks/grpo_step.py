@@ -1,12 +1,12 @@
-"""A whole GRPO step: seconds and peak memory of ours and of TRL's GRPOTrainer on the same work.
+"""Seconds and peak memory of a whole GRPO step: our trainer and TRL's GRPOTrainer on the same work.
 
-Same model, start adapter, prompts, group size, lengths and optimizer; each trainer in a process of
-its own, in turns. Rewards are scripted, so that the share of groups with signal is known: half of
-them in the headline cell, all of them in the second. Sampling and learning of ours are set against
-the floor of this machine, too.
+Both have the same model, start adapter, prompts, group size, lengths and optimizer. They run in
+turns, each in its own process. Rewards are scripted so that the share of groups with signal is
+known: half of the groups in the headline cell, all of them in the second. Our sampling and learning
+are also compared with the floor of this machine.
 
     python -m benchmarks.grpo_step --adapter weights/sft_lora --json docs/results/grpo_step.json
-    python -m benchmarks.grpo_step --alone --group-size 16    # ours, at full length
+    python -m benchmarks.grpo_step --alone --group-size 16    # ours alone, at full length
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlm.model import prepare_process
 from rlm.training import GRPOConfig
 
 PARTS = ("sample", "score", "learn")
-PHASES = ("sample", "learn")  # those with a floor
+PHASES = ("sample", "learn")  # the parts that have a floor
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
 
 
@@ -50,12 +50,12 @@ class GRPOStepConfig(harness.BenchmarkConfig):
             raise ValueError("--trl-batch must divide the completions of a step")
 
     def trl_settings(self) -> dict[str, Any]:
-        """TRL's settings for `trl_arm`, without the prefix."""
+        """Return TRL's settings for `trl_arm`, without the prefix `trl_`."""
         names = ("batch", "autocast", "malloc", "attn")
         return {name: getattr(self, f"trl_{name}") for name in names}
 
     def training(self) -> GRPOConfig:
-        """The config of both trainers."""
+        """Return the config that both trainers run with."""
         return GRPOConfig(
             model=self.model,
             dataset=self.dataset,
@@ -70,13 +70,13 @@ class GRPOStepConfig(harness.BenchmarkConfig):
             warmup_steps=0,
             eval_every=0,
             save_every=0,
-            output=Path("adapter"),  # each process writes into its scratch folder instead
+            output=Path("adapter"),  # replaced by a scratch folder in each process
             seed=self.seed,
         )
 
 
 def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Make a cell from the arms' results, without the first step of each process."""
+    """Make a cell from the arms' results, except the first step of each process (the warm-up)."""
     steps = {arm: [s for run in found for s in run["steps"][1:]] for arm, found in runs.items()}
     totals = {arm: [step["total"] for step in rows] for arm, rows in steps.items()}
     cell = harness.cell(CELLS[reward], "s/step", totals, more_is_better=False)
@@ -84,7 +84,7 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
         cell["arms"][arm] |= {
             "parts": {part: harness.summary([step[part] for step in rows]) for part in PARTS},
             "length_mean": mean(step["length_mean"] for step in rows),
-            # From one call of the reward to the next: the same clock for both, from outside.
+            # Seconds from one reward call to the next: the same outside clock for both trainers.
             "between_calls": harness.summary([s for r in runs[arm] for s in r["between_calls"]]),
             "peak_memory_gb": harness.summary([r["peak_memory_gb"] for r in runs[arm]]),
         }
@@ -101,7 +101,7 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
 
 
 def finished(reward: str, arm: str, process: int, result: dict[str, Any]) -> str:
-    """Describe a finished process: the seconds of its measured steps."""
+    """Return a line about a finished process: the seconds of its measured steps."""
     steps = [f"{step['total']:.1f}" for step in result["steps"][1:]]
     return f"{CELLS[reward]}, {arm}, process {process}: {', '.join(steps)} s/step"
 
@@ -122,7 +122,7 @@ def show_parts(cells: Sequence[dict[str, Any]]) -> None:
 
 
 def main(config: GRPOStepConfig) -> int:
-    """Run all cells. Each process has its own warm-up step."""
+    """Run all cells. Each process begins with a warm-up step."""
     prepare_process()
     settings, cells = config.trl_settings(), []
     for reward in ("all",) if config.alone else config.cells:

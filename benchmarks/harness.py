@@ -1,7 +1,7 @@
 """Shared parts of the benchmarks: options, alternating arms, processes, reports.
 
-A report is a JSON file: `ratio` and `memory_ratio` of the headline cell, every repetition of every
-arm under `cells`, and what is needed to run it again (command, machine, commit, date).
+A report is a JSON file. It has `ratio` and `memory_ratio` of the headline cell, every repetition of
+every arm under `cells`, and what is needed to reproduce it (command, machine, commit, date).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 OURS = "ours"
 ROOT = Path(__file__).parent.parent
-# What decides how fast a CPU multiplies matrices, and in which dtype.
+# These decide how fast a CPU multiplies matrices, and in which dtypes.
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("torch", "transformers", "trl", "peft")
 
@@ -64,13 +64,13 @@ def alternate(
     warm_up: bool = True,
     say: Callable[[str, int, T], str] | None = None,
 ) -> dict[str, list[T]]:
-    """Run the arms in turns (A B A B …) and return their results, so that disturbances affect all.
+    """Run the arms in turns (A B A B …), so that disturbances affect all; return their results.
 
-    An arm is called with the number of the repetition, so that all get the same work; number 0 is
-    the warm-up and is dropped.
+    An arm is called with the number of the repetition, so that all arms get the same work. Number 0
+    is the warm-up, whose result is dropped.
 
     Args:
-        say: describes a result; printed with the progress and the time left.
+        say: returns a line about a result, which is printed with the progress and the time left.
     """
     results: dict[str, list[T]] = {name: [] for name in arms}
     repetitions = range(0 if warm_up else 1, repeats + 1)
@@ -89,7 +89,7 @@ def alternate(
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds of some work, with GPU synchronization, and its result."""
+    """Call `work`; return its seconds, with GPU synchronization, and its result."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -100,7 +100,7 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 class ChildFailed(RuntimeError):
-    """A benchmark's process failed; the message has the end of its output."""
+    """A benchmark's child process failed; the message has the end of its output."""
 
 
 def run_child(
@@ -110,16 +110,16 @@ def run_child(
     log: Path | None = None,
     inherited: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Run `module.function(**payload)` in a process; return its dict with `peak_memory_gb`.
+    """Run `module.function(**payload)` in a child process; return its dict and `peak_memory_gb`.
 
-    If this process is killed, the child ends too, and spoils no later measurement.
+    If this process is killed, the child ends too, so that it disturbs no later measurement.
 
     Args:
-        log: file for its output; None: only the end is shown, on failure.
-        inherited: file descriptors to keep open, such as a lock's.
+        log: file for the child's output (None: a temporary file).
+        inherited: file descriptors that the child keeps open, such as a lock's.
 
     Raises:
-        ChildFailed: the exit code is not 0.
+        ChildFailed: the child's exit code is not 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder) / "result.json", log or Path(folder) / "log.txt"
@@ -133,7 +133,7 @@ def run_child(
                 stderr=subprocess.STDOUT,
                 pass_fds=inherited,
             )
-            with process:  # its end closes the pipe, which ends the child
+            with process:  # if this process ends, the pipe closes and the child exits
                 code = process.wait()
         if code:
             end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
@@ -149,15 +149,15 @@ def _child(module: str, function: str, payload: str, target: str) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing is written to it: it ends when the parent does
+    os.read(sys.stdin.fileno(), 1)  # stdin is a silent pipe: EOF when the parent ends
     os._exit(1)
 
 
 def peak_memory_gb() -> float:
-    """Return this process's peak memory: on the GPU if it used one, else resident.
+    """Return this process's peak memory: GPU memory if it used a GPU, else resident memory.
 
-    Resident memory is Linux's VmHWM; getrusage's maximum would include the parent's memory at the
-    fork.
+    Resident memory is Linux's VmHWM, because getrusage's maximum would include the parent's memory
+    at the fork.
     """
     status = Path("/proc/self/status")
     if machine.pick_device().type == "cpu" and status.exists():
@@ -170,7 +170,7 @@ def peak_memory_gb() -> float:
 
 
 def summary(runs: Sequence[float]) -> dict[str, Any]:
-    """Return all repetitions with median, minimum and maximum.
+    """Return all repetitions with their median, minimum and maximum.
 
     >>> summary([3.0, 1.0, 2.0])
     {'runs': [3.0, 1.0, 2.0], 'median': 2.0, 'min': 1.0, 'max': 3.0}
@@ -182,12 +182,12 @@ def summary(runs: Sequence[float]) -> dict[str, Any]:
 def cell(
     name: str, unit: str, runs: Mapping[str, Sequence[float]], *, more_is_better: bool
 ) -> dict[str, Any]:
-    """Make a cell of a report. A ratio above 1 means that ours is ahead, for any unit.
+    """Make a cell of a report. For any unit, a ratio above 1 means that ours is better.
 
-    The ratio is of the medians; its range is over repetitions.
+    The ratio is that of the medians; its range is that of the repetitions' ratios.
 
     Args:
-        runs: arm → results, with "ours"; repetition i is the same work in every arm.
+        runs: arm → results, "ours" among them; repetition i is the same work in every arm.
     """
     arms = {arm: summary(values) for arm, values in runs.items()}
     ratio, ranges = {}, {}
@@ -212,9 +212,9 @@ def report(
     """Make the report for `--json`.
 
     Args:
-        headline: the cell with the benchmark's ratio.
-        memory_gb: peak memory by arm, where it was measured.
-        more: further entries.
+        headline: the cell whose ratio is the benchmark's.
+        memory_gb: arm → peak memory, where it was measured.
+        more: further entries of the report.
     """
     return {
         "benchmark": benchmark,
@@ -231,7 +231,7 @@ def report(
 
 
 def provenance(benchmark: str) -> dict[str, Any]:
-    """Return command, machine, commit and date, to repeat a benchmark."""
+    """Return the command, machine, commit and date that a repetition of the benchmark needs."""
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "machine": describe_machine(),
@@ -241,7 +241,7 @@ def provenance(benchmark: str) -> dict[str, Any]:
 
 
 def code_commit() -> str | None:
-    """Return the commit of this code, with -dirty if tracked files have changed."""
+    """Return the commit of this code, with the suffix -dirty if tracked files have changed."""
     commit = git_commit()
     if commit is None:
         return None
@@ -251,9 +251,9 @@ def code_commit() -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe hardware and libraries, without the host's name."""
+    """Return hardware and library versions, without the host's name."""
     info = Path("/proc/cpuinfo")
-    core = info.read_text().partition("\n\n")[0] if info.exists() else ""  # the first of all alike
+    core = info.read_text().partition("\n\n")[0] if info.exists() else ""  # all cores are alike
     rows = (row.partition(":") for row in core.splitlines())
     fields = {key.strip(): value.strip() for key, _, value in rows}
     flags = set(fields.get("flags", "").split())
@@ -276,7 +276,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table: per cell each arm's median (minimum – maximum) and the ratios."""
+    """Print a table of each cell: the arms' medians (minimum – maximum) and the ratios."""
     rows = {}
     for row in cells:
         columns = {
@@ -290,7 +290,7 @@ def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
 
 
 def template(file: Path, **filters: Callable[..., Any]) -> jinja2.Template:
-    """Load a template with its filters; an undefined name is an error."""
+    """Load a template with the given filters; undefined names in it raise an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(file.parent),
         undefined=jinja2.StrictUndefined,

@@ -1,4 +1,4 @@
-"""Our trainer on the task of a `GRPOConfig`, and the floor of what it did."""
+"""Run our trainer on the task of a `GRPOConfig`, and compute the floor of its steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlm.training import Group, GRPOConfig, TrainingRun
 
 
 class MeasuredTrainer(GRPOTrainer):
-    """Keeps each step's seconds, and the lengths of its prompts and completions."""
+    """A trainer that keeps each step's seconds and the lengths of its prompts and completions."""
 
     def __init__(self, config: GRPOConfig, reward: Callable[..., list[float]]) -> None:
         super().__init__(required(config.model, "--model"), config, reward_fn=reward)
         self.steps: list[dict[str, float]] = []
         self.lengths: list[tuple[list[int], list[list[int]]]] = []
-        self.planned_memory_gb = 0.0  # to stand beside the measured peak
+        self.planned_memory_gb = 0.0  # reported beside the measured peak
 
     def log(
         self,
@@ -41,12 +41,11 @@ class MeasuredTrainer(GRPOTrainer):
 
 
 def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) -> dict[str, Any]:
-    """Train with `config`; return the seconds of every step (the first is the warm-up) and the
-    floors of both phases.
+    """Train with `config`; return each step's seconds (the first is the warm-up) and floors.
 
     Args:
         signal: the kind of scripted reward.
-        ignore_ends: every completion has `max_new_tokens`.
+        ignore_ends: ignore end tokens, so that every completion has `max_new_tokens` tokens.
     """
     with in_scratch(config) as options:
         reward = ScriptedReward(signal, options.group_size)
@@ -68,7 +67,7 @@ def step_floor(
     lengths: Sequence[Sequence[int]],
     every: int,
 ) -> dict[str, float]:
-    """Return the least seconds of sampling these and of learning from those with signal."""
+    """Return the least seconds of sampling the groups, and of training on those with signal."""
     policy, dtype = trainer.policy, sampler.dtype
     rates = {kind: _rates(policy.device.type, kind) for kind in (dtype, policy.dtype)}
     learned, weights = (prompts[::every], lengths[::every]), trainer.adapter.values()

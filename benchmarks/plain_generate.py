@@ -1,4 +1,4 @@
-"""Greedy completions of a saved model by transformers alone: this file imports nothing of ours.
+"""Sample greedily from a saved model with transformers alone: this file imports nothing of ours.
 
 python benchmarks/plain_generate.py FOLDER MAX_NEW_TOKENS < conversations.json
 """
@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def greedy(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    """Return the ids that `generate` adds to one prompt, its end token included."""
+    """Return the token ids that `generate` adds to one prompt, including the end token."""
     ids = torch.tensor([prompt])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
     return found[0, len(prompt) :].tolist()
 
 
 def main(folder: str, max_new_tokens: int) -> None:
-    """Read lists of chat messages from stdin; write the ids of prompts and completions."""
+    """Read lists of chat messages from stdin; write the token ids of prompts and completions."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = [
@@ -30,7 +30,7 @@ def main(folder: str, max_new_tokens: int) -> None:
     ]
     completions = [greedy(model, prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
     if "rlm" in sys.modules:
-        raise ImportError("rlm was imported: this was to be transformers alone")
+        raise ImportError("rlm was imported, but this script must use transformers alone")
     json.dump({"prompts": prompts, "completions": completions}, sys.stdout)
 
 

@@ -1,8 +1,9 @@
-"""Rollouts: tokens per second of our sampler and its peers on the same prompts.
+"""Measure rollouts: tokens per second of our sampler and its peers on the same prompts.
 
-Fixed lengths first: every row draws --new-tokens tokens, ends ignored. Then real lengths: rows end
-where those of a real run ended (benchmarks/lengths.json), and only their tokens count. The
-headline is 64 rows of fixed length. Ours is also set against the floor of this machine.
+In cells of fixed length, every row draws --new-tokens tokens and end tokens are off. In the cell of
+real lengths, rows end where those of a real run ended (benchmarks/lengths.json), and only their
+tokens count. The headline is 64 rows of fixed length. Ours is also compared with the floor of this
+machine.
 
     python -m benchmarks.rollout --json docs/results/rollout.json
     python -m benchmarks.rollout --adapter weights/sft_lora
@@ -27,11 +28,12 @@ from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prep
 from rlm.sampling import Sampler, prompt_seed
 
 LENGTHS = Path(__file__).with_name("lengths.json")  # lengths of a real run's completions
-GROUP = 8  # completions of a prompt
+GROUP = 8  # completions per prompt
 HEADLINE_ROWS = 64
-MAX_NUM_SEQS = 64  # for ours; rows in a batch of `generate` where lengths differ
-# A server's threads go on spinning for a second or two after its last token (vLLM's do), on the
-# cores that the next arm wants.
+# With real lengths: our sampler's max_num_seqs, and the batch size of `generate`.
+MAX_NUM_SEQS = 64
+# Seconds to wait before each measurement: vLLM's threads go on spinning for a second or two after
+# its last token, on the cores that the next arm needs.
 SERVER_REST = 4.0
 
 
@@ -72,7 +74,7 @@ class Bench:
         return samplers.Generate(self.policy)
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
-        """Return prompts and seeds of a repetition, new each time and equal for every arm."""
+        """Return the prompts and seeds of a repetition: new in each, equal for every arm."""
         start = repetition * prompts
         chosen = [self.problems[(start + i) % len(self.problems)] for i in range(prompts)]
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
@@ -81,7 +83,7 @@ class Bench:
     def time(
         self, arms: Arms, name: str, lengths: samplers.Lengths, rows_at_once: int
     ) -> dict[str, list[float]]:
-        """Measure tokens per second of each arm in turns, and print a line for each.
+        """Measure the tokens per second of the arms in turns, and print a line for each result.
 
         Args:
             name: the name of the cell, for the printed lines.
@@ -103,11 +105,15 @@ class Bench:
 
 
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
-    """Return tokens per second after `rest` seconds; all tokens must be generated."""
+    """Wait `rest` seconds, run `work`, return its tokens per second.
+
+    Raises:
+        RuntimeError: not exactly `expected` tokens were drawn.
+    """
     time.sleep(rest)
     seconds, drawn = harness.timed(work)
     if drawn != expected:
-        raise RuntimeError(f"{drawn} tokens came out where {expected} were asked for")
+        raise RuntimeError(f"the arm drew {drawn} tokens instead of {expected}")
     return expected / seconds
 
 
@@ -143,7 +149,10 @@ def lengths_cell(
 
 
 def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one repetition of the headline cell (or the largest below) in a process of its own."""
+    """Run one repetition of the headline cell; `run_child` adds the peak memory.
+
+    If --rows lacks the headline's number of rows, the largest cell runs instead.
+    """
     prepare_process()
     bench = Bench(RolloutConfig(**config))
     sizes, sampler = bench.config.rows, bench.ours() if arm == harness.OURS else bench.generate()
@@ -157,17 +166,17 @@ def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(config: RolloutConfig) -> int:
-    """Load, choose the peer's options, run all cells."""
+    """Measure peak memory, load the model, choose the options of `generate`, run all cells."""
     prepare_process()
     memory = {}
-    # First: these processes want the memory that the models below will hold.
+    # This comes first, because these processes need the memory that the models below will take.
     for arm in (harness.OURS, "generate"):
         arguments = {"arm": arm, "config": to_dict(config)}
         child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
         memory[arm] = child["peak_memory_gb"]
         terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
     bench, device = Bench(config), pick_device()
-    arms = {harness.OURS: bench.ours().draw}  # first: `generate` changes the model's config
+    arms = {harness.OURS: bench.ours().draw}  # before `generate`, which changes the model's config
     generate = bench.generate()
     arms["generate"] = generate.draw
     if config.vllm_url:

@@ -1,6 +1,6 @@
 """The arms of `rollout.py`: our sampler, transformers' `generate`, a vLLM server.
 
-Each has a method `draw`, which ends every row at its given length.
+The method `draw` of each arm ends every row at its given length.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ if TYPE_CHECKING:
 Prompts = Sequence[Sequence[int]]
 Lengths = Sequence[Sequence[int]]  # by prompt and completion
 Seeds = Sequence[int]  # one per prompt
-Draw = Callable[[Prompts, Lengths, Seeds, int], int]  # with the rows at once → useful tokens
+Draw = Callable[[Prompts, Lengths, Seeds, int], int]  # (…, rows_at_once) → useful tokens
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
-PAD = 0  # masked, so any token would do
-PROBE_TOKENS = 32  # drawn to choose among the options of `generate`
+PAD = 0  # padding is masked, so any token would do
+PROBE_TOKENS = 32  # tokens per row when the options of `generate` are compared
 
 
 @dataclass
 class Ours:
-    """Our sampler. With different lengths, freed rows are refilled at once."""
+    """Our sampler. If lengths differ, freed rows are refilled at once."""
 
     sampler: Sampler
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
-        """Rows of one length have no end token. Else one is put where the recording had it, and
-        another token where one is drawn early.
+        """Draw completions of the given lengths; return their number of tokens.
+
+        If all lengths are equal, end tokens are off. Otherwise an end token is forced at each
+        row's length, and any that is drawn earlier is replaced by another token.
         """
         sampler, stop_ids = self.sampler, self.sampler.stop_ids
         sampler.max_num_seqs = rows_at_once
@@ -100,15 +102,15 @@ class EndAt(StoppingCriteria):
 class Generate:
     """`model.generate` on left-padded prompts with an attention mask and unchanged logits.
 
-    Without an end token no row ends early, at no cost (`min_new_tokens` would rewrite the logits of
-    every step).
+    No end token is set, so that no row ends early. This costs nothing, while `min_new_tokens` would
+    rewrite the logits of every step.
     """
 
     model: PreTrainedModel | PeftModel
     options: dict[str, Any] = field(default_factory=dict)  # for GenerationConfig
 
     def __post_init__(self) -> None:
-        # `generate` fills in from the model's own config what a call leaves open.
+        # `generate` takes what a call leaves out from the model's own config, so that is emptied.
         base_of(self.model).generation_config = GenerationConfig(pad_token_id=PAD)
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
@@ -124,7 +126,7 @@ class Generate:
             ends = torch.tensor([length for _, length in batch], device=self.model.device)
             drawn = self._generate([prompt for prompt, _ in batch], int(ends.max()), ends)
             if drawn.shape[1] != ends.max():
-                raise RuntimeError(f"{drawn.shape[1]} steps where the longest row has {ends.max()}")
+                raise RuntimeError(f"generate drew {drawn.shape[1]} tokens instead of {ends.max()}")
             useful += int(ends.sum())
         return useful
 
@@ -134,7 +136,8 @@ class Generate:
         longest = max(map(len, rows))
         ids = torch.tensor([[*[PAD] * (longest - len(row)), *row] for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        generate = cast("Callable[..., torch.Tensor]", self.model.generate)  # its type has none
+        # The type of `model.generate` lacks a return type.
+        generate = cast("Callable[..., torch.Tensor]", self.model.generate)
         output = generate(
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
@@ -170,9 +173,9 @@ class Generate:
 
 @dataclass
 class VLLM:
-    """A running `vllm serve` with the same model. Prompts are token ids.
+    """A running `vllm serve` with the same model, which gets prompts as token ids.
 
-    All requests are sent at once; the server does its own batching.
+    All requests are sent at once; the server batches them itself.
     """
 
     url: str
@@ -183,7 +186,7 @@ class VLLM:
         self.model = self._ask("GET", "/v1/models")["data"][0]["id"]
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
-        """With equal lengths each prompt is one request, so that it is prefilled once."""
+        """Draw completions. With equal lengths, a prompt is one request and is prefilled once."""
         jobs = [
             (prompt, 1, length, seed + row)
             for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
@@ -200,10 +203,10 @@ class VLLM:
                 "prompt": list(prompt),
                 "n": n,
                 "max_tokens": max_tokens,
-                "seed": seed % 2**31,  # the range that a server accepts
+                "seed": seed % 2**31,  # the range that vLLM accepts
                 "temperature": 1.0,
                 "top_p": 1.0,
-                "top_k": -1,  # "off" in every version of it; 0 only in the newer ones
+                "top_k": -1,  # off in every version of vLLM; 0 is off only in newer ones
                 "ignore_eos": True,
             }
             answer = self._ask("POST", "/v1/completions", body)

@@ -1,8 +1,8 @@
-"""Requests at once against requests in a row: ours and `transformers serve`, on the base model.
+"""Time our server and `transformers serve` on the base model, with requests at once and in a row.
 
-Both speak OpenAI's protocol, both get the same messages (the format's system prompt, a word
-problem), temperature 0 and the same token limit; each runs as a process of its own, started here,
-and they take turns. Throughput counts completion tokens as the server reports them.
+Both get the same requests by OpenAI's protocol: the format's system prompt, a word problem,
+temperature 0 and the same token limit. This script starts each as its own process and measures them
+in turns. Throughput counts completion tokens as the server reports them.
 
     python -m benchmarks.serving --json docs/results/serving.json
 """
@@ -39,7 +39,7 @@ class ServingConfig(harness.BenchmarkConfig):
 
 
 class Server(NamedTuple):
-    """A running server: URL, model name, messages before a question."""
+    """A running server: its URL, model name, and the messages to send before each question."""
 
     url: str
     model: str
@@ -47,14 +47,14 @@ class Server(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The result of some requests: total seconds, tokens, seconds to each first token."""
+    """The timing of some requests: total seconds, tokens, seconds to each first token."""
 
     seconds: float
     tokens: int
     first: list[float]
 
 
-# Unit → whether more is better, and the value of some requests.
+# Unit → (whether more is better, how to compute the value).
 FIGURES: dict[str, tuple[bool, Callable[[Timed], float]]] = {
     "tokens/s": (True, lambda run: run.tokens / run.seconds),
     "s to the first token, median": (False, lambda run: median(run.first)),
@@ -96,14 +96,14 @@ async def ask(
             if usage := chunk.get("usage"):
                 tokens = usage["completion_tokens"]
     if first is None or not tokens:
-        raise RuntimeError(f"{server.url} answered nothing")
+        raise RuntimeError(f"{server.url} streamed no text or no usage")
     return tokens, first
 
 
 def time_servers(
     config: ServingConfig, servers: dict[str, Server], at_once: bool
 ) -> dict[str, list[Timed]]:
-    """Measure the servers in turns, each repetition on other problems."""
+    """Time the servers in turns; each repetition has other problems."""
     problems = load_problems(config.dataset, "train", max_samples=200, seed=config.seed)
 
     def run(server: Server, repetition: int) -> Timed:
@@ -117,7 +117,7 @@ def time_servers(
 
 
 def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]:
-    """Measure throughput, first tokens and seconds, at once and in a row; return the report."""
+    """Measure all figures with requests at once and in a row; return the report."""
     runs = {at_once: time_servers(config, servers, at_once) for at_once in (False, True)}
     cells = [
         harness.cell(
@@ -148,7 +148,7 @@ def main(config: ServingConfig) -> int:
         url, _ = stack.enter_context(server_process(ours, environment=offline))
         theirs, _ = stack.enter_context(server_process(peer, environment=offline, ready="/health"))
         servers = {
-            harness.OURS: Server(url, "base", []),  # ours says the system prompt by itself
+            harness.OURS: Server(url, "base", []),  # our server adds the system prompt itself
             PEER: Server(theirs, directory, [SYSTEM]),
         }
         harness.write_report(config.json, measure(config, servers))

@@ -1,6 +1,6 @@
-"""Write a model with a published shape and random weights, for speed and memory without a download.
+"""Write a model with a published shape and random weights, to measure without a download.
 
-Its text is meaningless; its cost is the real model's.
+Its text is meaningless, but its speed and memory are the real model's.
 
     python -m benchmarks.shapes qwen2.5-0.5b runs/qwen2.5-0.5b
     python -m benchmarks.grpo_step --model runs/qwen2.5-0.5b
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlm.cli import check_values, flag, run_main, terminal
 from rlm.model import EMBEDDED_MODEL, load_tokenizer, pick_device
 
-# From the published config.json of each model.
+# Values from the published config.json of each model.
 COLUMNS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "vocab_size", "tie_word_embeddings",
@@ -39,7 +39,7 @@ class ShapeConfig:
 
 
 def main(config: ShapeConfig) -> int:
-    """Weights of the machine's dtype and the embedded tokenizer, as from_pretrained reads."""
+    """Write weights in the machine's dtype and the embedded tokenizer, for from_pretrained."""
     device, tokenizer = pick_device(), load_tokenizer(EMBEDDED_MODEL)
     kind, *sizes = SHAPES[config.shape]
     shape = AutoConfig.for_model(

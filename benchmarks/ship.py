@@ -1,8 +1,8 @@
-"""Ship a trained adapter: round it to bf16, evaluate these weights, write the model card.
+"""Ship a trained adapter: round it to bf16, evaluate the rounded weights, write the model card.
 
-Each test set is answered greedily by the adapter and by the SFT adapter that it started from, with
-the tool that it was trained with and without. The figures go into the card, and with each problem's
-verdict into --results.
+The adapter and the SFT adapter that it started from answer each test set greedily, once without a
+tool and once with the tool of training. The figures go into the card. --results gets the figures
+and each problem's verdict.
 
     python -m benchmarks.ship runs/shipped/final_rlm_lora --sets elementary,data/everyday.jsonl
 """
@@ -41,11 +41,11 @@ from rlm.sampling import Sampler
 from rlm.tools import load_tool
 
 LARGEST_MB = 20
-NAMES = ("start", "shipped")  # the SFT adapter, and the one that is shipped
-NAMELESS = "a dataset without a name"  # given to a trainer in Python
+NAMES = ("start", "shipped")  # the SFT adapter, and the shipped one
+NAMELESS = "a dataset without a name"  # a trainer in Python got the problems themselves
 
 
-# The fields of run.json that loading needs or that were measured; the rest names local paths.
+# Fields of run.json that loading needs or that were measured. Others may have local paths.
 PUBLISHED = (
     "stage", "base_model", "base_hash", "quantize", "dataset", "answer_types", "step", "examples",
     "commit", "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on",
@@ -77,7 +77,7 @@ class ShipConfig:
 def main(config: ShipConfig) -> int:
     """
     Raises:
-        UsageError: it is not an adapter of train_grpo.py, or too large.
+        UsageError: the adapter is not train_grpo.py's from an SFT adapter, or is too large.
     """
     prepare_process()
     info = AdapterInfo.load(config.adapter)
@@ -114,7 +114,7 @@ def main(config: ShipConfig) -> int:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield an empty directory that replaces the target when everything is written.
+    """Yield an empty directory, which replaces `target` at the end of the block.
 
     Raises:
         UsageError: the contents are too large to commit.
@@ -132,7 +132,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_rounded(adapter: Path, folder: Path, model: str) -> None:
-    """Write the adapter in bf16, and its config with the model's name in place of a path."""
+    """Write the adapter in bf16, and its config with the base `model` in place of a local path."""
     peft_config = read_json(adapter / "adapter_config.json")
     peft_config["base_model_name_or_path"] = model
     replace_json(folder / "adapter_config.json", peft_config)
@@ -141,12 +141,12 @@ def write_rounded(adapter: Path, folder: Path, model: str) -> None:
     save_file(rounded, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-Found = dict[str, Evaluation]  # by NAMES
-Judged = dict[str, dict[str, Found]]  # test set → tool
+Found = dict[str, Evaluation]  # a name of NAMES → evaluation
+Judged = dict[str, dict[str, Found]]  # test set → tool → evaluations
 
 
 def published_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return run.json without local paths."""
+    """Return the contents of run.json without local paths."""
     kept = {name: run[name] for name in PUBLISHED if name in run}
     if kept.get("dataset"):
         kept["dataset"] = public_dataset(kept["dataset"])
@@ -160,8 +160,8 @@ def judge(
     adapters: dict[str, Path],
     sets: Mapping[str, Sequence[Problem]],
 ) -> Judged:
-    """Evaluate each adapter greedily on each problem, without a tool and with its own."""
-    if info.run["step"] == 0:  # no step of GRPO was better on validation: it is the start
+    """Evaluate each adapter greedily on each test set, without a tool and with `info.tool`."""
+    if info.run["step"] == 0:  # no step beat the start on validation: both adapters are equal
         adapters = {"shipped": adapters["shipped"]}
     model, _ = info.resolve_base()
     tokenizer, base = load_tokenizer(model), load_base(model, pick_device())

@@ -1,10 +1,10 @@
 """Train and serve for an hour while things go wrong, and check that nothing was lost.
 
-Training: the same short GRPO run again and again, each time interrupted (killed, signalled, out of
-disk) or damaged (a checkpoint, the last line of the metrics) at random moments and resumed. At its
-end the adapter must equal, bit for bit, that of the run that nothing happened to.
-Serving, at the same time: clients that ask, stream, leave and send what is hostile. Every request
-must get the reply that it deserves, and the server's memory must stay flat.
+Training repeats the same short GRPO run. At random moments the run is interrupted (killed,
+signalled, out of disk) or its files are damaged (a checkpoint, the last line of the metrics); then
+it resumes. Its final adapter must equal that of an undisturbed run bit for bit.
+At the same time, clients send a server normal, streamed, abandoned and hostile requests. Every
+request must get the right status, and the server's memory must stay flat.
 
     python -m benchmarks.soak --minutes 60 --json docs/results/soak.json        (`make soak`)
 """
@@ -37,9 +37,9 @@ from rlm.serving import server_process
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 ACCIDENTS = (*SIGNALS, "full disk", "damaged checkpoint", "torn metrics")
-SMALL_FILE = 2_000_000  # bytes: the checkpoint of an adapter does not fit, its log does
+SMALL_FILE = 2_000_000  # bytes; a run's log fits, an adapter's checkpoint does not
 EXIT_OF_AN_ERROR = 2
-LEAST_SECONDS, MOST_SECONDS = 8, 90  # between two accidents
+LEAST_SECONDS, MOST_SECONDS = 8, 90  # between a start and its accident
 ACCIDENTS_A_RUN = 12
 FAILURES_SHOWN = 20
 # Requests that must be refused: (method, path, body, content type, expected status).
@@ -73,7 +73,7 @@ class SoakConfig(harness.BenchmarkConfig):
 
 @dataclass
 class Training:
-    """GRPO runs with accidents, and their outcomes."""
+    """Makes GRPO runs with accidents and keeps their outcomes."""
 
     config: SoakConfig
     accidents: Counter[str] = field(default_factory=Counter)
@@ -91,7 +91,8 @@ class Training:
         typed = [f"--{key}={value}" for key, value in options.items()]
 
         def limit() -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+            # A background job of a shell ignores SIGINT, and its children inherit that.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if small_files:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, SMALL_FILE))
 
@@ -109,7 +110,7 @@ class Training:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def run(self, end: float) -> None:
-        """Train runs with accidents until `end` (monotonic seconds)."""
+        """Make runs with accidents until `end` (seconds of time.monotonic)."""
         if code := self.start("undisturbed").wait():
             self.failures.append(f"the undisturbed run ended with {code}")
             return
@@ -127,7 +128,7 @@ class Training:
     def _finish(self, name: str, draw: random.Random) -> int:
         """Start and resume a run until it finishes; return its exit status.
 
-        After ACCIDENTS_A_RUN accidents it is left alone, because on a busy machine a run may not
+        The last start, after ACCIDENTS_A_RUN accidents, has none: on a busy machine a run may not
         get beyond its start between two accidents.
         """
         resume: tuple[str, ...] = ()
@@ -176,11 +177,11 @@ def _damage(folder: Path, accident: str, draw: random.Random) -> None:
 
 @dataclass
 class Serving:
-    """The clients' results, and the server's memory."""
+    """Runs the clients; keeps their results and the server's memory."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)  # MB, one every five seconds
+    memory: list[float] = field(default_factory=list)  # MB, every five seconds
 
     async def load(self, url: str, process: psutil.Process, clients: int, end: float) -> None:
         limits = httpx2.Limits(max_connections=2 * clients)
@@ -201,7 +202,7 @@ class Serving:
         while time.monotonic() < end:
             try:
                 await (self._hostile if draw.random() < 0.3 else self._ask)(http, draw)
-            except Exception as error:  # a lost request: it is what this looks for
+            except Exception as error:  # a lost request, which this benchmark looks for
                 self.failures.append(f"{type(error).__name__}: {error}"[:200])
                 await asyncio.sleep(1)
 
@@ -226,13 +227,13 @@ class Serving:
             return
         reply = await http.post("/phase1/reasoning", json=body)
         self.statuses[str(reply.status_code)] += 1
-        if reply.status_code in (429, 503):  # told to come again: not lost
+        if reply.status_code in (429, 503):  # not lost: the client should retry
             await asyncio.sleep(1)
         elif reply.status_code != 200 or (body["stream"] and "event: done" not in reply.text):
             self.failures.append(f"{body}: {reply.status_code} {reply.text[-100:]}")
 
     def growth(self) -> float:
-        """Return the median memory of the last sixth over the second's; 1 is flat."""
+        """Return the median memory of the last sixth, divided by the second sixth's; 1 is flat."""
         sixth = max(1, len(self.memory) // 6)
         later = self.memory[sixth : 2 * sixth] or self.memory
         return median(self.memory[-sixth:]) / median(later)
@@ -262,12 +263,12 @@ def main(config: SoakConfig) -> int:
         UsageError: --run-dir exists, or the server does not start.
     """
     if config.run_dir.exists():
-        raise UsageError(f"--run-dir {config.run_dir} is there; remove it or name another")
+        raise UsageError(f"--run-dir {config.run_dir} exists; remove it or name another")
     config.run_dir.mkdir(parents=True)
     training, serving = Training(config), Serving()
     command = ("server.py", "--adapter", config.adapter, "--requests-per-minute", "1000000")
-    # Training has a core for its one thread. Threads of the server that wait for that core would
-    # wait for each other too, and slow it down many times over.
+    # Training's one thread takes a core. If the server also used it, the server's threads would
+    # wait for each other and be many times slower.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1))}
     log = config.run_dir / "server.log"
     with server_process(command, log=log, environment=threads) as (url, process):
@@ -275,7 +276,7 @@ def main(config: SoakConfig) -> int:
         worker = threading.Thread(target=training.run, args=(end,))
         worker.start()
         asyncio.run(serving.load(url, psutil.Process(process.pid), config.clients, end))
-        worker.join()  # its last run goes on to its end
+        worker.join()  # the last run continues to its end
     found = summary(config, training, serving)
     for name, value in found.items():
         if name not in ("machine", "command", "date", "commit"):

@@ -1,9 +1,9 @@
 """Structured outputs: check that every answer fits its schema, and time the masks.
 
-Random schemas of four kinds are asked of the model at temperature 1. Each answer that was not cut
-off is validated by `jsonschema`. Then 8 rows of equal length are sampled with and without masks,
-in turns, on one thread and by its own clock: what else the machine does is not counted. Ends with 1
-if an answer is not valid.
+The model answers under random schemas of four kinds, at temperature 1. `jsonschema` validates each
+answer that was not cut off. Then 8 rows of equal length are sampled in turns with and without
+masks. This runs on one thread and counts CPU time, so that other processes do not matter. The exit
+status is 1 if an answer is not valid.
 
     python -m benchmarks.structured_outputs --json docs/results/structured_outputs.json
 """
@@ -46,7 +46,7 @@ class StructuredOutputsConfig(harness.BenchmarkConfig):
 
 
 def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
-    """Return a random schema of a kind with short values, because a cut-off answer is not JSON."""
+    """Return a random schema of a kind; its values are short, so that few answers are cut off."""
     leaves = [
         INTEGER,
         {"type": "boolean"},
@@ -79,7 +79,7 @@ def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
 def count_valid(
     config: StructuredOutputsConfig, sampler: Sampler, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Counter[str]]:
-    """Validate one answer for each random schema, at temperature 1; count them by kind."""
+    """Sample an answer to each random schema at temperature 1; count the outcomes by kind."""
     valid, invalid, cut, reasoned = counters = [Counter[str]() for _ in range(4)]
     rng = random.Random(config.seed)
     schemas = [(k, random_schema(k, rng)) for _ in range(config.schemas // 4) for k in KINDS]
@@ -122,7 +122,7 @@ def tokens_per_second(
     prompts: Sequence[Sequence[int]],
     masked: bool,
 ) -> float:
-    """Measure rows of equal length, each with its own grammar or without one."""
+    """Sample rows of equal length, with a grammar each or without; return tokens per CPU second."""
     rng, requests = random.Random(config.seed), []
     for i in range(config.rows):
         endless = {"type": "array", "items": random_schema(KINDS[i % 4], rng), "minItems": 999}
@@ -149,7 +149,7 @@ def main(config: StructuredOutputsConfig) -> int:
     problems = load_problems(config.dataset, split="test", max_samples=16, seed=config.seed)
     prompts = [render_prompt(tokenizer, problem.question, FORMAT) for problem in problems]
     counts = count_valid(config, sampler, prompts)
-    sampler.stop_ids = frozenset()  # the rows that are timed have one length
+    sampler.stop_ids = frozenset()  # the timed rows must have equal lengths
     arms = {
         name: lambda _, masked=masked: tokens_per_second(config, sampler, prompts, masked)
         for name, masked in ((harness.OURS, True), (FREE, False))

@@ -1,7 +1,7 @@
-"""What both trainers' arms share: problems, a scratch folder, a scripted reward.
+"""Parts that both trainers' arms share: problems, a scratch folder, a scripted reward.
 
-Each runs in a process of its own (`harness.run_child`) to measure its peak memory. The task is a
-`GRPOConfig`, from which TRL's options are derived.
+Each arm runs in its own process (`harness.run_child`), so that its peak memory can be measured. The
+task is a `GRPOConfig`, from which TRL's options are derived.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FORMAT = FORMATS["deepseek"]
 
 
 def problem_pool(config: GRPOConfig) -> list[Problem]:
-    """Return the problems of both trainers."""
+    """Return the problems that both trainers draw from."""
     dataset = required(config.dataset, "--dataset")
     return load_problems(dataset, "train", max_samples=2000, seed=config.seed)
 
 
 @contextmanager
 def in_scratch(config: Mapping[str, Any]) -> Iterator[GRPOConfig]:
-    """Make the config of a temporary run from a child process's payload."""
+    """Yield the config of a child process's payload, with temporary run_dir and output."""
     with tempfile.TemporaryDirectory() as folder:
         places = {"run_dir": Path(folder) / "run", "output": Path(folder) / "adapter"}
         yield GRPOConfig(**{**config, **places})
@@ -38,19 +38,19 @@ def in_scratch(config: Mapping[str, Any]) -> Iterator[GRPOConfig]:
 
 @dataclass
 class ScriptedReward:
-    """A reward of alternating 1 and 0 in groups with signal and 0 in others.
+    """A reward that alternates between 1 and 0 in groups with signal, and is 0 in the others.
 
-    So both arms have the same share of groups with signal. Both trainers call it exactly once a
+    It gives both arms the same share of groups with signal. Both trainers call it exactly once per
     step, so the time between calls is an independent measure of a step.
     """
 
     kind: str  # "half" or "all" of the groups have signal
     group_size: int
-    calls: list[float] = field(default_factory=list)  # when
+    calls: list[float] = field(default_factory=list)  # times of the calls
 
     @property
     def every(self) -> int:
-        """Return how many groups there are for each one with signal."""
+        """Return n, where every n-th group has signal."""
         return {"half": 2, "all": 1}[self.kind]
 
     def score(self, completions: Sequence[str], **_: Any) -> list[float]:
@@ -62,7 +62,7 @@ class ScriptedReward:
         ]
 
     def result(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the result that the arm's process reports.
+        """Return what the arm's process reports.
 
         Args:
             steps: for each step, the seconds of sample, score and learn, and length_mean.

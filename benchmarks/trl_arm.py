@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on the task of a `GRPOConfig`.
+"""Run TRL's GRPOTrainer on the task of a `GRPOConfig`.
 
-The same problems in the same order, the same schedule and optimizer. Imported only in the arm's own
-process: TRL takes seconds and memory to load.
+It gets the same problems in the same order, the same schedule and the same optimizer as ours. Only
+the arm's own process imports this module, because TRL takes seconds and memory to load.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from rlm.rewards import CorrectnessReward
 from rlm.runs import append_lines, read_lines
 from rlm.training import GRPOConfig, problems_for_step
 
-# TRL's settings that do not change what is learned: `--trl-…` of grpo_step.
+# TRL's settings that do not change what is learned; grpo_step sets them by `--trl-…`.
 SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
-STEPS = "steps.jsonl"  # each step's seconds, which so outlive a kill
+STEPS = "steps.jsonl"  # each step's seconds, in a file so that a kill does not lose them
 
 
 def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The strict reward as a plain function, as TRL needs it."""
+    """Return the strict rewards; TRL needs a plain function."""
     correct = CorrectnessReward()
     return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 class Clock(TrainerCallback):
-    """Measures the parts of each step."""
+    """Writes the seconds of each step's parts to `file`."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.started, self.length_mean = file, 0.0, 0.0
@@ -62,15 +62,15 @@ class Clock(TrainerCallback):
         self.started, self.spent = time.monotonic(), {"sample": 0.0, "score": 0.0}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not all(self.spent.values()):  # a version of TRL whose methods are called otherwise
-            raise RuntimeError(f"no time was noted for a part of the step: {self.spent}")
+        if not all(self.spent.values()):  # this version of TRL has renamed a timed method
+            raise RuntimeError(f"a part of the step was not timed: {self.spent}")
         learn = time.monotonic() - self.started - sum(self.spent.values())
         row = {**self.spent, "learn": learn, "length_mean": self.length_mean}
         append_lines(self.file, [row])
 
 
 class TimedTrainer(GRPOTrainer):
-    """Measures sampling and scoring."""
+    """A trainer that reports the seconds of sampling and scoring to its clock."""
 
     def __init__(self, clock: Clock, **options: Any) -> None:
         super().__init__(callbacks=[clock], **options)
@@ -108,11 +108,11 @@ def train(
 ) -> list[dict[str, float]]:
     """Train, or resume from the last checkpoint of `run_dir`; return the seconds of every step.
 
-    The adapter goes to `output`, and every `save_every` steps into run_dir/checkpoint-N/.
+    The final adapter goes to `output`; every `save_every` steps, one goes to run_dir/checkpoint-N/.
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     begun, model = _last_whole_checkpoint(config.run_dir), required(config.model, "--model")
-    rate = config.learning_rate or 1.0  # which a schedule of zeros turns into 0
+    rate = config.learning_rate or 1.0  # if it is 0, the schedule's factors are 0
     policy, tokenizer = load_policy(config, settings["attn"])
     optimizer = torch.optim.AdamW(adapter_tensors(policy).values(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -134,7 +134,7 @@ def train(
 
 
 def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of all steps in our trainer's order."""
+    """Return the problems of all steps in the order in which our trainer draws them."""
     return [
         problem
         for step in range(required(config.steps, "--steps"))
@@ -143,10 +143,10 @@ def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
 
 
 def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Load the model with the start adapter, equal for both trainers."""
+    """Load the model with the same start adapter as our trainer's."""
     model = required(config.model, "--model")
     tokenizer, base = load_tokenizer(model), load_base(model, pick_device(), attn=attn)
-    # TRL stops at the ends that the model's config names: all of those that ours stops at.
+    # TRL stops at the end tokens of the model's config; give it all that our sampler stops at.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
     if config.sft_adapter:
         return load_adapter(base, config.sft_adapter, trainable=True), tokenizer
@@ -155,7 +155,7 @@ def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTok
 
 
 def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> TRLConfig:
-    """Return TRL's config for our algorithm: one update over all rows of a step, no logging."""
+    """Return TRL's config for the same algorithm: one update over all rows of a step, no logs."""
     in_a_step = config.batch_size * config.group_size
     rows = math.gcd(settings["batch"], in_a_step)
     use_cpu = pick_device().type == "cpu"
@@ -192,17 +192,17 @@ def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> TRLConfig:
 
 
 def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return problems as texts that TRL encodes to our token ids.
+    """Return the prompts as texts that TRL encodes to the same token ids as ours.
 
     Raises:
-        ValueError: TRL's token ids would differ.
+        ValueError: TRL would encode a prompt to other token ids.
     """
     rows = []
     for problem in problems:
         ids = render_prompt(tokenizer, problem.question, FORMAT)
         prompt = tokenizer.decode(ids)
         if tokenizer(text=prompt)["input_ids"] != ids:
-            raise ValueError(f"TRL would see other token ids than ours for {problem.id}")
+            raise ValueError(f"TRL encodes the prompt of {problem.id} to other token ids than ours")
         rows.append({"prompt": prompt, "answer": problem.answer})
     return Dataset.from_list(rows)
 
@@ -211,7 +211,7 @@ def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _last_whole_checkpoint(folder: Path) -> str | None:
-    """Return the last complete checkpoint; remove torn and later ones."""
+    """Return the last complete checkpoint; remove incomplete ones and the rows of later steps."""
     for checkpoint in folder.glob("checkpoint-*"):
         try:
             json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

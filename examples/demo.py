@@ -1,11 +1,11 @@
 """The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems.
 
-Run by `make demo`. Everything goes under runs/demo/, adapters too; weights/ is left alone. The
-stage scripts do the work, with the options of configs/demo_sft.yaml and configs/demo_grpo.yaml;
-this file runs them and writes the summary.
+`make demo` runs this file. It writes everything to runs/demo/, adapters too, and leaves weights/
+alone. The stage scripts do the work with the options of configs/demo_sft.yaml and
+configs/demo_grpo.yaml; this file calls them and writes the summary.
 
 The three rows of the table share prompt, problems, grader and token limit. "gain" is GRPO's lead
-over the SFT adapter in sampled accuracy (mean over k completions a problem, at the training
+over the SFT adapter in sampled accuracy (mean over k completions per problem, at the training
 temperature), paired by problem, with a bootstrap interval.
 """
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from rlm.grading import Verdict
     from rlm.training import GRPOConfig, SFTConfig
 
-    Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy", "sampled"
+    Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy" or "sampled"
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds of the demo's parts on two cores of an EPYC (Zen 5). What counts is how they compare:
-# the speed of another machine is measured by the parts that it has done.
+# Seconds of the demo's parts on two cores of an EPYC (Zen 5). Only their ratios matter, because
+# `Clock` scales them by the speed of the finished stages.
 AN_EXAMPLE, A_ROLLOUT, A_COMPLETION, OF_THE_BASE = 0.14, 0.052, 0.023, 0.055
-WIDTH, LINES = 44, 10  # size of each of the two answers side by side
+WIDTH, LINES = 44, 10  # size of each answer; two are printed side by side
 KINDS = {  # kinds of problems: (title, whether SFT and GRPO are right)
     "only GRPO": (False, True),
     "only SFT": (True, False),
@@ -75,7 +75,7 @@ def main(config: DemoConfig) -> int:
         run_dir=config.output / "grpo",
     )
     sft = resolve_config(train_sft.SFTConfig, sft_argv)
-    grpo = parse(train_grpo.GRPOConfig, grpo_argv)  # a mistake in it is said before stage 1
+    grpo = parse(train_grpo.GRPOConfig, grpo_argv)  # reports a mistake in it before stage 1
     settings = _evaluation_settings(config, sft, grpo)
     dataset = required(settings.dataset, "dataset")
     problems = load_problems(dataset, "test", max_samples=config.problems)
@@ -118,7 +118,7 @@ class Clock:
 
     Args:
         expected: stage → seconds on the machine of the constants above.
-        limits: stage → most seconds.
+        limits: stage → maximum seconds.
     """
 
     def __init__(self, expected: Mapping[str, float], limits: Mapping[str, float]) -> None:
@@ -141,7 +141,7 @@ class Clock:
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         left, number = self.left(), f"[{len(self.seconds) + 1} of {len(self._expected)}]"
-        so_long = "the time that is left is known after it"
+        so_long = "no estimate of the time left yet"
         if left is not None:
             minutes = round(left / 60)
             so_long = f"about {minutes} min left" if minutes > 1 else f"about {left:.0f} s left"
@@ -154,7 +154,7 @@ class Clock:
 def _expected_seconds(
     config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the stages in order with their expected seconds, and the limits."""
+    """Return expected seconds by stage, in order, and maximum seconds by stage."""
     steps = grpo.steps_for(grpo.max_samples or 2000)
     rollouts = steps * grpo.batch_size * grpo.group_size
     validations = grpo.eval_samples * grpo.eval_group_size_for(grpo.eval_samples or 1)
@@ -195,9 +195,9 @@ def _evaluate(
     adapters: Mapping[str, Path | None],
     clock: Clock,
 ) -> dict[str, dict[str, Evaluation]]:
-    """Evaluate the base (None) and adapters on the same problems, on one copy of the base.
+    """Evaluate the base (None) or adapters on the same problems; load the base once.
 
-    The base is not sampled.
+    Adapters are evaluated greedily and sampled, the base only greedily.
     """
     from eval import evaluate_row
     from rlm.model import (
@@ -219,7 +219,7 @@ def _evaluate(
             results[row] = evaluate_row(*arguments)
             base = take_adapters_off(model)
     del base, model
-    release_memory()  # the next stage loads its own
+    release_memory()  # the next stage loads its own model
     return results
 
 
@@ -265,7 +265,7 @@ def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
 
 
 def _validation_curve(sft: Path, grpo: GRPOConfig) -> dict[str, list]:
-    """Return the curve of GRPO's own validation; {} without any."""
+    """Return the curve of GRPO's own validation, or {} if it did not validate."""
     from rlm.model import AdapterInfo
     from rlm.runs import read_log
 
@@ -306,7 +306,7 @@ def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _show_three(sft: Evaluation, grpo: Evaluation) -> None:
-    """Print the number of problems of each of KINDS, and the first of each with both answers."""
+    """Print how many problems each of KINDS has, and the first of each with both answers."""
     pairs = [(a.strict, b.strict) for (a,), (b,) in zip(sft.groups, grpo.groups, strict=True)]
     right = [(a.correct, b.correct) for a, b in pairs]
     counts = [f"{right.count(pattern)} {kind}" for kind, pattern in KINDS.items()]
@@ -347,7 +347,7 @@ def _say_what_was_found(
     terminal.line(
         f"\nGRPO over SFT, sampled: {gain['points']:+.1f} points ({gain['low']:+.1f} to "
         f"{gain['high']:+.1f}); {terminal.duration(seconds)} in all\n"
-        f"The picture of it: {config.output}/learning.png; all figures: summary.json beside it\n"
+        f"Plot: {config.output}/learning.png; all figures: {config.output}/summary.json\n"
         f'\nNext:\n  python inference.py --adapter {adapters["grpo"]} "your question"\n'
         f"  python eval.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "
         "--samples 8\n"

@@ -1,14 +1,14 @@
-"""GSM8K's train split as equations, and more of it: the same problems with other numbers.
+"""Write GSM8K's train split as equations, with variants of its problems that have other numbers.
 
     python examples/gsm8k_equations.py DIRECTORY runs/gsm8k/train.jsonl --variants 2
     python train_sft.py --dataset runs/gsm8k/train.jsonl --max-samples 20000 --learning-rate 1e-3
 
-GSM8K's solutions carry what its annotators' calculator computed, `<<48/2=24>>`. A line of these
-each is the whole reasoning here; `--sentences` keeps the text around them. With `--variants` come
-the same problems with other numbers, where it is certain which number of the equations is which of
-the question (`vary`): these are drawn anew, the equations are computed again, and the variant is
-kept if all their results are of the kind they were (whole stays whole, positive stays positive).
-The first 200 rows, which `--dataset gsm8k` validates with, are left out.
+GSM8K's solutions contain what its annotators' calculator computed, such as `<<48/2=24>>`. These
+equations, one per line, are the whole reasoning here; `--sentences` keeps the text around them.
+`--variants` adds the same problems with other numbers, if it is certain which numbers of the
+equations are which of the question (`vary`). The numbers are drawn anew and the equations computed
+again. A variant is kept if each result is of the same kind (whole stays whole, positive stays
+positive). The first 200 rows, which `--dataset gsm8k` validates on, are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the package, when it is not installed
+sys.path.insert(0, str(ROOT))  # finds rlm if the package is not installed
 
 from rlm.cli import (  # noqa: E402
     UsageError,
@@ -43,11 +43,11 @@ from rlm.data import HELD_OUT  # noqa: E402
 from rlm.grading import parse_number  # noqa: E402
 from rlm.runs import replace_file  # noqa: E402
 
-TRIES = 30  # draws of numbers before a problem is left without a variant
+TRIES = 30  # draws of numbers before a problem gets no variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _FACTOR = re.compile(rf"(?<=[*/(])(?:{_NUMBER.pattern})|(?:{_NUMBER.pattern})(?=[*/)])")
-# A whole number that stands alone: no part of 1,000, 2.5, 1/2, 3:30, 1st or a word.
+# A whole number that is not part of 1,000, 2.5, 1/2, 3:30, 1st or a word.
 _WHOLE = re.compile(r"(?<![\w.,/:])\d+(?![\w/:]|[.,]\d)")
 
 _OPERATORS = {
@@ -57,18 +57,18 @@ _OPERATORS = {
     ast.Div: operator.truediv,
 }
 
-# What makes the answer depend on which of several numbers is larger: other equations, perhaps.
+# With these words, the answer depends on which number is larger: variants may need other equations.
 _CHOOSES = re.compile(
     r"(?i)\b(?:most|least|best|max\w*|minim\w*|cheaper|either|(?:high|low|larg|small|great|few|short|long"
     r"|tall|heavi|light|cheap|old|young|fast|slow|big|quick|clos|near|far)est|farthest|furthest)\b"
 )
 
-# Numbers that questions say in words, and what units stand for.
+# Numbers as words, and the factors that units stand for.
 _WORDS = yaml.safe_load(Path(__file__).with_name("number_words.yaml").read_text(encoding="utf-8"))
 
 _RESULT = re.compile(r"\s*\$?(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)")
 
-Equation = tuple[str, str]  # what is computed, and what comes out, as written
+Equation = tuple[str, str]  # (left side, result), as written
 
 
 class Solution(NamedTuple):
@@ -114,8 +114,8 @@ def main(config: EquationsConfig) -> int:
     except OSError as error:
         raise UsageError(f"{config.output} cannot be written: {error.strerror}") from error
     terminal.line(
-        f"{config.output}: {len(solved)} of {len(rows)} problems, whose last equation gives the "
-        f"answer, and {len(written) - len(solved)} variants with other numbers"
+        f"{config.output}: {len(solved)} of {len(rows)} problems (their last equation gives the "
+        f"answer) and {len(written) - len(solved)} variants with other numbers"
     )
     return 0
 
@@ -134,7 +134,7 @@ def read_rows(source: Path) -> list[dict[str, str]]:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{file} is not GSM8K's: every line needs `question` and, with ####, `answer`"
+            f"{file} is not GSM8K's: every line needs `question`, and `answer` with ####"
         ) from error
     if len(rows) <= HELD_OUT:
         raise UsageError(f"{file} has {len(rows)} rows; the first {HELD_OUT} are held out")
@@ -142,7 +142,7 @@ def read_rows(source: Path) -> list[dict[str, str]]:
 
 
 def read_equations(answer: str) -> Solution:
-    """The calculator's equations, a line each; none if the last does not give the answer."""
+    """Return the calculator's equations, one per line; none if the last is not the answer's."""
     equations = [(left.replace(" ", ""), right.strip()) for left, right in _NOTE.findall(answer)]
     gold = parse_number(answer.rpartition("####")[2])
     right = gold is not None and equations and parse_number(equations[-1][1]) == gold
@@ -151,11 +151,11 @@ def read_equations(answer: str) -> Solution:
 
 
 def read_sentences(answer: str) -> Solution:
-    """The equations, and the published text around them.
+    """Return the equations and the published text around them.
 
-    The published text writes each of them twice more, `48 / 2 = <<48/2=24>>24 clips`; here the
-    sentence is `<<48/2=24>> clips`. There is none where the text has another number than the
-    calculator's, or computes without it.
+    The published text repeats both sides of each equation: `48 / 2 = <<48/2=24>>24 clips`. Here the
+    sentence is `<<48/2=24>> clips`. The result is empty if the text has another number than the
+    calculator, or computes without it.
     """
     equations, nothing = read_equations(answer).equations, Solution([], [""])
     texts = _NOTE.split(answer.rpartition("####")[0].strip())[::3]
@@ -177,7 +177,7 @@ def read_sentences(answer: str) -> Solution:
 
 
 def _as_written(left: str) -> re.Pattern[str]:
-    """The left side where a text ends with it and =, spaced, with $ and thousands separators."""
+    """Match `left` and = at the end of a text, also with spaces, $ and thousands separators."""
     tokens = re.findall(r"\d+|\D", left)
     digits = [r",?".join(token) if token.isdigit() else re.escape(token) for token in tokens]
     spaced = [d.replace(r"\*", r"[*xX×]") for d in digits]
@@ -192,18 +192,21 @@ def to_record(question: str, solution: Solution, marks: bool) -> dict[str, str]:
 
 
 def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, Solution] | None:
-    """The problem with other numbers, or None where that cannot be done for certain.
+    """Return the problem with other numbers, or None if that cannot be done for certain.
 
-    A number of an equation is one that the question writes, an earlier result, or a constant that
-    the question says in words ("a week"). Only what must be the first of them is drawn anew. There
-    is no variant if a number could be both of the first two, if one comes from nowhere (computed
-    without the calculator, it may depend on what is drawn anew), if the question writes one that no
-    equation uses (a total that would not fit any more), if an equation is not exact, or if the
-    largest of something is asked for. Nor is there one if the solution's text has a number that is
-    in no equation, or counts in words what the question does not.
+    A number in an equation may be written in the question, be an earlier result, or be a constant
+    that the question says in words ("a week"). Only numbers that must come from the question are
+    drawn anew. There is no variant if
+    - a number may be both from the question and an earlier result;
+    - the source of a number is unknown: it may depend on a number that is drawn anew;
+    - the question writes a number that no equation uses, such as a total that would be wrong;
+    - an equation is not exact, or the question asks for the largest of something;
+    - the solution's text has a number that is neither in the question nor in an equation, or counts
+      in words what the question does not.
     """
     equations = solution.equations
-    written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]  # all, 5:8 too
+    # All numbers, also those of 5:8.
+    written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]
     used = [Fraction(n) for left, _ in equations for n in _NUMBER.findall(left)]
     counted, shares = said_in_words(question)
     prose = " ".join(solution.texts)
@@ -211,7 +214,7 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
     told = {Fraction(n) for n in _NUMBER.findall(prose.replace(",", ""))}
     if not told <= {*written, *used, *results} or not said_in_words(prose)[0] <= counted:
         return None
-    # Used twice, it may once be another that happens to be equal, as of legs and wheels.
+    # A number that is used twice may stand for two equal quantities, such as 4 legs and 4 wheels.
     fixed = {1} | counted | shares | _bound(written)
     whole = [number for number in map(Fraction, _WHOLE.findall(question)) if number not in fixed]
     free = [n for n in whole if written.count(n) == used.count(n) == 1]
@@ -232,7 +235,7 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
 
 
 def _bound(numbers: Sequence[Fraction]) -> set[Fraction]:
-    """Find numbers of which one is the sum or product of others: perhaps a total and its parts."""
+    """Return numbers of which one is the sum or product of two others, perhaps a total."""
     bound = set()
     for a, b in combinations(numbers, 2):
         for total in {a + b, a * b} & {*numbers}:
@@ -243,9 +246,12 @@ def _bound(numbers: Sequence[Fraction]) -> set[Fraction]:
 def _follow(
     equations: Sequence[Equation], given: Collection[Fraction], shares: Collection[Fraction]
 ) -> bool:
-    """Whether each is exact, takes only what is given, came out before, or is a share that it
-    multiplies with, and is needed by a later one; and no result equals another number, or it could
-    not be told which of the two is meant."""
+    """Return whether the equations follow from the given numbers and from each other.
+
+    Each must be exact, and its numbers must be given, earlier results, or shares used as factors or
+    divisors. Each result but the last must be used later, and may not equal another number, because
+    it would be unclear which of the two is meant.
+    """
     known, needed = {*given}, set()
     for number, (left, right) in enumerate(equations, 1):
         numbers = [Fraction(n) for n in _NUMBER.findall(left)]
@@ -253,7 +259,7 @@ def _follow(
         factors = {Fraction(n) for n in _FACTOR.findall(left)} & {*shares}
         if result is None or compute(left) != result or not taken <= known | factors:
             return False
-        if any(numbers.count(n) > 1 for n in needed):  # 1.2/1.2, once of 20 %
+        if any(numbers.count(n) > 1 for n in needed):  # such as 1.2/1.2, where one 1.2 is from 20 %
             return False
         if number < len(equations) and result in known | {*shares}:
             return False
@@ -263,7 +269,7 @@ def _follow(
 
 
 def said_in_words(question: str) -> tuple[set[Fraction], set[Fraction]]:
-    """Return the numbers in words that count, and those that multiply.
+    """Return the numbers that words of the question stand for: counts, and factors.
 
     >>> counted, shares = said_in_words("Twice a week two of them work 9-hour days, at 20%.")
     >>> sorted(map(str, counted)), sorted(map(str, shares))
@@ -279,14 +285,14 @@ def said_in_words(question: str) -> tuple[set[Fraction], set[Fraction]]:
 
 
 def _put_in(values: Mapping[Fraction, str], numbers: re.Pattern[str], text: str) -> str:
-    """However a number is spelt: 125, 125.0."""
+    """Replace numbers in a text, however they are written (125, 125.0)."""
     return numbers.sub(lambda match: values.get(Fraction(match[0]), match[0]), text)
 
 
 def draw_near(number: int, rng: random.Random) -> int:
-    """A number of about the same size and as round: 40 becomes 20, 30, …, 60; 7 becomes 4 … 10.
+    """Draw a number of about the same size and as round: 40 gives 20, 30, …, 60; 7 gives 4 … 10.
 
-    Never 1, beside which the question's plurals would be wrong.
+    It is never 1, because the question's plurals would be wrong.
     """
     unit = next(unit for unit in (100, 10, 5, 1) if number % unit == 0)
     count = number // unit
@@ -296,7 +302,7 @@ def draw_near(number: int, rng: random.Random) -> int:
 def recompute(
     equations: Sequence[Equation], values: Mapping[Fraction, str]
 ) -> list[Equation] | None:
-    """The equations with other numbers put in, or None if a result is not of the kind it was."""
+    """Return the equations with new numbers, or None if the kind of a result changes."""
     known, changed = dict(values), []
     for left, right in equations:
         left = _put_in(known, _NUMBER, left)
@@ -312,7 +318,7 @@ def recompute(
 
 
 def compute(expression: str) -> Fraction | None:
-    """Compute +, -, *, / and brackets of decimal numbers exactly; None for anything else."""
+    """Compute +, -, *, / and brackets of decimal numbers exactly; return None for anything else."""
     try:
         return _value(ast.parse(expression, mode="eval").body, expression)
     except (SyntaxError, ValueError, ZeroDivisionError):
@@ -326,7 +332,7 @@ def _value(node: ast.expr, source: str) -> Fraction:
         return -_value(node.operand, source)
     if isinstance(node, ast.Constant):
         return Fraction(ast.get_source_segment(source, node) or "")
-    raise ValueError(f"{source} is no arithmetic")
+    raise ValueError(f"{source} is not arithmetic")
 
 
 if __name__ == "__main__":

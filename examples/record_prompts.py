@@ -3,10 +3,10 @@
     python server.py &
     python examples/record_prompts.py
 
-Each question gets its curl line, the answer, and whether it equals `gold`; right ones come first.
-`model` says who answered, `score` how many were right. requests.http
-beside the file gets the same requests in the same order. The key, if the server wants one, is taken
-from RLM_API_KEY. Nothing is written unless all were answered.
+Each question gets its curl line, the answer, and whether the answer equals `gold`. Questions with
+right answers come first. `model` names the model that answered, `score` counts the right answers.
+requests.http beside the file gets the same requests in the same order. If the server needs a key,
+set RLM_API_KEY. Nothing is written unless all questions were answered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import httpx2
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # rlm, when the package is not installed
+sys.path.insert(0, str(ROOT))  # finds rlm if the package is not installed
 
 from rlm.cli import (  # noqa: E402
     UsageError,
@@ -34,7 +34,8 @@ from rlm.cli import (  # noqa: E402
 from rlm.grading import grade, parse_number  # noqa: E402
 from rlm.runs import replace_file, replace_json  # noqa: E402
 
-# Of a response; the rest (ids, times, the text split in parts) would only change or repeat.
+# Fields kept from a response. The others (ids, times, parts of the text) repeat these or would
+# differ in every run.
 KEPT = (
     *("response", "final_answer", "finish_reason", "thinking", "vote", "confidence", "verifier"),
     *("usage", "seed", "warnings"),
@@ -81,7 +82,7 @@ def is_right(response: str, gold: str) -> bool:
 
 
 def as_http(text: str, book: dict[str, Any]) -> str:
-    """Update requests.http with the requests and score; other parts stay."""
+    """Return the text of requests.http with the new requests and score; other parts stay."""
     names = {f"### {entry['name']}" for entry in book["prompts"]}
     blocks = re.split(r"^(?=###)", text, flags=re.M)
     is_ours = [block.partition("\n")[0] in names for block in blocks]
@@ -100,10 +101,10 @@ def as_http(text: str, book: dict[str, Any]) -> str:
 
 
 def ask(client: httpx2.Client, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    """Return the server's JSON.
+    """Send a request; return the JSON of the response.
 
     Raises:
-        UsageError: no server answers, or it refuses.
+        UsageError: no server answers, or it refuses the request.
     """
     try:
         response = client.request(method, path, json=body)

@@ -1,7 +1,7 @@
-"""A task with text answers, Roman numerals: docs/tutorials/your-own-task.md trains on it.
+"""A task with text answers: Roman numerals. docs/tutorials/your-own-task.md trains on it.
 
-`reward` is what `--reward examples/roman.py:reward` calls. As a script, this file writes
-roman.jsonl, the problems to train on, and roman_test.jsonl, other problems to evaluate on:
+`--reward examples/roman.py:reward` calls `reward`. As a script, this file writes roman.jsonl, the
+problems to train on, and roman_test.jsonl, other problems to evaluate on:
 
     python examples/roman.py
 """
@@ -14,14 +14,14 @@ from pathlib import Path
 UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
 TENS = ("", "X", "XX", "XXX", "XL", "L", "LX", "LXX", "LXXX", "XC")
 HUNDREDS = ("", "C")
-# With a worked solution: every numeral above stands in one of these.
+# Numbers with a worked solution. Their numerals use every part above.
 SOLVED = (14, 22, 38, 49, 56, 65, 77, 83, 91, 105, 130, 162)
 UNSOLVED, TEST = 48, 120  # problems
 
 
 def reward(completion: str, reference_answer: str, is_truncated: bool) -> float:
-    """1 for the right numeral; up to a fifth for another one, by how much it resembles it."""
-    if is_truncated:  # else it would learn not to end
+    """Return 1 for the right numeral, and up to 0.2 for a wrong one that resembles it."""
+    if is_truncated:  # or the model would learn never to end
         return 0.0
     answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     if answer == reference_answer:

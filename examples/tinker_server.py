@@ -1,11 +1,12 @@
-"""Serves one base with SkyRL's Tinker server on this machine, for `train_grpo.py --backend tinker`.
+"""Serve a base model with SkyRL's Tinker server here, for `train_grpo.py --backend tinker`.
 
-It needs an environment of its own (docs/how-to/engine.md), and no GPU:
+The server needs an environment of its own (docs/how-to/engine.md), but no GPU:
 
     .venv-engine/bin/python examples/tinker_server.py --model FOLDER --folder runs/engine
 
-SkyRL 0.3.0 starts its second process, which computes, by `uv run` alone; here this file is that
-process too. It ends with the first one, however that ends: two on one database would race.
+SkyRL 0.3.0 starts its second process, the one that computes, only by `uv run`. Here this file runs
+as that process too. It exits with the server, however that ends, because two such processes on one
+database would race.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import typing_extensions
 
-# SkyRL makes pydantic models of typing's, which pydantic refuses before Python 3.12.
+# SkyRL's pydantic models use typing.TypedDict, which pydantic rejects before Python 3.12.
 typing.TypedDict = typing_extensions.TypedDict
 
 
@@ -54,7 +55,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def compute() -> None:
-    """Sample and train, as long as the process that started this one runs."""
+    """Sample and train for as long as the parent process runs."""
     from skyrl.tinker import engine  # pyright: ignore[reportMissingImports]
 
     parent = os.getppid()

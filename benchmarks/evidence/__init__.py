@@ -1,8 +1,8 @@
 """Evidence that GRPO learns: a grid of arms, controls and seeds.
 
-    python -m benchmarks.evidence            # all that is not done yet; may be killed at any time
-    python -m benchmarks.evidence --list     # what is done and what is left
-    python -m benchmarks.evidence report     # docs/results/six/README.md from the finished cells
+    python -m benchmarks.evidence            # run all unfinished cells; may be killed at any time
+    python -m benchmarks.evidence --list     # print which cells are done and which are left
+    python -m benchmarks.evidence report     # write docs/results/six/README.md from finished cells
 
-`plan` has the arms and the sizes, with reasons.
+`plan` defines the arms and the sizes, with reasons.
 """

@@ -1,4 +1,4 @@
-"""The command line: run the grid, show it, report it."""
+"""The command line: run the grid, list its cells, or write its report."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Run the unfinished cells, each in processes of its own.
+"""Run the unfinished cells, each in its own processes.
 
-A cell's directory: `train/` (checkpoints), `adapter/`, `train.json` (trained), `scores/` (a file
-for each test set), `result.json` (done), `log.txt`. The JSON files are renamed into place when they
-are complete, so after a kill the same command continues: our trainer and TRL's from their last
-checkpoint, SFT from its start, judging from the current test set. A cell that fails is named with
-its log, and the others continue.
+A cell's directory has `train/` (checkpoints), `adapter/`, `train.json` (written after training),
+`scores/` (a file for each test set), `result.json` (written when the cell is done) and `log.txt`.
+JSON files are renamed into place when complete, so the same command continues after a kill: every
+trainer from its last checkpoint, judging from the current test set. If a cell fails, its name and
+log are printed, and the others continue.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
     """Run the chosen unfinished cells in order.
 
     Returns:
-        The unfinished cells, and those that failed.
+        The cells that are left, and the cells that failed.
 
     Raises:
-        UsageError: a cell needs another that is neither done nor chosen, or the settings differ.
+        UsageError: a cell needs one that is neither trained nor chosen, or the grid was begun with
+            other settings.
     """
     config.fix()
     chosen, failed = config.chosen_cells(), []
@@ -47,11 +48,13 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
         if is_done(config, cell):
             continue
         if not all(is_trained(config, needed) for needed in cell.needs):
-            terminal.line(f"{cell.name}: left for later, what it needs is not done")
+            terminal.line(
+                f"{cell.name}: left for later, because a cell that it needs is not trained"
+            )
             continue
         config.folder(cell).mkdir(parents=True, exist_ok=True)
         try:
-            lock = lock_file(config.folder(cell) / "lock", cell.name, "is at it")
+            lock = lock_file(config.folder(cell) / "lock", cell.name, "is running it")
         except UsageError as held:
             terminal.line(str(held))
             continue
@@ -62,9 +65,9 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
 
 
 def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
-    """Train and judge a cell, each in a process that holds the cell's lock.
+    """Train and judge a cell, each in a child process that keeps the cell's lock open.
 
-    So if the grid is killed and a child survives, no second process writes into its cell.
+    If the grid is killed but a child survives, its lock keeps other processes out of the cell.
 
     Returns:
         False if a process failed; finished work stays.
@@ -77,7 +80,7 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
         try:
             harness.run_child(f"{THIS}.{module}", function, payload, log=log, inherited=(lock,))
         except harness.ChildFailed:
-            terminal.line(f"{cell.name}: failed; the end of {log} says why")
+            terminal.line(f"{cell.name}: failed; see the end of {log}")
             return False
     terminal.line(f"{cell.name}: done in {terminal.duration(time.monotonic() - begun)}")
     return True

@@ -1,8 +1,8 @@
-"""Intervals over seeds and problems: a bootstrap in which both are resampled.
+"""Intervals over seeds and problems by a bootstrap that resamples both.
 
-Every seed is judged on the same problems, so seeds and problems are crossed, not nested: a
-resample draws seeds and one set of problems for all of them. Other problems for each seed would
-wrongly divide the variance of the problems by the number of seeds.
+Every seed is judged on the same problems, so seeds and problems are crossed, not nested. A resample
+therefore draws seeds, and one set of problems for all of them. Drawing other problems for each seed
+would wrongly divide the variance of the problems by the number of seeds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from rlm.evaluation import pass_at_k
 
 RESAMPLES = 10_000
-Scores = np.ndarray  # (seeds, problems), in 0…1
+Scores = np.ndarray  # (seeds, problems), from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,16 @@ class Interval:
 
 
 def crossed_bootstrap(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Percentile interval of the mean over seeds and problems (pigeonhole bootstrap, Owen 2007).
+    """Return the mean and its percentile interval (pigeonhole bootstrap, Owen 2007).
 
-    Rows and columns are drawn with replacement, independently. It is conservative for the
-    problems. It underestimates the variance of n seeds by (n − 1) / n and does not use t: if only
-    the seed varies, normally distributed, a 95 % interval holds the true value in 74 % of the cases
-    with 3 seeds, 83 % with 5, 89 % with 10 (simulated).
+    Seeds (rows) and problems (columns) are drawn independently, with replacement. The interval is
+    conservative for the problems. For n seeds it is too narrow: it scales their variance by
+    (n − 1) / n and does not use the t distribution. If only the seed varies, normally distributed,
+    a 95 % interval contains the true value in 74 % of the cases with 3 seeds, 83 % with 5, 89 %
+    with 10 (simulated).
 
     Raises:
-        ValueError: nothing to resample.
+        ValueError: there are no scores.
     """
     table = np.atleast_2d(np.asarray(scores, dtype=float))
     seeds, problems = table.shape
@@ -72,9 +73,9 @@ def crossed_bootstrap(scores: ArrayLike, resamples: int = RESAMPLES, seed: int =
     return Interval(float(table.mean()), float(low), float(high), seeds, problems)
 
 
-@cache  # a page of intervals is over a few numbers of problems, and drawing takes the time
+@cache  # drawing is slow, and all intervals of a page share a few values of `count`
 def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
-    """Return (resamples, count): how often each of `count` was drawn, over `count`."""
+    """Return how often each of `count` items was drawn, divided by `count`: (resamples, count)."""
     drawn = np.random.default_rng([seed, count]).multinomial(
         count, np.full(count, 1 / count), size=resamples
     )
@@ -82,10 +83,10 @@ def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
 
 
 def difference(a: Scores, b: Scores) -> Interval:
-    """Return b - a, paired by seed and problem; an arm without seeds (the base) pairs with each.
+    """Return b - a, paired by seed and problem; an arm of one row (the base) pairs with each seed.
 
     Raises:
-        ValueError: they cannot be paired.
+        ValueError: the shapes of a and b cannot be paired.
     """
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1] != b.shape[1] or (a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0])):
@@ -97,7 +98,7 @@ def scores(test: Mapping[str, Any], metric: str, grading: str) -> list[float]:
     """Return the score of each problem of a cell's test set.
 
     Args:
-        metric: "greedy"; "sampled" (share of its samples that is right); "pass@K".
+        metric: "greedy", "sampled" (share of right samples) or "pass@K".
         grading: "strict" or "lenient".
     """
     if metric == "greedy":

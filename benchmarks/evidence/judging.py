@@ -1,6 +1,7 @@
-"""Judge a cell on the test sets: scores and texts in `scores/`, the report's data in `result.json`.
+"""Judge a cell on the test sets.
 
-Each test set is written when complete, so a kill loses one set at most.
+Scores and texts go to `scores/`, the report's data to `result.json`. Each test set is written when
+it is complete, so a kill loses one set at most.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from rlm.evaluation import GRADINGS, Evaluation, evaluate
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
 
-SHOTS = 8  # worked examples that `base_few` is shown: the best of 2, 4 and 8 (docs/results)
+SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8 (docs/results)
 
 
 class Judge:
-    """A model with or without an adapter, to sample on problems."""
+    """Samples completions of problems with a model and its adapter, if any."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Judge:
     ) -> None:
         """
         Args:
-            examples: (question, completion) pairs that are shown first.
+            examples: (question, completion) pairs that precede each question (few-shot).
         """
         self.tokenizer = load_tokenizer(config.model)
         base = load_base(config.model, pick_device())
@@ -55,17 +56,17 @@ class Judge:
         self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
-        """Sample a greedy completion of each problem (k = 1), or k at training's temperature."""
+        """Sample one greedy completion per problem (k = 1), or k at training's temperature."""
         return self.evaluate(problems, k=k, temperature=0.0 if k == 1 else 1.0)
 
 
 def judge(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    """Judge a trained cell on all test sets and write `result.json`, which marks it as done."""
+    """Judge a trained cell on all test sets; write `result.json`, which marks the cell as done."""
     prepare_process()
     settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     folder = settings.folder(cell)
     made_once(folder / "result.json", partial(_judge, settings, cell, folder))
-    # Hundreds of megabytes, needed only for a resume or the curve.
+    # Checkpoints take hundreds of megabytes, and only a resume and the curve need them.
     for leftover in (folder / "train").glob("checkpoint*"):
         shutil.rmtree(leftover)
     return {}
@@ -100,7 +101,7 @@ def _judge(config: EvidenceConfig, cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def command_of(config: EvidenceConfig, cell: Cell) -> str:
-    """Return the command that repeats this cell in an empty grid, after those it needs."""
+    """Return the command that repeats this cell in an empty grid, after the cells that it needs."""
     default = EvidenceConfig()
     spelled = [] if cell.seed in default.seeds else [f"--seeds {cell.seed}"]
     usual = default.settings()
@@ -111,7 +112,7 @@ def command_of(config: EvidenceConfig, cell: Cell) -> str:
 
 
 def _public(name: str, value: object) -> object:
-    """Remove local paths, which mean nothing to a reader."""
+    """Return a setting's value without local paths, which mean nothing to a reader."""
     if name == "dataset" and str(value).startswith("gsm8k:"):
         return "gsm8k:DIRECTORY"
     return Path(str(value)).name if name == "model" and Path(str(value)).is_dir() else value
@@ -121,7 +122,7 @@ def _public(name: str, value: object) -> object:
 
 
 def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
-    """Judge one test set: `scores` for the report, and the texts."""
+    """Judge one test set; return its scores for the report, and the texts."""
     greedy = examiner(test.problems, 1)
     sampled = examiner(test.problems[: test.sampled], config.samples)
     texts = {
@@ -135,7 +136,7 @@ def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[st
 
 
 def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
-    """Return a test set's scores: a zero or a one for each completion, no texts."""
+    """Return a test set's scores without texts: a zero or a one for each completion."""
     return {
         "problems": [problem.id for problem in greedy.problems],
         "greedy": {name: "".join(_bits(greedy, strict)) for name, strict in GRADINGS.items()}
@@ -146,7 +147,7 @@ def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
 
 
 def _bits(result: Evaluation, strict: bool) -> list[str]:
-    """Return a string of zeros and ones for each problem, one per completion."""
+    """Return a string per problem, with a zero or a one per completion."""
     return ["".join(str(int(g.verdict(strict).correct)) for g in group) for group in result.groups]
 
 
@@ -168,11 +169,11 @@ def _curve(
     validation: Sequence[Problem],
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return validation after some steps and at the end, by seconds and samples."""
+    """Return validation scores after some steps and at the end, with seconds and samples."""
     rows, scores, model = [], config.folder(cell) / "scores", examiner.model
     final = {n: t.clone() for n, t in model.named_parameters() if "lora_" in n}
     validate = partial(_validate, config, examiner, validation)
-    on_the_way = {}  # SFT's checkpoints are by the clock, and of no curve
+    on_the_way = {}  # no points for SFT: its checkpoints are written by the clock
     if not ARMS[cell.arm].role and "seconds_until" in training:
         on_the_way = _points(config, config.folder(cell) / "train")
     for step, folder in on_the_way.items():
@@ -185,7 +186,7 @@ def _curve(
 
 
 def _points(config: EvidenceConfig, folder: Path) -> dict[int, Path]:
-    """Return steps → adapter for the snapshots before the last, which is `adapter/`."""
+    """Return step → checkpoint, without the last step, whose adapter is in `adapter/`."""
     found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}  # ours
     found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}  # TRL's
     return {step: found[step] for step in sorted(found) if 0 < step < config.steps}
@@ -207,7 +208,7 @@ def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
     """Load the adapter of a checkpoint, ours or PEFT's.
 
     Raises:
-        RuntimeError: its tensors differ from `names`.
+        RuntimeError: the tensors' names differ from `names`.
     """
     ours, prefix = folder / "state.safetensors", "adapter/"
     if ours.exists():
@@ -217,5 +218,5 @@ def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
         saved = load_file(folder / "adapter_model.safetensors")
         found = {n.replace(".weight", ".default.weight"): t for n, t in saved.items()}
     if set(found) != names:
-        raise RuntimeError(f"{folder} holds another adapter's tensors")
+        raise RuntimeError(f"{folder} contains another adapter's tensors")
     return found

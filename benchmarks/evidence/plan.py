@@ -1,8 +1,8 @@
 """The arms, sizes and cells of the grid; README.md explains them.
 
-A *cell* is one arm with one seed: it trains an adapter (or none) and is judged on all test sets.
-The seed decides everything: worked solutions, practice problems, the new adapter, sampling. Cells
-of one seed share data and SFT start.
+A *cell* is one arm with one seed. It trains an adapter (the base trains none) and is judged on all
+test sets. The seed decides the worked solutions, the practice problems, the adapter's initial
+weights and the sampling. Cells of one seed share their data and the SFT start.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Arm(NamedTuple):
     title: str
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
     needs: tuple[str, ...] = ()  # arms of the same seed that must run first
-    # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (GRPO by
-    # another formula, as many completions), "choice" (GRPO, one option changed), or none of them
+    # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (another
+    # algorithm, as many completions), "choice" (GRPO, one option changed) or "" (none of these)
     role: str = ""
-    grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ
-    rounds: int = 1  # rejection sampling's, each from the previous adapter
-    solvable: bool = False  # GRPO uses the problems that the start solves sometimes
-    flipped: float = 0.0  # share of the verdicts that are inverted; half of them: a coin decides
-    shuffled: bool = False  # each problem has another problem's gold
+    grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
+    rounds: int = 1  # of rejection sampling, each from the previous adapter
+    solvable: bool = False  # GRPO trains only on problems that the start solves sometimes
+    flipped: float = 0.0  # share of inverted verdicts; 0.5 is a random reward
+    shuffled: bool = False  # each problem has the gold of another problem
     braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
-# The learning half of the trials: as many completions, 10 larger steps, an update every two groups.
+# TOPR: 10 larger steps (as many completions in all), an update every two groups.
 TOPR: dict[str, Any] = {
     "algorithm": "topr",
     "steps": 10,
@@ -46,12 +46,12 @@ TOPR: dict[str, Any] = {
     "mini_batch_size": 2,
     "warmup_steps": 5,
 }
-BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps, validation problems
+BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems of each
 START = "sft"
 OURS = "grpo"  # the arm whose seconds are the rivals' budget
-BEST = "topr"  # the default algorithm: a report shows its leads where it was run
-# DAPO's share of the problems of a step: it draws others for groups without a difference, four in
-# ten at the start, and so comes to about as many completions.
+BEST = "topr"  # the default algorithm; a report shows its leads if the grid has it
+# DAPO takes this share of a step's problems. It replaces groups without signal (four in ten at the
+# start), so that it draws about as many completions as GRPO.
 DYNAMIC_SHARE = 0.6
 
 
@@ -72,11 +72,11 @@ def algorithm(title: str, name: str) -> Arm:
 
 
 def choice(title: str, **options: Any) -> Arm:
-    """One choice of GRPO's changed at a time, for as many completions from the same start."""
+    """Return GRPO with one choice changed, with as many completions from the same start."""
     return Arm(f"GRPO, {title}", "grpo", (START,), "choice", options)
 
 
-ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
+ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "base_zero": Arm("base, zero-shot", "base"),
     "base_few": Arm("base, few-shot", "base"),
     START: Arm("SFT (the start)", "sft"),
@@ -104,7 +104,7 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
         "learning rate 1e-3 after 5 steps of warmup", learning_rate=1e-3, warmup_steps=5
     ),
     "updates_2": choice("two updates a step", updates_per_batch=2),
-    # At equal seconds: sampling the solve rates takes its share of GRPO's time.
+    # It gets GRPO's seconds, and sampling the solve rates counts towards them.
     "solvable": Arm(
         "GRPO, problems solved at times", "grpo", (START, OURS), "choice", solvable=True
     ),
@@ -117,7 +117,7 @@ ARMS: dict[str, Arm] = {  # in the order in which the cells of a seed are run
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
-for share in (0.05, 0.1, 0.2):  # half of them: the random rewards
+for share in (0.05, 0.1, 0.2):  # a share of 0.5 is the random reward
     title = f"{share:.0%} of the verdicts turned round".replace("%", " %")
     ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
     ARMS[f"topr_flipped_{share}"] = topr(f", {title}", flipped=share, braked=True)
@@ -189,9 +189,9 @@ class EvidenceConfig:
     # --- the cells ------------------------------------------------------------------------------
 
     def all_cells(self) -> list[Cell]:
-        """Return all cells seed by seed, so that a stopped grid has whole seeds.
+        """Return all cells seed by seed, so that a stopped grid has complete seeds.
 
-        The base learns nothing, so it is one cell that pairs with every seed.
+        The base is not trained, so each of its arms is one cell, which pairs with every seed.
         """
         cells = [Cell(arm, 0) for arm in ARMS if ARMS[arm].kind == "base"]
         trained = [arm for arm in ARMS if ARMS[arm].kind != "base"]
@@ -224,14 +224,14 @@ class EvidenceConfig:
         Raises:
             UsageError: the grid was begun with other settings or test sets.
         """
-        from benchmarks.evidence.pools import OTHER, gym_installed  # they import this file
+        from benchmarks.evidence.pools import OTHER, gym_installed  # pools imports this file
 
         file = self.grid / "settings.json"
-        # No flag: results name all settings, and those of older grids do not have it.
+        # This has no flag, because results list the values of all flags and older ones lack it.
         settings = self.settings() | {OTHER: gym_installed()}
         self.grid.mkdir(parents=True, exist_ok=True)
         with (self.grid / "lock").open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may begin the grid just now
+            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may begin this grid, too
             begun = read_json(file) if file.exists() else {}
             for name in settings.keys() & begun.keys():
                 if begun[name] != settings[name]:
@@ -245,7 +245,7 @@ class EvidenceConfig:
                 replace_json(file, settings | begun)
 
     def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
-        """Return our trainer's options for a cell; TRL's schedule is derived from them."""
+        """Return our trainer's options for a cell; TRL's options are derived from them."""
         folder = self.folder(cell)
         options = {
             "model": self.model,
@@ -272,7 +272,7 @@ class EvidenceConfig:
         return config
 
 
-# What changes for GSM8K: its solutions have about 110 tokens, and all of its test set is judged.
+# Settings for GSM8K: its solutions have about 110 tokens, and the whole test set is judged.
 GSM8K = {
     "solved": 800, "sft_passes": 1, "max_new_tokens": 256, "base_new_tokens": 256,
     "greedy_problems": 1319, "sampled_problems": 50, "base_sampled": 16,
@@ -281,9 +281,9 @@ PRESETS = {"gsm8k": GSM8K}
 
 
 def made_once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the file's contents; if it does not exist, write the result of `make` first.
+    """Return the file's contents; if the file does not exist, write the result of `make` first.
 
-    It is written atomically: its existence marks finished work.
+    The file is written atomically, so its existence marks finished work.
     """
     if not file.exists():
         replace_json(file, make())

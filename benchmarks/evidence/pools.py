@@ -1,7 +1,7 @@
-"""The problems that an arm learns from, and those it is judged on.
+"""The problems on which an arm is trained, and those on which it is judged.
 
-The sets are disjoint: word problems are split by a hash of their numbers, the test families are in
-no other split, and GSM8K's practice problems exclude those whose solutions are shown.
+The sets are disjoint. Word problems are split by a hash of their numbers, the test families are in
+no other split, and GSM8K's practice problems exclude those whose solutions SFT gets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlm.data import Problem, generate_word_problems, load_problems, load_word_p
 
 LEVEL = 1
 FAMILIES = load_word_problem_table().families
-# One family for each operation: GRPO practises them with answers only, SFT never sees them.
+# One family per operation, which SFT never sees and GRPO practises with answers only.
 PRACTISED = ("money_at_first", "still_to_go", "distance_travelled", "make_groups")
 TAUGHT = tuple(
     f.name for f in FAMILIES if f.level == LEVEL and not f.held_out and f.name not in PRACTISED
@@ -41,7 +41,7 @@ GSM8K_FILES = {
     "gsm8k_test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
 }
 
-# Tasks of reasoning-gym (Apache-2.0), with operands as small as in our own problems.
+# Tasks of reasoning-gym (Apache-2.0), with operands as small as in our word problems.
 GYM_TASKS: Mapping[str, Mapping[str, object]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -59,8 +59,8 @@ class Pools:
     """The training problems of a seed's arms."""
 
     solved: list[Problem]
-    practice: list[Problem]  # without solutions; exactly what GRPO's steps take
-    practice_solved: list[Problem]  # the same with solutions, for the arm with a teacher
+    practice: list[Problem]  # without solutions, as many as GRPO's steps take
+    practice_solved: list[Problem]  # the same with solutions, for sft_all_solved
     validation: list[Problem]
 
 
@@ -68,13 +68,14 @@ class Pools:
 class JudgedSet:
     name: str
     problems: list[Problem]  # decoded greedily
-    sampled: int  # the first of them, sampled as well
+    sampled: int  # how many of the first problems are sampled as well
 
 
 def pools(config: EvidenceConfig, seed: int) -> Pools:
-    """
+    """Return the training and validation problems of a seed.
+
     Raises:
-        UsageError: files that are missing or not the published ones.
+        UsageError: a file of GSM8K is missing or not the published one.
     """
     wanted = config.steps * config.batch_size
     if config.dataset == "word-problems":
@@ -93,14 +94,14 @@ def pools(config: EvidenceConfig, seed: int) -> Pools:
 
 
 def validation_problems(config: EvidenceConfig, count: int) -> list[Problem]:
-    """Return the validation problems."""
+    """Return the first `count` validation problems."""
     if config.dataset == "word-problems":
         return made("validation", count, 0, TAUGHT + PRACTISED)
     return load_problems(config.dataset, "validation", max_samples=count)
 
 
 def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet]:
-    """Return the test sets, equal for all cells except for the base's samples."""
+    """Return the test sets: equal for all cells, but the base samples fewer problems."""
     sampled = config.base_sampled if base else config.sampled_problems
     greedy, sets = config.greedy_problems, []
     if config.dataset == "word-problems":
@@ -119,14 +120,14 @@ def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet
 
 
 def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> list[Problem]:
-    """Generate problems with the families in turn, so that every prefix is balanced."""
+    """Generate problems of the families in turn, so that every prefix is balanced."""
     return generate_word_problems(split, count, seed, (LEVEL,), families)
 
 
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
-    """Return the problems with each other's golds: a reward that no reasoning can earn."""
+    """Return the problems with shuffled golds, so that no reasoning can earn the reward."""
     order = list(range(len(problems)))
-    random.Random(f"golds {seed}").shuffle(order)  # then each gets its neighbour's in this order
+    random.Random(f"golds {seed}").shuffle(order)  # each gets the gold of the next in this order
     after = dict(zip(order, order[1:] + order[:1], strict=True))
     return [
         replace(problem, answer=problems[after[index]].answer)
@@ -134,14 +135,14 @@ def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
     ]
 
 
-# --- by other hands -----------------------------------------------------------------------------
+# --- problems of other authors -------------------------------------------------------------------
 
 
 def check_gsm8k(dataset: str) -> None:
-    """Check that the directory has the published files, byte for byte.
+    """Check that the directory's files equal the published ones byte for byte.
 
     Raises:
-        UsageError: a file is missing or differs, or it is not a GSM8K directory.
+        UsageError: a file is missing or differs, or `dataset` is not gsm8k:DIRECTORY.
     """
     name, _, folder = dataset.partition(":")
     if name != "gsm8k" or not folder:
@@ -159,7 +160,7 @@ def gym_installed() -> bool:
 
 
 def gym_problems(count: int) -> list[Problem]:
-    """Return distinct problems of reasoning-gym's arithmetic tasks, with the tasks in turn."""
+    """Return distinct problems of reasoning-gym's arithmetic tasks, one of each task in turn."""
     import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     each = -(-count // len(GYM_TASKS))

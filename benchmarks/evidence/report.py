@@ -1,8 +1,8 @@
-"""Write a grid's page and picture from its finished cells.
+"""Write a grid's page and plot from its finished cells.
 
-The `result.json` of each finished cell is copied into `evidence/ARM.json` beside the page (no
-texts, a zero or a one for each completion). The page, report.md.jinja, is made from these copies
-alone, so it can be reproduced. Sections without data are left out.
+The `result.json` of each finished cell is copied into `evidence/ARM.json` beside the page, with a
+zero or a one for each completion and no texts. The page is rendered from report.md.jinja and these
+copies alone, so that it can be reproduced. Sections without data are left out.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from rlm.cli import UsageError, terminal
 
 
 def write_report(config: EvidenceConfig) -> None:
-    """
+    """Copy the results of finished cells, and write the page and the plot.
+
     Raises:
-        UsageError: no cell is done, or the cells do not belong together.
+        UsageError: no cell is done, or the cells have different settings.
     """
     copy_results(config)
     results = Results.load(config.docs / "evidence")
@@ -49,7 +50,7 @@ def render(results: Results, values: dict[str, Any]) -> str:
 
 
 def contents(results: Results) -> dict[str, Any]:
-    """Return the template's variables. The tables begin with the best method that was run."""
+    """Return the template's variables. Tables begin with TOPR, or with GRPO if there is no TOPR."""
     share = results.share_a_seed
     pass_at = f"pass@{min(8, results.settings['samples'])}"
     best = BEST if BEST in results.arms else OURS
@@ -85,19 +86,19 @@ def contents(results: Results) -> dict[str, Any]:
 
 
 def average(cells: Sequence[Result], key: str) -> str:
-    """Return the mean over the trained cells."""
+    """Return the mean of a figure of training over the trained cells."""
     values = [cell["training"][key] for cell in cells if "seconds" in cell["training"]]
     return f"{mean(values):.0f}" if values else "–"
 
 
 def timed_alike(results: Results, cells: Sequence[Result]) -> list[Result]:
-    """Return the cells of the machine that most cells ran on."""
+    """Return those of the cells that ran on the machine of most results."""
     usual = Counter(map(machine_name, results.cells)).most_common(1)[0][0]
     return [cell for cell in cells if machine_name(cell) == usual]
 
 
 def machines(results: Results) -> str:
-    """Name the machine of most cells, then others with their cells."""
+    """Return the name of most cells' machine, then other machines with their cells."""
     found: dict[str, list[str]] = {}
     for cell in results.cells:
         found.setdefault(machine_name(cell), []).append(cell["cell"])

@@ -1,4 +1,4 @@
-"""Results of the finished cells: loading, comparison, machine names."""
+"""Load, compare and copy the results of finished cells."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rlm.cli import UsageError
 from rlm.runs import replace_file
 
 Result = dict[str, Any]  # a cell's result.json
-Sets = Sequence[str] | None  # test sets; None: the pooled ones
+Sets = Sequence[str] | None  # names of test sets (None: the pooled ones)
 
 
 @dataclass(frozen=True)
 class Results:
-    """The finished cells of a grid, by arm in the order of ARMS, seeds in order."""
+    """The finished cells of a grid by arm, in the order of ARMS; each arm's cells by seed."""
 
     arms: dict[str, list[Result]]
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        """
+        """Load the results of all arms.
+
         Raises:
             UsageError: the cells have different settings.
         """
@@ -52,7 +53,7 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """The training seeds; the base has none."""
+        """The training seeds. The base, which is not trained, does not count."""
         return sorted({c["seed"] for c in self.cells if ARMS[c["arm"]].kind != "base"})
 
     @property
@@ -78,15 +79,15 @@ class Results:
     def accuracy(
         self, arm: str, metric: str, grading: str = "strict", sets: Sets = None
     ) -> Interval:
-        """Return an arm's share of right answers."""
+        """Return an arm's score over the test sets with its interval."""
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
     def lead(self, arm: str, over: str, metric: str) -> Interval:
-        """Return the lead of `arm` over `over`, strict, on their common seeds and problems."""
+        """Return the strict lead of `arm` over `over` on their common seeds and problems."""
         return difference(*self.paired(over, arm, metric))
 
     def shared(self, a: str, b: str) -> list[list[Result]]:
-        """Return both arms' cells of the common seeds; the base pairs with each."""
+        """Return both arms' cells of their common seeds; the base pairs with all seeds."""
         rows = [self.arms.get(a, []), self.arms.get(b, [])]
         if "base" in (ARMS[a].kind, ARMS[b].kind):
             return rows
@@ -97,12 +98,12 @@ class Results:
         return all(self.shared(a, b))
 
     def paired(self, a: str, b: str, metric: str, sets: Sets = None) -> tuple[Scores, Scores]:
-        """Return both arms' scores on common seeds and problems (prefixes of each set).
+        """Return both arms' scores on their common seeds and problems.
 
-        The base samples fewer problems than the others.
+        The base samples fewer problems than the others; its problems are a prefix of theirs.
 
         Raises:
-            ValueError: no common seed.
+            ValueError: the arms have no common seed.
         """
         if not self.share_a_seed(a, b):
             raise ValueError("no seed is done for both arms")
@@ -116,7 +117,7 @@ class Results:
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
-    """Return (seeds, problems) of an arm's cells over several test sets.
+    """Return the scores of an arm's cells on all problems of the test sets: (seeds, problems).
 
     Raises:
         ValueError: the cells were judged on different problems.
@@ -130,14 +131,14 @@ def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: s
 
 
 def copy_results(config: EvidenceConfig) -> None:
-    """Copy the results of finished cells to the committed files, one per arm.
+    """Copy the results of finished cells to the committed files, one file per arm.
 
-    Existing seeds that this grid lacks are kept.
+    Results of seeds that this grid lacks stay in the files.
     """
     target = config.docs / "evidence"
     found: dict[str, list[Result]] = {}
     for file in sorted((config.grid / "cells").glob("*/result.json")):
-        result = read_json(file)  # whatever seeds are asked for now
+        result = read_json(file)  # of any seed, also if it is not in --seeds
         found.setdefault(result["arm"], []).append(result)
     for arm, new in found.items():
         file = target / f"{arm}.json"
@@ -149,7 +150,7 @@ def copy_results(config: EvidenceConfig) -> None:
 
 
 def machine_name(cell: Result) -> str:
-    """Return a machine name; seconds are comparable if it is equal."""
+    """Return a machine's name. Seconds are comparable between cells with the same name."""
     found = cell["machine"]
     sets = [name for name in found.get("instruction_sets") or () if name not in ("fma", "f16c")]
     limit = found.get("onednn_max_cpu_isa")

@@ -1,7 +1,7 @@
-"""Training of each arm. The functions run in the cell's process, write to the cell's directory, and
-return the contents of `train.json`.
+"""Train each arm.
 
-No adapter is chosen by its score: all are judged after their last update.
+The functions run in the cell's process, write to the cell's directory and return the contents of
+`train.json`. No adapter is chosen by its score: each is judged after its last update.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from rlm.runs import read_lines
 from rlm.training import GRPOConfig, SFTConfig, problems_for_step
 
 Record = dict[str, Any]
-SOLVE_RATE_SAMPLES = 4  # completions of the start by which GRPO's problems are selected
+SOLVE_RATE_SAMPLES = 4  # completions per problem by which `solvable` selects problems
 
 
 def train(config: Mapping[str, Any], arm: str, seed: int) -> Record:
-    """Train the cell's adapter into `adapter/`, or resume it."""
+    """Train the cell's adapter into `adapter/`, or resume its training."""
     settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     if ARMS[arm].kind == "base":
         return {}
@@ -58,10 +58,10 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
         "grpo": _grpo,
         "trl": _trl,
     }
-    started, commit = time.monotonic(), harness.code_commit()  # the tree may change while this runs
+    started, commit = time.monotonic(), harness.code_commit()  # files may change during training
     record = kinds[ARMS[cell.arm].kind](config, cell)
-    # `wall` counts this process only, so after a kill it is less than `seconds`. It includes time
-    # that is not training.
+    # `wall` counts all time of this process, but not of killed ones. `seconds` counts only
+    # training, of all processes.
     wall, peak = time.monotonic() - started, harness.peak_memory_gb()
     return record | {"wall": wall, "peak_memory_gb": peak, "commit": commit}
 
@@ -75,7 +75,7 @@ def _sft(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run SFT for the seconds that this seed's GRPO took, in several passes if needed."""
+    """Continue SFT for the seconds that this seed's GRPO took, in several passes if needed."""
     learned = pools(config, cell.seed)
     more = learned.practice_solved if cell.arm == "sft_all_solved" else []
     count = _examples_for(config, cell, _budget(config, cell))
@@ -83,10 +83,10 @@ def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
-    """Rejection sampling with GRPO's number of completions and seconds.
+    """Run rejection sampling with GRPO's number of completions and seconds.
 
-    Each round samples for its part of the problems with the previous round's adapter, and trains
-    that on all completions kept so far, with at least one pass over the new ones.
+    Each round samples its part of the problems with the previous round's adapter. It then trains
+    that adapter on all completions kept so far, on at least as many examples as there are new ones.
     """
     rounds, practice = ARMS[cell.arm].rounds, pools(config, cell.seed).practice
     adapter, budget = _start(config, cell), _budget(config, cell) / rounds
@@ -116,7 +116,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run SFT on the right completions of this seed's GRPO, for its seconds of updates."""
+    """Run SFT on the right completions of this seed's GRPO, for the seconds of its updates."""
     ours = config.folder(Cell(OURS, cell.seed))
     steps = read_json(ours / "train.json")["steps"]
     drawing = sum(step["sample"] + step["score"] for step in steps)
@@ -147,7 +147,7 @@ def _draw(
 
 
 def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[Problem]:
-    """Return a worked problem for each strictly right completion."""
+    """Return a problem for each strictly right completion, with its reasoning as the solution."""
     worked = []
     for problem, group in zip(problems, texts, strict=True):
         for text in group:
@@ -159,7 +159,7 @@ def _right(problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[
 
 
 def _distinct(right: Sequence[Problem]) -> dict[tuple[str, str], Problem]:
-    """Keep one of each problem and reasoning."""
+    """Return the worked problems without duplicates of problem and reasoning."""
     return {(problem.id, problem.solution): problem for problem in right}
 
 
@@ -172,7 +172,7 @@ def _budget(config: EvidenceConfig, cell: Cell) -> float:
 
 
 def _examples_for(config: EvidenceConfig, cell: Cell, seconds: float) -> int:
-    """Return how many examples fit in the seconds at the speed of this seed's SFT."""
+    """Return the number of examples that fit in `seconds` at the speed of this seed's SFT."""
     sft = read_json(config.folder(Cell(START, cell.seed)) / "train.json")
     return max(1, round(seconds / sft["seconds"] * sft["examples"]))
 
@@ -185,11 +185,12 @@ def _fine_tune(
     start: Path | None = None,
     folder: Path | None = None,
 ) -> Record:
-    """Run stage 1's trainer on `count` examples in one pass; resumable.
+    """Run stage 1's trainer on `count` examples, or resume it.
 
     Args:
-        examples: drawn from in shuffled passes.
-        folder: where adapter/ and train/ go (None: the cell's).
+        examples: the `count` examples are drawn from these in shuffled passes.
+        start: the start adapter (None: a new one).
+        folder: directory for adapter/ and train/ (None: the cell's).
     """
     import train_sft
 
@@ -216,7 +217,7 @@ def _fine_tune(
 
 
 def _resumed(options: SFTConfig | GRPOConfig) -> Any:
-    """Return the options that resume a run if it has a checkpoint."""
+    """Return the options with `resume` set if the run has a checkpoint."""
     begun = any(options.run_dir.glob("checkpoints/step_*/manifest.json"))
     return replace(options, resume=begun)
 
@@ -225,7 +226,7 @@ def _resumed(options: SFTConfig | GRPOConfig) -> Any:
 
 
 def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run our trainer; it resumes from its newest checkpoint."""
+    """Run our trainer, from its newest checkpoint if there is one."""
     from rlm import GRPOTrainer
 
     options = _resumed(config.grpo_config(cell, _start(config, cell)))
@@ -242,10 +243,10 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     reward = flipped_reward(cell.seed, arm.flipped) if arm.flipped else None
     validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
     trainer = GRPOTrainer(config.model, options, reward_fn=reward)
-    trainer.state.keep = config.steps + 1  # each is a point of the curve
+    trainer.state.keep = config.steps + 1  # each checkpoint is a point of the curve
     trainer.train(practice, validation)
     rows = read_lines(options.run_dir / "metrics.jsonl", repair=False)
-    drawn: Counter[int] = Counter()  # DAPO draws more for some of its groups
+    drawn: Counter[int] = Counter()  # completions per step; DAPO replaces some groups
     for group in read_lines(options.run_dir / "samples.jsonl", repair=False):
         drawn[group["step"]] += len(group["completions"])
     steps = [
@@ -269,8 +270,11 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
 def _solvable(
     config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]
 ) -> tuple[list[Problem], float]:
-    """Return the problems that the start solves in some but not all of a few completions, and the
-    seconds of sampling these."""
+    """Select the problems that the start solves in some, but not all, of a few completions.
+
+    Returns:
+        These problems, and the seconds of sampling.
+    """
     draw = partial(_draw, config, cell, practice, _start(config, cell), SOLVE_RATE_SAMPLES)
     drawn = made_once(config.folder(cell) / "drawn.json", draw)
     right = {p.id: _solved(p, texts) for p, texts in zip(practice, drawn["texts"], strict=True)}
@@ -285,9 +289,9 @@ def _solved(problem: Problem, texts: Sequence[str]) -> int:
 
 
 def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:
-    """Return a reward: the strict verdict, inverted for this share of the completions.
+    """Return a reward function: the strict verdict, inverted for `share` of the completions.
 
-    It inverts the same ones after a resume. Of a half, nothing is left of the verdict.
+    After a resume it inverts the same ones. With a share of 0.5 the reward is random.
     """
 
     def flipped(
@@ -314,7 +318,7 @@ def _trl(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _timed(steps: Sequence[Record]) -> Record:
-    """Seconds of training without evaluation and checkpoints, across restarts."""
+    """Return the seconds and samples of all steps; evaluation and checkpoints do not count."""
     for step in steps:
         step["total"] = step["sample"] + step["score"] + step["learn"]
     seconds = list(accumulate(step["total"] for step in steps))

@@ -527,7 +527,7 @@ def test_a_cell_needs_its_start(model_dir, tmp_path, in_process):
 def held(folder: Path):
     """What a cell's process holds; UsageError where another one does."""
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_file(folder / "lock", "cell", "is at it") as stream:
+    with lock_file(folder / "lock", "cell", "is running it") as stream:
         yield stream.fileno()
 
 
@@ -535,14 +535,14 @@ def test_a_cell_that_another_process_is_at_is_left_alone(model_dir, tmp_path, in
     config = toy(model_dir, tmp_path, cells=("base_zero-s0",))
     with held(config.folder(Cell("base_zero", 0))):
         assert grid.run(config) == ([Cell("base_zero", 0)], [])
-    assert re.search(r"base_zero-s0: process \d+ on .* is at it", capsys.readouterr().out)
+    assert re.search(r"base_zero-s0: process \d+ on .* is running it", capsys.readouterr().out)
 
 
 def test_a_killed_grid_leaves_its_cell_to_the_child(tmp_path):
     """The child inherits the lock: while it lives nobody else may begin the cell."""
     with held(tmp_path) as lock:
         child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
-    with pytest.raises(UsageError, match="is at it"), held(tmp_path):
+    with pytest.raises(UsageError, match="is running it"), held(tmp_path):
         pass
     child.kill()
     child.wait()
@@ -582,7 +582,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
     assert command_line.main(config) == 1
     assert begun == [("train", "sft-s0"), ("train", "sft-s1"), ("judge", "sft-s1")]
     said = capsys.readouterr().out
-    assert f"sft-s0: failed; the end of {config.folder(Cell('sft', 0))}/log.txt says why" in said
+    assert f"sft-s0: failed; see the end of {config.folder(Cell('sft', 0))}/log.txt" in said
     assert "grpo-s0: left for later" in said
     assert "failed: sft-s0; 2 cells are left" in said
 
