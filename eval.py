@@ -1,14 +1,15 @@
-"""Measures how much training helped: base, SFT and GRPO adapter on the same problems.
+"""Measures how much training helped: evaluates the base model, the SFT adapter and the GRPO adapter
+on the same problems.
 
-Each row has greedy accuracy with a 95 % interval, and is compared with the row above it. --samples
-adds mean@k, maj@k and pass@k. Model, dataset, tags and 4-bit loading are those of the last
-adapter's training unless you name others.
+Each row of the report shows the greedy accuracy of one model with a 95 % interval, and is compared
+with the row above it. --samples adds mean@k, maj@k and pass@k. By default, the model, the dataset,
+the tags and the quantization are those with which the last adapter was trained.
 
     python eval.py                                   # weights/sft_lora, weights/final_rlm_lora
     python eval.py --dataset gsm8k --max-samples 500 --samples 8
     python eval.py --base-only --model smollm2-135m  # how good is it before any training?
     python eval.py --samples 8 --resume              # keep the rows that are still valid
-    python eval.py --audit-reward                    # does the grader miss right answers?
+    python eval.py --audit-reward                    # does the grader reject right answers?
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
         return []
     evaluated = {problem.question for problem in problems}
     try:
-        count = config.few_shot + len(problems)  # spare ones, because some may have to be left out
+        count = config.few_shot + len(problems)  # some may be evaluated, or lack a solution
         train = load_problems(
             required(config.dataset, "--dataset"),
             max_samples=count,
@@ -75,8 +76,14 @@ def fit_window(
     window: int | None,
     problems: Sequence[Problem],
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
-    """Return the problems whose prompts fit into the model's window, and the few-shot examples if
-    they fit too; print what is left out."""
+    """Select the problems and the few-shot examples that fit into the model's context window.
+
+    This prints what is left out.
+
+    Returns:
+        The problems whose prompts fit, and the few-shot examples. The list of examples is empty if
+        the few-shot prompt of a problem does not fit.
+    """
     render = partial(render_problem, tokenizer, format=config.format)
     limit = (window or sys.maxsize) - config.max_new_tokens
     why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
@@ -102,12 +109,17 @@ def evaluate_row(
     tool: Tool | None = None,
     scorer: Scorer | None = None,
 ) -> dict[str, Evaluation]:
-    """Evaluate one model: "greedy" results, and "sampled" ones if --samples asks for them.
+    """Evaluate one model with greedy decoding, and with sampling if --samples is above 0.
 
     Args:
-        tool: the tool of --tool.
-        record: stores the completions; stored ones are not sampled again.
-        scorer: the scorer of --reward.
+        examples: the (question, completion) pairs of a few-shot prompt.
+        kinds: the evaluations to run.
+        record: stores the completions; stored completions are not sampled again.
+        tool: the tool selected by --tool.
+        scorer: computes the rewards with the function selected by --reward.
+
+    Returns:
+        The results under the keys "greedy" and "sampled".
     """
     from rlm.sampling import Sampler, sampling_dtype
 
@@ -156,7 +168,10 @@ def made_of(
     problems: Sequence[Problem],
     examples: Sequence[tuple[str, str]],
 ) -> dict[str, object]:
-    """Return what a row's completions depend on, besides decoding and code."""
+    """Return everything that the completions of a row depend on, except the decoding and the code.
+
+    Stored completions are reused only if these values are unchanged.
+    """
     from rlm.model import adapter_hash
     from rlm.runs import data_id
 
@@ -175,11 +190,11 @@ def made_of(
 
 
 def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer | None:
-    """Return the scorer of --reward; None without it.
+    """Make the scorer for the reward function given by --reward, or return None without --reward.
 
     Raises:
-        UsageError: the reward does not exist, the data lacks one of its columns, or the answers are
-            open and there is no reward.
+        UsageError: the reward function does not exist, the data lacks a column that the reward
+            function needs, or the answers are open and no reward function is given.
     """
     if config.reward:
         tags = required(config.reasoning_format, "--reasoning-format")
@@ -188,8 +203,8 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
         return scorer
     if all(problem.answer_type == "open" for problem in problems):
         raise UsageError(
-            f"the answers of {config.dataset} are open (answer_type): give the reward that judges "
-            "them, --reward FILE.py:NAME"
+            f"the answers of {config.dataset} are open (answer_type): pass a reward that judges "
+            "them with --reward FILE.py:NAME"
         )
     return None
 
@@ -223,10 +238,10 @@ def main(config: EvaluateConfig) -> int:
     pairs = combinations(config.adapters.items(), 2)
     same = [[a, b] for (a, one), (b, other) in pairs if same_weights(one, other)]
     for pair in same:
-        terminal.line(f"{' and '.join(pair)} hold the same weights: their rows will be the same")
+        terminal.line(f"{' and '.join(pair)} have the same weights: their rows will be the same")
     tokenizer, journal = load_tokenizer(model_name), open_journal(config.output, config.resume)
     base = load_base(model_name, device, quantize=config.quantize)
-    for path in config.adapters.values():  # one that does not fit fails before a row is computed
+    for path in config.adapters.values():  # reports an unsuitable adapter early
         base = take_adapters_off(load_adapter(base, path, trainable=False))
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
@@ -243,16 +258,16 @@ def main(config: EvaluateConfig) -> int:
             row = (name, model, tokenizer, problems, shown, config)
             record = RowRecord(journal, name, origin)
             results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
-            base = take_adapters_off(model)  # restores it, because nothing was merged
+            base = take_adapters_off(model)  # restores the base model: nothing was merged
     except KeyboardInterrupt:
         if not journal.rows:
             raise
         drawn = "; ".join(journal.rows)
-        raise Interrupted(signal.SIGINT, f"{journal.path} has: {drawn}") from None
+        raise Interrupted(signal.SIGINT, f"{journal.path} contains: {drawn}") from None
 
     note = EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else ""
     made_with = {"base_hash": weights, "device": str(device), "note": note}
-    made_with |= {"left_out": asked - len(problems)}  # problems too long for the model
+    made_with |= {"left_out": asked - len(problems)}  # problems that exceed the context window
     made_with |= {"same_weights": same}
     pairs = pairs_to_compare(list(results), config.adapters)
     write_report(results, pairs, data, {"config": to_dict(config), **made_with}, config.output)

@@ -1,4 +1,4 @@
-"""Asks the trained model a question: prints its reasoning as it is written, then the answer.
+"""Asks the trained model a question, streams its reasoning, and then prints the answer.
 
     python inference.py "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
     python inference.py                # a prompt loop
@@ -7,8 +7,8 @@
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
     python inference.py --response-format schema.json "…"  # JSON; also --regex, --choice yes,no
     python inference.py --json "…"     # one JSON object, for programs
-    python inference.py --merge merged     # write base and adapter as one model
-    python inference.py --gguf rlm.gguf    # write them as a file for llama.cpp and ollama
+    python inference.py --merge merged     # merge the adapter into the base model, and save it
+    python inference.py --gguf rlm.gguf    # save the merged model for llama.cpp and ollama
     python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
 
 From Python:
@@ -123,20 +123,20 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         check_values(self)
         if sum(x is not None for x in (self.response_format, self.regex, self.choice)) > 1:
-            raise ValueError("give one of --response-format, --regex and --choice")
+            raise ValueError("give only one of --response-format, --regex and --choice")
         if self.n > 1 and self.temperature == 0:
             raise ValueError("--n above 1 needs a temperature above 0: all answers would be equal")
         if self.writes:
             if self.question is not None or self.base:
                 raise ValueError(
-                    "--merge and --gguf are for a trained model: no question, no --base"
+                    "--merge and --gguf write a trained model: leave out the question and --base"
                 )
         elif self.json and self.question is None:
-            raise ValueError("--json answers one question: give it on the command line")
+            raise ValueError("--json answers one question: give the question on the command line")
 
     @property
     def writes(self) -> bool:
-        """Whether --merge or --gguf writes a model instead of asking."""
+        """Whether --merge or --gguf is given, so that a model is written and no question asked."""
         return bool(self.merge or self.gguf)
 
 
@@ -149,7 +149,10 @@ def generate_reasoning(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """Generate a completion with visible reasoning: `<think>…</think>` and `<answer>…</answer>`."""
+    """Generate a completion that contains the reasoning and the answer, including their tags.
+
+    The default tags are `<think>…</think>` and `<answer>…</answer>`.
+    """
     from rlm.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens, temperature)
@@ -200,7 +203,7 @@ def read_schema(wanted: str | None) -> str | None:
 
 
 def structured_outputs(config: InferenceConfig, schema: str | None) -> StructuredOutputs | None:
-    """Return the constraint on the answer, or None."""
+    """Return the constraint on the answer that the options request, or None."""
     from rlm.sampling import StructuredOutputs
 
     if schema == "json_object":
@@ -213,7 +216,7 @@ def structured_outputs(config: InferenceConfig, schema: str | None) -> Structure
 
 
 def write_merged(config: InferenceConfig) -> None:
-    """Write base and adapter as one model, which loads without this project's code."""
+    """Merge the adapter into the base model, and write a model that loads without this project."""
     from rlm.evaluation import model_card
     from rlm.model import (
         AdapterInfo,
@@ -244,11 +247,11 @@ def write_merged(config: InferenceConfig) -> None:
 
 
 def _questions(config: InferenceConfig) -> Iterator[str]:
-    """Yield the question of the command line, or typed ones until an empty line."""
+    """Yield the question from the command line, or typed questions until an empty line."""
     if config.question is not None:
         yield config.question
         return
-    terminal.line("Ask a question; an empty line ends.")
+    terminal.line("Ask a question; an empty line ends the session.")
     asked = 0
     try:
         while (question := input("> ")).strip():
@@ -277,7 +280,7 @@ def _as_json(reply: Reply) -> dict[str, object]:
 
 
 def _write(text: str, by_tool: bool = False) -> None:
-    """Write a chunk of streamed text; on a terminal, underline what a tool wrote."""
+    """Write a chunk of streamed text; text that a tool wrote is underlined on a terminal."""
     if by_tool and terminal.console.is_terminal:
         text = f"\x1b[4m{text}\x1b[24m"
     sys.stdout.write(text)
@@ -285,12 +288,12 @@ def _write(text: str, by_tool: bool = False) -> None:
 
 
 def _print_summary(reply: Reply, config: InferenceConfig) -> None:
-    """Print votes, answer and cost below the streamed text."""
+    """Print the votes, the answer and the speed below the streamed text."""
     shown, tokens = reply.answer.shown, reply.usage.completion_tokens
     terminal.line("")
     if votes := reply.answer.vote_counts:
         if votes.winner is not None:
-            terminal.line(f"\nthe likeliest of the winning answers:\n{shown.response}")
+            terminal.line(f"\nthe most likely of the winning answers:\n{shown.response}")
         terminal.bars(votes.counts, votes.n)
     who = "base" if config.base else str(config.adapter)
     status = shown.thinking.status

@@ -1,15 +1,16 @@
-"""Serves the trained model over HTTP: `POST /phase1/reasoning`, OpenAI's API on /v1, and a page.
+"""Serves the trained model over HTTP, with `POST /phase1/reasoning`, OpenAI's API and a web page.
 
     python server.py                        # http://127.0.0.1:8000, for this machine only
     python server.py --ngrok                # with a public URL (needs NGROK_AUTHTOKEN) and a key
     python server.py --ngrok --public       # with a public URL and no key
     RLM_API_KEY=… python server.py --host 0.0.0.0 --allow-host my.machine
-    python server.py --adapters weights     # all adapters in the folder; a request names one
+    python server.py --adapters weights     # all adapters in the folder; each request names one
 
     curl -s http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \\
          -d '{"prompt": "Each box holds 6 eggs. How many eggs do 4 boxes hold?"}'
 
-Ctrl-C (or SIGTERM) lets running requests finish; a second Ctrl-C does not wait.
+Ctrl-C (or SIGTERM) stops the server after running requests have finished; a second Ctrl-C stops it
+at once.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     from rlm.data import Experience
     from rlm.serving import AllowedHosts, Keys, Service
 
-DRAIN_SECONDS = 25.0  # seconds in which running requests may finish
-# Limits of --public: requests per minute for each address, tokens for each request
+DRAIN_SECONDS = 25.0  # maximum time to wait for running requests at shutdown
+# Limits with --public: requests per minute for each address, and tokens for each request.
 PUBLIC_REQUESTS, PUBLIC_TOKENS = 20, 1024
-REQUESTS = 120  # per minute for each key
+REQUESTS = 120  # requests per minute for each key
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class ServerConfig:
         check_values(self)
         if self.public and not (self.ngrok or self.allow_host):
             raise ValueError(
-                "--public needs a tunnel: add --ngrok, or --allow-host NAME for one of your own"
+                "--public needs a tunnel: add --ngrok, or --allow-host NAME for your own tunnel"
             )
 
     @property
@@ -116,7 +117,7 @@ def main(config: ServerConfig) -> int:
     library = load_experiences(config.experiences) if config.experiences else ()
     what, shown = "the base model" if config.base else config.adapter, _address(config.host)
     where = f" for http://{shown}:{config.port}" if config.port else ""
-    terminal.line(f"loading {what}{where} …")  # before the libraries, which take seconds to import
+    terminal.line(f"loading {what}{where} …")  # importing the libraries takes seconds
     from rlm.model import prepare_process
     from rlm.serving import listen
     from rlm.serving import logging as logs
@@ -128,10 +129,11 @@ def main(config: ServerConfig) -> int:
 
 
 def read_keys(config: ServerConfig) -> Keys:
-    """Return the API keys, and print who may use the server without one.
+    """Return the API keys, and print a notice if the server may be used without a key.
 
     Raises:
-        UsageError: the options contradict each other, or let others in without a key.
+        UsageError: the options contradict each other, or would allow requests from other machines
+            without a key.
     """
     from rlm.serving import Keys, is_loopback, load_keys, new_key
 
@@ -139,7 +141,7 @@ def read_keys(config: ServerConfig) -> Keys:
     if config.public and (keys.required or not is_loopback(config.host)):
         why = "RLM_API_KEY and --key-file" if keys.required else f"--host {config.host}"
         raise UsageError(
-            f"--public is for requests without a key, through a tunnel: leave out {why}"
+            f"--public serves requests without a key, through a tunnel: leave out {why}"
         )
     if not is_loopback(config.host) and not keys.required:
         raise UsageError(
@@ -152,9 +154,9 @@ def read_keys(config: ServerConfig) -> Keys:
     if config.public or (config.allow_host and not keys.required):
         limits = f"with {config.rate} requests a minute for each address"
         limits += f" and {_request_tokens(config)} tokens for each request"
-        without = "and without limits (for a key set RLM_API_KEY, for limits add --public)"
+        without = "and without limits (to require a key set RLM_API_KEY, for limits add --public)"
         terminal.line(
-            "open: whoever knows this server's public name may use it, without a key, "
+            "open: anyone who knows this server's public name may use it, without a key, "
             f"{limits if config.public else without}"
         )
     return keys
@@ -166,7 +168,7 @@ def _address(host: str) -> str:
 
 
 def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
-    """Make the engine, which loads the model in its own thread, and the service around it."""
+    """Make the service and its engine; the engine loads the model in its own thread."""
     from functools import partial
 
     from rlm.model import load_tokenizer
@@ -194,7 +196,7 @@ def _request_tokens(config: ServerConfig) -> int | None:
 async def _serve(
     config: ServerConfig, service: Service, keys: Keys, listening: socket.socket
 ) -> int:
-    """Serve until a signal or the engine's death; return the exit code."""
+    """Serve until a signal is received or the engine stops, and return the exit code."""
     import uvicorn
 
     from rlm.serving import (
@@ -224,7 +226,7 @@ async def _serve(
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
-    # The server has to stop with this task, because nothing else watches the engine.
+    # The server has to stop when this task ends, because nothing else monitors the engine.
     watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
     await server.serve(sockets=[listening])
     watching.cancel()
@@ -241,7 +243,7 @@ async def _serve(
 async def _watch(
     config: ServerConfig, service: Service, hosts: AllowedHosts, listening: socket.socket
 ) -> None:
-    """Print when the model is ready, and keep the tunnel open until the engine is dead."""
+    """Print a line when the model is ready, and keep the tunnel open until the engine stops."""
     from rlm.serving import Tunnel, TunnelError, local_url
 
     tunnel = None
@@ -250,8 +252,9 @@ async def _watch(
             await asyncio.sleep(0.1)
         if service.engine.state == "dead":
             return
-        # Loaded objects stay, so the garbage collector need not visit them. Without them it visits
-        # the objects of requests more often, as it waits until new objects are a quarter of all.
+        # The loaded objects are never freed, so the garbage collector need not visit them. A full
+        # collection starts when the new objects are a quarter of all tracked objects. Without the
+        # loaded objects this threshold is lower, so the objects of requests are freed earlier.
         gc.collect()
         gc.freeze()
         port = listening.getsockname()[1]

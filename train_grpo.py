@@ -1,16 +1,17 @@
-"""Stage 2: trains a LoRA adapter with GRPO. The hand-written loop is `GRPOTrainer.train`: sample
-and score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
+"""Stage 2: trains a LoRA adapter with GRPO. The hand-written training loop is `GRPOTrainer.train`:
+sample and score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
 
-This is not TRL's trainer. Each step samples a group of completions for each problem, checks each
-final answer (0 or 1), compares inside the group and updates the adapter. Four parts of textbook
-GRPO are left out:
+The loop does not use TRL's trainer. Each step samples a group of completions for each problem,
+rewards each completion with 1 or 0 for its final answer, compares the rewards inside each group and
+updates the adapter. Compared with textbook GRPO, four parts are simplified:
 
-1. The KL term is off (--kl-weight 0): the reward checks the answer itself. If it is on, the
-   reference model is the adapter that training started from.
-2. Groups whose rewards are all equal have no gradient, so they are not computed. They still count
-   in the average, so the update is the same.
-3. With one update per batch the old log-probabilities are the current ones, without a second pass.
-4. There is no value model: the group's mean reward is the baseline.
+1. The KL term is off (--kl-weight 0), because the reward checks the answer itself. If the KL term
+   is on, the reference model is the adapter that training started from.
+2. Groups whose rewards are all equal have no gradient, so their loss is not computed. These groups
+   still count in the average, so the update is the same.
+3. With one update per batch, the old log-probabilities equal the current ones, so a second forward
+   pass is not needed.
+4. There is no value model. The baseline is the mean reward of the group.
 
     python train_grpo.py                                   # picks a model and data that fit here
     python train_grpo.py --plan                            # how much time and memory does it take?
@@ -105,11 +106,13 @@ class GRPOTrainer:
         """Load the model and the start adapter.
 
         Args:
-            reward_fn: a RewardFunction, a function or a list of these; None: CorrectnessReward.
-            tool: writes into completions (docs/how-to/tools.md). None: what config.tool names.
+            reward_fn: a RewardFunction, a function, or a list of these. The default is
+                CorrectnessReward.
+            tool: the tool that writes into completions (docs/how-to/tools.md). The default is the
+                tool named in config.tool.
 
         Raises:
-            TypeError, ValueError: an invalid argument; nothing was loaded.
+            TypeError, ValueError: an argument is invalid; nothing has been loaded.
         """
         check_arguments(model_name, config)
         prepare_process()
@@ -121,7 +124,7 @@ class GRPOTrainer:
             config, str(model_name), self.base_hash, tool, self.distributed.size
         )
         config = self.config
-        self.answer_types = start.answer_types  # until the data is known
+        self.answer_types = start.answer_types  # `prepare` replaces these by the data's types
         tags = required(config.reasoning_format, "--reasoning-format")
         self.format = FORMATS[tags].with_prompt(config.system_prompt)
         self.scorer: StepScorer = Scorer(reward, tags)
@@ -129,7 +132,7 @@ class GRPOTrainer:
         self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
         parts = self.policy, self.tokenizer, config, self.distributed, tool
-        self.weights, self.sampler = make_engine(*parts)  # learner and sampler
+        self.weights, self.sampler = make_engine(*parts)  # the learner and the sampler
         self.adapter = self.weights.master_weights  # name → trained fp32 tensor
         self.optimizer = self.weights.make_optimizer(config.learning_rate)
         saved = (self.weights, self.optimizer, self.base_hash)
@@ -139,7 +142,7 @@ class GRPOTrainer:
     def load_model(
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
     ) -> tuple[PreTrainedTokenizerBase, PeftModel]:
-        """Load the tokenizer, and the base with the trainable adapter, in eval mode."""
+        """Load the tokenizer, and the base model with the trainable adapter, in eval mode."""
         model = required(self.config.model, "--model")
         return tokenizer or load_tokenizer(model), load_policy(self.config, model, device)
 
@@ -148,17 +151,18 @@ class GRPOTrainer:
         return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
-        """Run the loop, export the last adapter or the best, and return the run's summary.
+        """Run the training loop, export the last or the best adapter, and return a summary.
 
-        Makes one pass over the problems if the config names no `steps`.
+        If the config does not set `steps`, training makes one pass over the problems.
 
         Args:
-            dataset, eval_dataset: Problems, or dicts or a `datasets.Dataset` with the fields of
-                data/README.md; the second one selects the adapter to export.
+            dataset: the training problems: Problems, dicts or a `datasets.Dataset`, with the
+                fields described in data/README.md.
+            eval_dataset: the validation problems, which select the adapter to export.
 
         Raises:
-            UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
-            Interrupted: a signal was received; the step was finished and saved.
+            UsageError: --run-dir is in use, --output is not writable, or there is no run to resume.
+            Interrupted: a signal was received; the current step was finished and saved.
         """
         config, data = self.prepare(dataset, eval_dataset)
         parts = self.state, self.sampler, self.tokenizer, self.validation_scores
@@ -170,7 +174,7 @@ class GRPOTrainer:
                 groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
 
                 # 3. compare, inside each group
-                rewards = reward_tensor(groups)  # (P, G), as the reward returned them
+                rewards = reward_tensor(groups)  # (P, G), as returned by the reward function
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
                 if algorithm.distinct:
@@ -200,7 +204,11 @@ class GRPOTrainer:
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the step's groups from all processes, and the reward's metrics."""
+        """Sample and score the completions of a step.
+
+        Returns:
+            The groups of all processes, and the metrics of the reward function.
+        """
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -222,7 +230,7 @@ class GRPOTrainer:
                 token_ids = [[c.token_ids for c in group] for group in sampled]
                 scores = self.scorer(mine, texts, truncated, token_ids)
             reward_metrics.append((len(mine), scores.metrics))
-            # From here on every process has the groups of all processes.
+            # From here on, every process has the groups of all processes.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, scores.reasons, strict=True)
             groups += [Group(*parts) for parts in distributed.gather(list(scored))]
         self.sampler.release()  # frees memory for learning
@@ -231,7 +239,11 @@ class GRPOTrainer:
     def _learn(
         self, run: TrainingRun, batches: Sequence[Sequence[Rollout]], step: int
     ) -> dict[str, float]:
-        """Make `updates_per_batch` passes over the mini-batches, one optimizer update for each."""
+        """Make `updates_per_batch` passes over the mini-batches, with one update per mini-batch.
+
+        Returns:
+            The training metrics of the step.
+        """
         config, algorithm = run.config, run.config.resolved_algorithm
         updates = [run.micro_batches(rollouts) for rollouts in batches]
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
@@ -244,7 +256,7 @@ class GRPOTrainer:
             lr = self._set_learning_rate(lr)
             for micro in micro_batches:
                 logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
-                if micro.old_logprobs is None:  # first update: the current ones are the old ones
+                if micro.old_logprobs is None:  # first update: old = current
                     micro.old_logprobs = logprobs.detach()
                 loss, sums = policy_loss(
                     logprobs, micro, algorithm, correct_sampler=differs, kl_weight=config.kl_weight
@@ -267,7 +279,10 @@ class GRPOTrainer:
         return lr
 
     def _optimizer_step(self) -> float:
-        """Clip the gradient and step; return its norm. A norm that is not finite skips the step."""
+        """Clip the gradient, make an optimizer step, and return the gradient norm.
+
+        The optimizer step is skipped if the gradient norm is not finite.
+        """
         self.distributed.all_reduce(self.adapter.values())
         clipped = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         norm = clipped.item()
@@ -283,7 +298,10 @@ class GRPOTrainer:
     def prepare(
         self, dataset: Iterable, eval_dataset: Iterable | None
     ) -> tuple[GRPOConfig, TrainingData]:
-        """Read the data, print what the run will do, and return config (with steps) and data."""
+        """Read the data, print an overview of the run, and return the config and the data.
+
+        The returned config has its number of steps set.
+        """
         parts = self.config, self.policy, self.render, self.scorer
         data = TrainingData.read(*parts, dataset, eval_dataset)
         self.answer_types = data.answer_types
@@ -301,8 +319,11 @@ class GRPOTrainer:
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> Mapping[str, ProblemScores]:
-        """Return each problem's mean over k completions, by "accuracy" or "reward"; `advance` is
-        called after each completion."""
+        """Return the mean score of each problem over k completions, for "accuracy" or "reward".
+
+        Args:
+            advance: callback that is called after each completion.
+        """
         return self.validator.scores(problems, k, advance)
 
     def log(
@@ -312,17 +333,21 @@ class GRPOTrainer:
         groups: Sequence[Group],
         advantages: Tensor,
     ) -> None:
-        """Log a step to disk and terminal; advantages are (P, G)."""
+        """Log a step to disk and to the terminal.
+
+        Args:
+            advantages: the advantage of each rollout, (P, G).
+        """
         run.log_step(metrics, groups, advantages)
 
     def generate(self, question: str) -> str:
-        """Answer a question greedily; the returned text includes reasoning and tags.
+        """Answer a question with greedy decoding, and return the text with its reasoning and tags.
 
         Raises:
             TypeError: the question is not a str.
         """
         if not isinstance(question, str):
-            raise TypeError(f"generate takes one question, as text, not {question!r:.60}")
+            raise TypeError(f"generate takes one question as a str, not {question!r:.60}")
         params = SamplingParams(self.config.max_new_tokens, temperature=0.0)
         prompt = self.render(Problem("", question, "", answer_type=self.answer_types[0]))
         [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])

@@ -1,8 +1,8 @@
 """Stage 1: teach the format. A generic instruct model learns to reason inside <think></think>.
 
-TRL's SFTTrainer does the training. The prompts come from the same function as in GRPO, evaluation
-and inference. The loss is on the completion alone, up to and including its first end token. LoRA is
-on all linear layers; --quantize 4bit loads the base in 4 bits.
+Training uses TRL's SFTTrainer. The prompts come from the same function as in GRPO, evaluation and
+inference. The loss is computed on the completion alone, up to and including its first end token.
+LoRA is applied to all linear layers; --quantize 4bit loads the base model in 4 bits.
 
     python train_sft.py                                    # picks a model and data that fit here
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --quantize 4bit \\
@@ -78,7 +78,7 @@ def main(config: SFTConfig) -> int:
         raise UsageError("SFT runs in one process: start it with python, not with torchrun")
     if config.resume:
         check_resumable(config.run_dir)
-    load_tool(config.tool)  # finds a mistake in its name early
+    load_tool(config.tool)  # reports an invalid --tool before the data is loaded
     marks = {"calculator_marks": config.tool == Calculator.name}
     marks |= {"columns": config.columns, "rows": config.split}
     choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
@@ -100,9 +100,10 @@ def train(
     """Train on the problems' solutions, write the adapter, and return the contents of run.json.
 
     Raises:
-        UsageError: no problem has a solution, or none is short enough; the tags differ from
-            --adapter's; nothing to resume, or the run was started with other options.
-        Interrupted: a signal was received; the step was finished and saved.
+        UsageError: no problem has a solution, or all examples are too long; the tags differ from
+            those of --adapter; there is no run to resume, or the run to resume was started with
+            other options.
+        Interrupted: a signal was received; the current step was finished and saved.
     """
     config = follow_adapter(config, AdapterInfo.load(config.adapter) if config.adapter else None)
     model = required(config.model, "--model")
@@ -145,16 +146,16 @@ def learn(
     """Train on tokenized examples, write the adapter, and return the contents of run.json.
 
     Args:
-        about: the stage and the data, for run.json.
+        about: the description of the stage and the data, which is stored in run.json.
         left_out: the number of examples that were left out because they are too long.
 
     Raises:
-        UsageError: nothing to resume, or the run was started with other options; a folder cannot
-            be written.
-        Interrupted: a signal was received; the step was finished and saved.
+        UsageError: there is no run to resume, or the run to resume was started with other options;
+            or a folder is not writable.
+        Interrupted: a signal was received; the current step was finished and saved.
     """
-    config = replace(config, epochs=config.epochs_for(len(examples)))  # recorded as a number
-    from transformers import set_seed  # after rlm.model, which silences its imports
+    config = replace(config, epochs=config.epochs_for(len(examples)))  # run.json records a number
+    from transformers import set_seed  # after rlm.model, which silences import warnings
 
     from rlm.training import CheckpointCallback, make_trainer
 
@@ -194,7 +195,7 @@ def learn(
 
 
 def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel:
-    """Load the base with --adapter or a new adapter."""
+    """Load the base model with the adapter from --adapter, or with a newly initialized one."""
     model = required(config.model, "--model")
     if config.adapter:
         check_base(config.adapter, model, base_hash)
@@ -206,7 +207,7 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
     if not getattr(policy.peft_config["default"], "lora_dropout", 0):
-        # PEFT's layers convert bf16 to fp32 and back, which takes a seventh of a step's time.
+        # PEFT's LoRA layers convert bf16 to fp32 and back, which takes a seventh of a step's time.
         use_fused_layers(policy)
     return policy
 
@@ -251,7 +252,7 @@ def summary_card(config: SFTConfig, history: dict) -> None:
 
 
 def next_command(config: SFTConfig) -> str:
-    """Return the command of stage 2 on the same data."""
+    """Return the command that starts stage 2 on the same data."""
     own = config.dataset and own_files(config.dataset)
     data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
     options = {"sft_adapter": config.output, **(data if own else {})}

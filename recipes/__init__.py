@@ -1,1 +1,4 @@
-"""The same GRPO loop with other actors. Recipes import `train_grpo` and `rlm`, never each other."""
+"""Recipes that apply the GRPO loop to other actors than a single reasoning model.
+
+A recipe may import `rlm` and the scripts of the project, but never another recipe.
+"""

@@ -1,4 +1,5 @@
-"""The code that the stage scripts share. Importing it loads no torch and uses no network."""
+"""Code shared by the stage scripts. Importing this package does not import torch or use the
+network."""
 
 import os
 import sys
@@ -6,7 +7,7 @@ from importlib.util import find_spec
 
 if missing := [
     name
-    for name in ("transformers", "peft", "rich", "yaml", "lazy_loader")  # what every script imports
+    for name in ("transformers", "peft", "rich", "yaml", "lazy_loader")  # imported by every script
     if find_spec(name) is None
 ]:
     raise ImportError(
@@ -29,7 +30,7 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "load_gsm8k"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load GRPOTrainer from its script, and torch with it, at first use."""
+    """Import GRPOTrainer from its script, which imports torch, when it is first used."""
     if name == "GRPOTrainer":
         from train_grpo import GRPOTrainer
 

@@ -1,8 +1,8 @@
-"""The one client for OpenAI-compatible servers: any LLM API for recipes, vLLM for rollouts.
+"""The client for OpenAI-compatible servers. Recipes use it for LLM APIs, rollouts for vLLM.
 
-Requests go through the `openai` package. Its own retries are off, because here each try waits for
-the rate limit and counts against the budget. Importing `openai` takes a third of a second, so the
-first client imports it, not this module.
+Requests are sent by the `openai` package. Its own retries are disabled, because each attempt has to
+wait for the rate limit and count against the budget. Importing `openai` takes a third of a second,
+so it is imported when the first client is created, not when this module is imported.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FREE = Price()
 
 @dataclass
 class Usage:
-    """Tokens and cost of a request: the maximum before the reply, the actual values after it."""
+    """The tokens and cost of a request: upper bounds before the reply, actual values after it."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -68,23 +68,26 @@ class Usage:
 
 
 class Budget:
-    """Counts tokens and cost of all requests, and keeps the cost below a limit; thread-safe."""
+    """Counts the tokens and cost of all requests, and limits the total cost. Thread-safe."""
 
     def __init__(self, max_cost: float | None = None) -> None:
         self.max_cost = math.inf if max_cost is None else max_cost
         self.cost, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
-        self._reserved: list[float] = []  # reserved for requests in flight
+        self._reserved: list[float] = []  # the maximum costs of the requests in flight
         self._changed = threading.Condition()
 
     @contextmanager
     def reserve(self, usage: Usage) -> Iterator[None]:
-        """Reserve a request's maximum cost while it runs; then count its actual `usage`.
+        """Reserve a request's maximum cost while the request runs; then count its actual usage.
 
-        Wait while the maximum does not fit beside the requests in flight, most of which will cost
-        less than their own maximum.
+        If the maximum does not fit into the budget together with the requests in flight, wait for
+        these requests: most of them will cost less than their maximum.
+
+        Args:
+            usage: contains the maximum cost; the caller replaces it by the actual cost.
 
         Raises:
-            BudgetExceeded: the request does not fit even alone.
+            BudgetExceeded: the request does not fit even when no other request is in flight.
         """
         max_cost = usage.cost
         with self._changed:
@@ -121,7 +124,10 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def wait(self, usage: Usage) -> None:
-        """Wait until a request fits; a request over the limit waits for an empty window."""
+        """Wait until a request fits into the limits.
+
+        A request that exceeds a limit by itself waits until the window is empty.
+        """
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -142,7 +148,10 @@ TEMPLATE_TOKENS = 64  # tokens that a server may add to a conversation (system p
 
 
 class APIError(UsageError):
-    """A request was refused or failed every time; `status` is None without a response."""
+    """The server rejected a request, or every attempt failed.
+
+    `status` is the HTTP status, or None if there was no response.
+    """
 
     def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -151,14 +160,14 @@ class APIError(UsageError):
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A reply. `text` is "" if the server sent none (a reasoning model that was cut off)."""
+    """A reply. `text` is "" if the reply has no text (a reasoning model that was cut off)."""
 
     text: str
     finish_reason: str | None
     prompt_tokens: int
     completion_tokens: int
     cost: float
-    reasoning: str = ""  # if the server sends it separately (`reasoning_content`)
+    reasoning: str = ""  # set if the server sends `reasoning_content`
 
 
 class APIClient:
@@ -181,28 +190,28 @@ class APIClient:
     ) -> None:
         """
         Args:
-            url: base URL, such as http://127.0.0.1:8000/v1; /v1 is added if it has no path.
+            url: base URL, such as http://127.0.0.1:8000/v1; /v1 is added to a URL without a path.
             api_key_env: the environment variable that contains the key. If neither this nor
                 `api_key` is given, no key is sent.
-            key_source: where the user sets `api_key`, for messages.
-            budget, rate_limit: may be shared by clients; every try counts.
-            concurrency: requests in flight at the same time; more wait for their turn.
-            timeout: seconds without a byte from the server.
-            attempts: tries per request, including the first.
-            backoff: seconds before the second try, doubled for each further one.
+            key_source: the place where the user sets `api_key`, named in error messages.
+            budget, rate_limit: may be shared by several clients; every attempt counts.
+            concurrency: maximum number of requests in flight; further requests wait.
+            timeout: seconds without a byte from the server after which an attempt fails.
+            attempts: number of attempts per request, including the first.
+            backoff: seconds before the second attempt, doubled before each further attempt.
 
         Raises:
-            UsageError: the URL is invalid, or the variable is not set.
+            UsageError: the URL is invalid, or the environment variable is not set.
         """
         self._key_source = f"the environment variable {api_key_env}" if api_key_env else key_source
         self._key = _checked_key(api_key_env, api_key, self._key_source)
         self.url = _checked_url(url)
         self.price, self.budget = price, budget or Budget()
         self.concurrency, self._rate_limit = concurrency, rate_limit or RateLimit()
-        self.retries = 0  # tries after the first of a request
+        self.retries = 0  # attempts after the first one of each request
         self._count = threading.Lock()
         self._attempts, self._backoff = attempts, backoff
-        self._jitter = random.Random()  # not the run's random numbers, which stay reproducible
+        self._jitter = random.Random()  # separate from the run's seeded generator
         self._client = _openai_client(self.url, concurrency, timeout)
 
     def chat(
@@ -217,16 +226,17 @@ class APIClient:
         """Return one reply to a conversation.
 
         Args:
-            options: sent as they are (top_p, seed, stop, response_format, …).
+            options: further fields of the request body (top_p, seed, stop, response_format, …).
 
         Raises:
-            APIError: the request was refused, failed every time, or the reply is invalid.
-            BudgetExceeded: the request was not sent.
-            UsageError: the server or model does not exist, or the key is not accepted.
+            APIError: the server rejected the request, every attempt failed, or the reply is
+                invalid.
+            BudgetExceeded: the request could exceed the budget, so it was not sent.
+            UsageError: the server or model does not exist, or the server rejects the key.
         """
         body = {"model": model, "messages": list(messages), "temperature": temperature}
         body |= {"max_tokens": max_tokens, **options}
-        # A token is at least one byte of text, so this bound needs no tokenizer.
+        # Each token covers at least one byte of text, so the number of bytes is an upper bound.
         size = len(json.dumps(body, ensure_ascii=False).encode()) + TEMPLATE_TOKENS
         max_cost = self.price.cost(size, max_tokens)
         reply = self.post("chat/completions", body, max_cost, size // 4 + max_tokens)
@@ -235,31 +245,33 @@ class APIClient:
             text = _text(choice["message"]["content"])
             reasoning = _text(choice["message"].get("reasoning_content"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise APIError(f"{self.url}: a reply without message or usage", 200) from error
+            raise APIError(f"{self.url}: the reply has no message or no usage", 200) from error
         cost = self.price.cost(*tokens)
         return ChatReply(text, choice.get("finish_reason"), *tokens, cost, reasoning)
 
     def models(self) -> list[dict[str, Any]]:
-        """List the models. This makes one try only, to check that the server answers.
+        """List the server's models, without retries; this checks that the server answers.
 
         Raises:
-            UsageError: the server does not answer, or offers no model.
+            UsageError: the server does not answer, or it lists no models.
         """
         models = self._send("get", "models", Usage()).get("data")
         if not models:
-            raise UsageError(f"{self.url} offers no model; is that an OpenAI-compatible server?")
+            raise UsageError(f"{self.url} lists no models; is it an OpenAI-compatible server?")
         return models
 
     def post(
         self, path: str, body: dict[str, Any], max_cost: float = 0.0, tokens: int = 0
     ) -> dict[str, Any]:
-        """Post a JSON object and return the response's object ({} for plain text).
+        """Post a JSON object and return the JSON object of the response ({} for plain text).
 
-        429, 5xx and broken connections are retried after Retry-After plus a pause with jitter,
-        which doubles with each try. Other errors are final.
+        Status 429, status 5xx and broken connections are retried. The wait before a retry is the
+        server's Retry-After plus a pause with jitter, which doubles with each attempt. Other errors
+        are not retried.
 
         Args:
-            tokens: an estimate for the rate limit.
+            max_cost: the maximum cost of the request, reserved in the budget.
+            tokens: an estimate of the request's tokens, for the rate limit.
         """
         for attempt in range(1, self._attempts + 1):
             try:
@@ -268,19 +280,23 @@ class APIClient:
                 if error.status is not None and error.status != 429 and error.status < 500:
                     raise
                 if attempt == self._attempts:
-                    raise APIError(f"{error} (tries: {attempt})", error.status) from error
+                    raise APIError(f"{error} (attempts: {attempt})", error.status) from error
                 if error.retry_after > MAX_RETRY_AFTER:
-                    wish = f"it asks for a pause of {error.retry_after:.0f} s"
+                    wish = f"the server requests a pause of {error.retry_after:.0f} s"
                     raise APIError(f"{error} ({wish})", error.status) from error
                 pause = self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1)
                 wait = error.retry_after + min(MAX_RETRY_AFTER, pause)
             with self._count:
                 self.retries += 1
             time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _send(self, method: str, path: str, usage: Usage, **body: Any) -> dict[str, Any]:
-        """Try once. A refusal costs nothing; a request without a reply counts at its maximum."""
+        """Send a request once.
+
+        A request that the server rejects costs nothing. A request without a reply is counted at its
+        maximum cost.
+        """
         import httpx2
         import openai
 
@@ -288,13 +304,13 @@ class APIClient:
         with self.budget.reserve(usage):
             try:
                 send = getattr(self._client, method)
-                # Otherwise openai would send the values of OPENAI_API_KEY, … to any server.
+                # Set explicitly: openai would send the value of OPENAI_API_KEY to any server.
                 key = f"Bearer {self._key}" if self._key else openai.Omit()
                 options = {"headers": {"Authorization": key}}
                 response = send(f"/{path}", cast_to=httpx2.Response, options=options, **body)
             except openai.APIStatusError as error:
                 usage.cost = 0.0
-                raise self._refusal(error) from None  # the cause would quote the key
+                raise self._refusal(error) from None  # the cause would contain the key
             except openai.APIConnectionError as error:
                 cause = error.__cause__
                 what = str(cause) or type(cause).__name__  # timeouts have no message
@@ -314,19 +330,19 @@ class APIClient:
             return answer
 
     def _refusal(self, error: openai.APIStatusError) -> UsageError:
-        """Make the exception for a status that is not 2xx."""
+        """Return the exception for a response whose status is not 2xx."""
         said, response = error.body, error.response
-        for key in ("error", "message", "detail"):  # OpenAI's form, and FastAPI's
+        for key in ("error", "message", "detail"):  # the keys of OpenAI and of FastAPI
             said = said[key] if isinstance(said, dict) and key in said else said
         message = " ".join(str(said).split())
-        if self._key:  # some servers quote the key; replace it before the text is cut
+        if self._key:  # some servers repeat the key; mask it before the text is truncated
             message = message.replace(self._key, "***")
         status = error.status_code
         text = f"{response.url}: {status} {response.reason_phrase}: {message[:300]}"
         if status in (401, 403):
             where = f"; it is read from {self._key_source}" if self._key_source else ""
             return UsageError(f"{text} (wrong or missing API key{where})")
-        if status == 404:  # servers name a missing model, but not a missing path
+        if status == 404:  # for a missing model the message names the model
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
         return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
@@ -336,7 +352,7 @@ def _checked_key(variable: str | None, given: str, source: str) -> str:
     key = (os.environ.get(variable, "") if variable else given).strip()
     if variable and not key:
         raise UsageError(f"API key not found: set the environment variable {variable}")
-    if not (key.isascii() and key.isprintable()):  # the HTTP library's error would quote the key
+    if not (key.isascii() and key.isprintable()):  # the HTTP library's error would contain the key
         raise UsageError(f"{source or 'api_key'} is not a valid API key")
     return key
 
@@ -350,7 +366,7 @@ def _checked_url(url: str) -> str:
         raise UsageError(f"{url!r} is not a URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UsageError(f"{url!r} is not a URL like http://127.0.0.1:8000/v1")
-    if parsed.userinfo:  # every message contains the URL
+    if parsed.userinfo:  # error messages contain the URL
         raise UsageError("put the key into an environment variable, not into the URL")
     return url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
 
@@ -362,12 +378,12 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
     http = httpx2.Client(
         timeout=httpx2.Timeout(timeout, pool=None),
         # Servers close idle connections (commonly after 5 s). A request on a connection that is
-        # just being closed would look like a crash, so the client drops idle ones earlier.
+        # being closed would look like a crash, so the client closes idle connections earlier.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
         # A company proxy does not reach servers on this machine.
         trust_env=httpx2.URL(url).host not in ("127.0.0.1", "localhost"),
         verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
-        follow_redirects=False,  # the key is for this server
+        follow_redirects=False,  # a redirect could send the key to another server
     )
     return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, http_client=http)
 
@@ -383,12 +399,12 @@ def _text(content: Any) -> str:
     """Return a message's text from None, a string, or a list of parts."""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part.get("type") == "text")
-    # A lone surrogate (from a cut emoji) can be neither stored nor sent.
+    # A lone surrogate (half of an emoji) cannot be encoded, so it is replaced.
     return (content or "").encode(errors="replace").decode()
 
 
 def _retry_after(value: str) -> float:
-    """Return the seconds of a Retry-After header (a number or a date), else 0."""
+    """Return the seconds given by a Retry-After header (a number or a date); 0 if it is invalid."""
     try:
         return max(0.0, float(value))
     except ValueError:

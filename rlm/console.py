@@ -1,4 +1,4 @@
-"""The console command `rlm`: `rlm grpo` runs train_grpo.py, and so on."""
+"""The console command `rlm`, whose subcommands run the scripts: `rlm grpo` runs train_grpo.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlm.cli import CONSOLE, UsageError, print_stderr, run_main
 
 __all__ = ["COMMANDS", "main"]
 
-# Command → its script, and options that are placed before the user's.
+# Maps each command to its script and to options that are inserted before the user's options.
 COMMANDS: dict[str, tuple[str, ...]] = {command: (script,) for script, command in CONSOLE.items()}
 COMMANDS["doctor"] = ("train_grpo", "--doctor")
-FOLDER = Path(__file__).parents[1]  # contains the scripts: the checkout, or site-packages
+FOLDER = Path(__file__).parents[1]  # the folder of the scripts: the checkout, or site-packages
 HELP = """usage: rlm COMMAND [options]
 
   rlm sft        as python train_sft.py: stage 1, teaches the format
@@ -68,9 +68,9 @@ def main() -> NoReturn:
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]
     spec = spec_from_file_location("__main__", FOLDER / f"{script}.py")
-    assert spec is not None  # the .py suffix determines spec and loader
+    assert spec is not None  # the .py suffix guarantees a spec and a loader
     assert spec.loader is not None
     module = sys.modules["__main__"] = module_from_spec(spec)
-    module.__spec__ = None  # as for a script: child processes find it by its file
-    spec.loader.exec_module(module)  # runpy would overwrite sys.argv[0], the name in messages
+    module.__spec__ = None  # as for a script: child processes find the module by its file
+    spec.loader.exec_module(module)  # runpy would overwrite sys.argv[0], which messages show
     sys.exit(0)

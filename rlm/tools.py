@@ -1,8 +1,8 @@
 """Tools, which insert text into a completion while the model generates it.
 
-This module has the tool protocol, the loaders for `--tool` and `tool=`, and the calculator, which
-completes `<<11*5=` with `55>>` (GSM8K's notation) by exact arithmetic. rlm/grading/equations.py
-defines what an expression may contain; its length is limited here.
+This module contains the tool protocol, the loaders for `--tool` and `tool=`, and the calculator.
+The calculator uses exact arithmetic to complete `<<11*5=` with `55>>` (GSM8K's notation). The
+syntax of expressions is defined in rlm/grading/equations.py; their length is limited here.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from rlm.grading import evaluate_expression
 
 __all__ = ["Calculator", "Tool", "as_tool", "load_tool"]
 
-MAX_LENGTH = 100  # characters of an expression; GSM8K's longest has 30
+MAX_LENGTH = 100  # characters of an expression; the longest expression in GSM8K has 30
 MAX_DIGITS = 15  # digits before the decimal point
-MAX_DECIMALS = 6  # digits after it
+MAX_DECIMALS = 6  # digits after the decimal point
 
 
 class Tool(Protocol):
-    """Returns a text to insert after a completion's text so far.
+    """A tool: a callable that returns the text to insert after a completion's text so far.
 
-    name: its name in the run's records. trigger: the tool is called only if the text ends with it
-    ("": after every token).
+    Attributes:
+        name: the name of the tool in the run's records.
+        trigger: the tool is called when the text ends with this string ("": after every token).
     """
 
     name: str
@@ -33,8 +34,8 @@ class Tool(Protocol):
     def __call__(self, text: str) -> str | None:
         """Return the text to insert after `text`, the end of the completion so far, or None.
 
-        The result must depend on `text` alone, because a completion is a function of prompt, seed
-        and weights.
+        The result must depend only on `text`, because completions must be reproducible from the
+        prompt, the seed and the weights.
         """
         ...
 
@@ -43,22 +44,24 @@ def as_tool(tool: object) -> Tool:
     """Return `tool` as a `Tool`; a class is instantiated.
 
     Raises:
-        TypeError: `tool` is not a Tool; the message says what is missing.
+        TypeError: `tool` is not a Tool; the message names the missing attribute.
     """
     tool = tool() if isinstance(tool, type) else tool
     for attribute in ("name", "trigger"):
         if not isinstance(getattr(tool, attribute, None), str):
-            raise TypeError(f"tool.{attribute} must be a str; {tool!r:.60} has none")
+            raise TypeError(
+                f"tool.{attribute} must be a str; it is missing or not a str in {tool!r:.60}"
+            )
     if not callable(tool):
         raise TypeError(f"a tool must be callable with a str; {tool!r:.60} is not")
     return cast("Tool", tool)
 
 
 def load_tool(spec: str) -> Tool | None:
-    """Load the tool of `--tool`: none, calculator, or FILE.py:NAME.
+    """Load the tool given by `--tool`: none, calculator, or FILE.py:NAME.
 
     Raises:
-        UsageError: the tool, file or name does not exist, or the object is not a tool.
+        UsageError: the tool, file or name does not exist, or the named object is not a tool.
     """
     if spec == "none":
         return None
@@ -76,8 +79,9 @@ def load_tool(spec: str) -> Tool | None:
 class Calculator:
     """Completes `<<EXPRESSION=` with the result and `>>`.
 
-    A result is an exact integer or finite decimal, so no false equation is written. Otherwise
-    (10/3, a long result, no expression) nothing is inserted and the model continues.
+    A result is inserted only if it is an integer or a finite decimal, so every inserted equation is
+    exact. Otherwise (10/3, a result with too many digits, an invalid expression) nothing is
+    inserted, and the model continues.
     """
 
     name = "calculator"
@@ -102,7 +106,7 @@ class Calculator:
 
 
 def write_decimal(value: Fraction) -> str | None:
-    """Format a number as GSM8K does (55, 0.25); None if that is inexact or too long.
+    """Format a number as GSM8K does (55, 0.25); return None if the decimal is inexact or too long.
 
     >>> [write_decimal(Fraction(n)) for n in ("55", "-1/4", "10/3", "1/1024")]
     ['55', '-0.25', None, None]

@@ -7,10 +7,10 @@ import schemathesis
 RULES = (
     "the limit is",  # of this server: tokens of the prompt, and of all completions together
     "is empty",  # a question of spaces and invisible characters
-    "n above 1 needs a temperature above 0",
+    "n above 1 requires a temperature above 0",
     "system messages stand at the beginning",
     "user and assistant take turns",
-    "stream_options needs stream",
+    "stream_options requires stream",
     "valid integer",  # JSON Schema takes 7.0 for one
     "an integer does not fit in 64 bits",  # FastAPI writes the bound of a seed as a float
 )

@@ -98,12 +98,12 @@ def test_passing_failures_are_tried_again(server, failure):
         (refuse(404, "The model `m` does not exist."), UsageError, r"`m` does not exist\.$"),
         (GARBAGE, APIError, "invalid reply"),
         (Reply([1]), APIError, "invalid reply"),
-        (Reply({"choices": []}), APIError, "without message or usage"),
+        (Reply({"choices": []}), APIError, "has no message or no usage"),
         (Reply({"choices": [{"message": {}}], "usage": {}}), APIError, "invalid reply"),
-        (Reply("<html>", content_type="text/html"), APIError, "without message or usage"),
+        (Reply("<html>", content_type="text/html"), APIError, "has no message or no usage"),
         (chat_reply("4", written=None), APIError, "invalid reply"),
-        (chat_reply([{"type": "text"}]), APIError, "without message or usage"),
-        (chat_reply(7), APIError, "without message or usage"),
+        (chat_reply([{"type": "text"}]), APIError, "has no message or no usage"),
+        (chat_reply(7), APIError, "has no message or no usage"),
     ],
 )
 def test_other_failures_are_final_and_one_line(server, failure, kind, says):
@@ -156,7 +156,7 @@ def pauses(monkeypatch) -> list[float]:
 
 def test_pauses_double_with_jitter_and_the_last_error_says_how_many_tries(server, pauses):
     server.script(*[refuse(500, "out of\nmemory")] * 4)
-    with pytest.raises(APIError, match=r"500 .*: out of memory \(tries: 4\)") as caught:
+    with pytest.raises(APIError, match=r"500 .*: out of memory \(attempts: 4\)") as caught:
         client_of(server, attempts=4, backoff=1.0).chat(HELLO, **ASK)
     assert (caught.value.status, len(server.requests)) == (500, 4)
     assert len(pauses) == 3  # none after the last
@@ -183,7 +183,7 @@ def test_retry_after_as_seconds_or_date(server, pauses, header, low, high):
 
 def test_a_pause_of_an_hour_is_told_and_not_waited_for(server):
     server.script(refuse(429, "quota", retry_after="3600"))
-    with pytest.raises(APIError, match=r"quota \(it asks for a pause of 3600 s\)"):
+    with pytest.raises(APIError, match=r"quota \(the server requests a pause of 3600 s\)"):
         client_of(server).chat(HELLO, **ASK)
 
 

@@ -40,7 +40,7 @@ def test_a_command_runs_its_script(monkeypatch, capsys, command):
 
 def test_doctor_is_a_flag_of_stage_2(monkeypatch, capsys):
     assert console(monkeypatch, "doctor", "--plan") == 2
-    assert "--doctor and --plan are two commands" in capsys.readouterr().err
+    assert "--doctor and --plan exclude each other" in capsys.readouterr().err
 
 
 def test_the_command_itself_answers(monkeypatch, capsys):
@@ -80,7 +80,7 @@ def test_the_page_of_a_run_has_a_command(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.startswith("usage: rlm view [run] [options]")
     assert console(monkeypatch, "view", str(tmp_path)) == 2
     assert capsys.readouterr().err == (
-        f"error: {tmp_path}/samples.jsonl contains no rollouts; name the directory of a run\n"
+        f"error: {tmp_path}/samples.jsonl contains no rollouts; pass the directory of a run\n"
     )
 
 

@@ -281,7 +281,7 @@ def test_the_figures_of_the_demo_are_those_of_the_file():
     assert f"{gain['low']:+.1f} to {gain['high']:+.1f}" in readme
 
 
-@pytest.mark.parametrize("grid", ["choices", "six", "sixty"])
+@pytest.mark.parametrize("grid", ["twenty", "six", "sixty"])
 def test_the_leads_of_the_evidence_page_are_those_of_the_results(grid: str):
     """Each lead of the page with its interval stands in one of the generated pages."""
     evidence = text_of(ROOT / "docs/explanation/evidence.md")

@@ -612,7 +612,7 @@ def test_other_options_and_data_are_shown_and_refused(runs, monkeypatch):
     assert ended.code == 2
     assert "--learning-rate: 0.01 → 0.02" in ended.text
     assert "--group-size: 4 → 8" in ended.text
-    assert "type what it was started with" in ended.text
+    assert "use the original values" in ended.text
     assert "--max-num-seqs" not in ended.text  # how fast, not what
     assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
 

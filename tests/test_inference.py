@@ -71,7 +71,7 @@ def ask(adapter, capsys):
 def test_several_answers_vote(ask, scripted):
     out, code = ask("vote", "--n", 4)
     assert code == 0
-    first, _, rest = out.partition("the likeliest of the winning answers:")
+    first, _, rest = out.partition("the most likely of the winning answers:")
     assert first.strip() == SIX  # the first streams by; it is outvoted
     assert rest.strip().startswith(ADD)
     assert [line.split()[-3:] for line in rest.splitlines() if " of 4" in line] == [
@@ -164,7 +164,7 @@ def test_the_answer_is_what_it_has_to_be(ask, scripted, arguments, answer, tmp_p
         (["--regex", "("], "regex: unclosed group"),
         (["--response-format", "nowhere.json"], "--response-format nowhere.json cannot be read"),
         (["--response-format", "{"], "the JSON schema is not valid JSON"),
-        (["--regex", "a", "--choice", "b"], "give one of --response-format, --regex and --choice"),
+        (["--regex", "a", "--choice", "b"], "give only one of --response-format, --regex and"),
         (["--choice", "a,,b"], "choice contains an empty string"),
     ],
 )

@@ -96,7 +96,7 @@ def without_ngrok(tmp_path: Path) -> None:
 
 
 def without_vllm(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="name a running server by --server URL"):
+    with pytest.raises(UsageError, match="pass the --server URL of a running server"):
         split_command("vllm serve")
 
 

@@ -84,7 +84,7 @@ def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_p
         max_new_tokens=6,
     ).groups  # fmt: skip
     assert trainer.generate("1 + 1?") == greedy.text != ""
-    with pytest.raises(TypeError, match=r"one question, as text, not \['1 \+ 1\?'\]"):
+    with pytest.raises(TypeError, match=r"one question as a str, not \['1 \+ 1\?'\]"):
         trainer.generate(["1 + 1?"])
 
 
@@ -131,10 +131,10 @@ def gold_only(response, gold):
     ("arguments", "message"),
     [
         ({"reward_funcs": [letters]}, "unexpected keyword argument 'reward_funcs'"),
-        ({"model_name": tiny_model}, "model_name is a function: give a hub id or a directory"),
-        ({"config": {"steps": 3}}, "config is a builtins.dict: give a rlm.GRPOConfig"),
+        ({"model_name": tiny_model}, "model_name is a function: pass a hub id or a directory"),
+        ({"config": {"steps": 3}}, "config is a builtins.dict: pass a rlm.GRPOConfig"),
         ({"reward_fn": gold_only}, "gold_only(response, gold) names neither completion nor"),
-        ({"reward_fn": Named}, "Named is a class that needs arguments: give Named(threshold=...)"),
+        ({"reward_fn": Named}, "Named is a class that needs arguments: pass Named(threshold=...)"),
         ({"reward_fn": []}, "CombinedReward needs at least one reward"),
         ({"reward_fn": byte_tokenizer()}, "names neither completion nor completions"),
     ],
@@ -163,17 +163,17 @@ def test_rows_and_problems_are_taken_alike():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([], "dataset is empty: needed are rows with question or prompt or problem, and answer or"),
-        ("gsm8k", "dataset is 'gsm8k': needed are rows with"),
-        (None, "dataset is None: needed are rows"),
-        (["1 + 1?"], "row 1 of dataset is '1 + 1?': needed are rows"),
+        ([], "dataset is empty: expected rows with question or prompt or problem, and answer or"),
+        ("gsm8k", "dataset is 'gsm8k': expected rows with"),
+        (None, "dataset is None: expected rows"),
+        (["1 + 1?"], "row 1 of dataset is '1 + 1?': expected rows"),
         ([Problem("a", "?", "1"), 3], "row 2 of dataset is 3: needed"),
-        ([{"input": "?", "target": 1}], "dataset has the columns input, target: needed are rows"),
+        ([{"input": "?", "target": 1}], "dataset has the columns input, target: expected rows"),
         ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: needed"),
         ([{"question": "?", "answer": "many"}], "the answer is not a number: 'many'"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
-            "dataset is a dict of train: give one of these",
+            "dataset is a dict of train: pass one of its values",
         ),
     ],
 )

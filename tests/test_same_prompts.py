@@ -209,7 +209,7 @@ def test_of_mixed_data_the_request_says_which_kind(model_dir, tokenizer, tmp_pat
     assert trainer.config.reasoning_format == trainer.scorer.reasoning_format == "simple"
     run_json = json.loads((tmp_path / "grpo/run.json").read_text()) | {"answer_types": ["essay"]}
     (tmp_path / "grpo/run.json").write_text(json.dumps(run_json))
-    with pytest.raises(UsageError, match=r"answer_types are \['essay'\]; known are number, choice"):
+    with pytest.raises(UsageError, match=r"answer_types are \['essay'\]; valid types are number"):
         AdapterInfo.load(tmp_path / "grpo")
 
 

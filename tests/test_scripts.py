@@ -236,7 +236,7 @@ def test_adapters_with_the_same_weights_are_named(trained, tmp_path, capsys):
         evaluate, "--sft-adapter", trained / "sft", "--adapter", tmp_path / "copy", *DATA,
         "--max-samples", 1, "--max-new-tokens", 2, "--few-shot", 0, "--output", tmp_path / "out",
     ) == 0  # fmt: skip
-    assert "SFT and GRPO hold the same weights" in capsys.readouterr().out
+    assert "SFT and GRPO have the same weights" in capsys.readouterr().out
 
 
 def test_evaluate_refuses_an_adapter_before_the_bases_row(trained, tmp_path, monkeypatch, capsys):
@@ -254,8 +254,8 @@ def test_evaluate_refuses_an_adapter_before_the_bases_row(trained, tmp_path, mon
     ("kind", "reward", "said"),
     [
         ("open", "steps", "open answers (answer_type), which no built-in reward can judge"),
-        ("open", None, "give the reward that judges them, --reward FILE.py:NAME"),
-        ("text", "mine.py:columns", "asks for colour, which the data does not have"),
+        ("open", None, "pass a reward that judges them with --reward FILE.py:NAME"),
+        ("text", "mine.py:columns", "requires colour, which the data does not have"),
     ],
 )
 def test_evaluate_refuses_a_reward_before_a_model_is_loaded(
@@ -319,7 +319,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert (code, said.err) == (130, "interrupted\n")  # there is nothing to go on from
     code, _, said = evaluated("parts", "--resume")
     assert code == 2
-    assert "start without it" in said.err
+    assert "start without --resume" in said.err
 
     code, count, said = evaluated("parts", stop_after=3)
     assert (code, count) == (130, 3)
@@ -328,7 +328,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert not (trained / "parts" / "evaluation.json").exists()
     code, count, said = evaluated("parts", "--resume")
     assert (code, count) == (0, 3)
-    assert f"{names[2]}: kept from the earlier evaluation" in said.out
+    assert f"{names[2]}: reused from the earlier evaluation" in said.out
     assert figures("parts") == figures("whole")
     assert evaluated("parts", "--resume")[:2] == (0, 0)
 
@@ -428,7 +428,7 @@ def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monke
             now[0] += takes
     said = [line for line in capsys.readouterr().out.splitlines() if line]
     assert said == [
-        "[1 of 4] base: the time that is left is known after it",
+        "[1 of 4] base: no estimate of the time left yet",
         "[2 of 4] sft: about 8 min left",  # twice as slow, but for GRPO's limit: 120 + 300 + 60 s
         "[3 of 4] grpo: about 4 min left",  # as fast as expected, now: 200 + 30 s
         "[4 of 4] last: about 11 s left",

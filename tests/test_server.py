@@ -103,7 +103,7 @@ def test_the_base_is_served_without_a_missing_or_damaged_adapter(
     assert capsys.readouterr().out == f"{said} served\n"
     (adapter / "run.json").write_text("{")
     with pytest.raises(
-        UsageError, match=r"run\.json is not valid JSON.*; name the base with --model"
+        UsageError, match=r"run\.json is not valid JSON.*; give the base model with --model"
     ):
         find_models(adapter, None, None, base=True)
     assert find_models(adapter, None, base, base=True).base_model == base
@@ -132,10 +132,10 @@ def test_a_refused_adapter_says_what_to_type(weights, model_dir, tokenizer, tmp_
         return str(refused.value)
 
     said = refusal("of_other", model_dir)
-    assert f"those of --model {model_dir}: type --model b, or train one: " in said
-    away = f"move it out of {tmp_path} to serve the others"
+    assert f"those of --model {model_dir}: pass --model b, or train a new adapter: " in said
+    away = f"move it out of {tmp_path} to serve the other adapters"
     said = refusal("good", folder=tmp_path)
-    assert ": type --model b, or train one: " in said
+    assert ": pass --model b, or train a new adapter: " in said
     assert said.endswith(f"; or {away}")
     shutil.rmtree(tmp_path / "of_other")
     assert refusal("good", folder=tmp_path).endswith(away)
@@ -236,7 +236,7 @@ def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path
 def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a").symlink_to(weights / "final_rlm_lora")
-    with pytest.raises(UsageError, match="leads out"):
+    with pytest.raises(UsageError, match="is a link to a folder outside"):
         find_models(tmp_path / "folder" / "a", tmp_path / "folder", None)
 
 
@@ -299,7 +299,9 @@ def test_who_may_ask_without_a_key_is_said(capsys, monkeypatch):
     limits = "with 20 requests a minute for each address and 1024 tokens for each request"
     for tunnel in ({"ngrok": True}, {"allow_host": ("my.ngrok.app",)}):
         line = said(public=True, **tunnel)
-        assert line.startswith("open: whoever knows this server's public name may use it, without")
+        assert line.startswith(
+            "open: anyone who knows this server's public name may use it, without"
+        )
         assert limits in line
     assert "7 requests" in said(public=True, ngrok=True, requests_per_minute=7)
     assert "without limits" in said(allow_host=("my.ngrok.app",))

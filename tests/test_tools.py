@@ -101,7 +101,7 @@ def test_a_tool_is_named_by_a_word_or_a_file(tmp_path):
     for spec, message in {
         "calc": "--tool calc: use none, calculator or FILE.py:NAME",
         f"{file}:bare": r"--tool .*tool\.name must be a str",
-        f"{file}:other": "--tool .*no function or class 'other'; it has Shout",
+        f"{file}:other": "--tool .*no function or class 'other'; the file defines Shout",
         f"{tmp_path}/none.py:f": "does not exist",
     }.items():
         with pytest.raises(UsageError, match=message):

@@ -32,7 +32,6 @@ class Arm(NamedTuple):
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
     rounds: int = 1  # of rejection sampling, each from the previous adapter
-    solvable: bool = False  # GRPO trains only on problems that the start solves sometimes
     flipped: float = 0.0  # share of inverted verdicts; 0.5 is a random reward
     shuffled: bool = False  # each problem has the gold of another problem
     braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
@@ -71,11 +70,6 @@ def algorithm(title: str, name: str) -> Arm:
     return Arm(title, "grpo", (START,), "algorithm", {"algorithm": name})
 
 
-def choice(title: str, **options: Any) -> Arm:
-    """Return GRPO with one choice changed, with as many completions from the same start."""
-    return Arm(f"GRPO, {title}", "grpo", (START,), "choice", options)
-
-
 ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "base_zero": Arm("base, zero-shot", "base"),
     "base_few": Arm("base, few-shot", "base"),
@@ -92,22 +86,6 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "dapo": algorithm("DAPO", "dapo"),
     "gspo": algorithm("GSPO", "gspo"),
     "cispo": algorithm("CISPO", "cispo"),
-    "temperature_0.7": choice("temperature 0.7", temperature=0.7),
-    "rate_3e-4": choice("learning rate 3e-4", learning_rate=3e-4),
-    "rate_6e-4": choice("learning rate 6e-4", learning_rate=6e-4),
-    "rate_1e-3": choice("learning rate 1e-3", learning_rate=1e-3),
-    "steps_40": choice("40 steps of 8 problems", steps=40, batch_size=8),
-    "warmup_6e-4": choice(
-        "learning rate 6e-4 after 5 steps of warmup", learning_rate=6e-4, warmup_steps=5
-    ),
-    "warmup_1e-3": choice(
-        "learning rate 1e-3 after 5 steps of warmup", learning_rate=1e-3, warmup_steps=5
-    ),
-    "updates_2": choice("two updates a step", updates_per_batch=2),
-    # It gets GRPO's seconds, and sampling the solve rates counts towards them.
-    "solvable": Arm(
-        "GRPO, problems solved at times", "grpo", (START, OURS), "choice", solvable=True
-    ),
     BEST: topr(" in mini-batches"),
     "topr_random_reward": topr(", control: random reward", "control", flipped=0.5, braked=True),
     "topr_shuffled_golds": topr(

@@ -37,7 +37,6 @@ from rlm.runs import read_lines
 from rlm.training import GRPOConfig, SFTConfig, problems_for_step
 
 Record = dict[str, Any]
-SOLVE_RATE_SAMPLES = 4  # completions per problem by which `solvable` selects problems
 
 
 def train(config: Mapping[str, Any], arm: str, seed: int) -> Record:
@@ -232,14 +231,9 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     options = _resumed(config.grpo_config(cell, _start(config, cell)))
     if not options.resume:
         shutil.rmtree(options.run_dir, ignore_errors=True)
-    practice, spent = pools(config, cell.seed).practice, 0.0
-    arm = ARMS[cell.arm]
+    practice, arm = pools(config, cell.seed).practice, ARMS[cell.arm]
     if arm.shuffled:
         practice = without_golds(practice, cell.seed)
-    if arm.solvable:
-        practice, spent = _solvable(config, cell, practice)
-        share = 1 - spent / _budget(config, cell)
-        options = replace(options, steps=max(1, round(share * config.steps)))
     reward = flipped_reward(cell.seed, arm.flipped) if arm.flipped else None
     validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
     trainer = GRPOTrainer(config.model, options, reward_fn=reward)
@@ -263,29 +257,7 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
         }
         for row in rows
     ]
-    steps[0]["sample"] += spent
     return {"steps": steps, "problems": len(practice)} | _timed(steps)
-
-
-def _solvable(
-    config: EvidenceConfig, cell: Cell, practice: Sequence[Problem]
-) -> tuple[list[Problem], float]:
-    """Select the problems that the start solves in some, but not all, of a few completions.
-
-    Returns:
-        These problems, and the seconds of sampling.
-    """
-    draw = partial(_draw, config, cell, practice, _start(config, cell), SOLVE_RATE_SAMPLES)
-    drawn = made_once(config.folder(cell) / "drawn.json", draw)
-    right = {p.id: _solved(p, texts) for p, texts in zip(practice, drawn["texts"], strict=True)}
-    useful = [p for p in practice if 0 < right[p.id] < SOLVE_RATE_SAMPLES]
-    if not useful:
-        raise RuntimeError("the start solves each problem always or never: nothing to select")
-    return useful, drawn["seconds"]
-
-
-def _solved(problem: Problem, texts: Sequence[str]) -> int:
-    return sum(grade(text, problem.answer, strict=True).correct for text in texts)
 
 
 def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:

@@ -1,8 +1,9 @@
-"""Agents answer prompts: generator_1, generator_2, generator_3, the critic, perhaps a judge.
+"""Defines the agents that answer prompts: three generators, a critic, and optionally a judge.
 
-Each role has its endpoint, key, price and limits, from data/api_keys/api_config.json or from
-variables like GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL, which win. Without
-either, all roles talk to this project's own server on this machine.
+The endpoint, key, price and limits of each role are read from data/api_keys/api_config.json.
+Environment variables such as GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL
+override the file. If there is no such file, all roles use this project's own server on this
+machine by default.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from rlm.serving import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
-# python server.py; max_tokens is its own limit, of which half is kept for the JSON of a plan.
+# The endpoint of `python server.py`. max_tokens is the default limit of this server, which reserves
+# half of the limit for the JSON of a plan.
 OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 512, "concurrency": 16}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
@@ -58,7 +60,11 @@ PLACEHOLDERS = {
 
 
 def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
-    """Load the prompts, NAME.txt with $placeholders; raise if these are not PLACEHOLDERS."""
+    """Load the prompt templates from the files NAME.txt.
+
+    Raises:
+        UsageError: a file cannot be read, or its $placeholders are not those in PLACEHOLDERS.
+    """
     prompts = {}
     for name, expected in PLACEHOLDERS.items():
         path = directory / f"{name}.txt"
@@ -67,26 +73,28 @@ def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
         except OSError as error:
             raise UsageError(f"cannot read the prompt {path}: {error.strerror}") from error
         if not template.is_valid():
-            raise UsageError(f"{path}: a $ that begins no placeholder (write $$ for the sign)")
+            raise UsageError(
+                f"{path}: a $ does not start a placeholder: write $$ for a dollar sign"
+            )
         if wrong := set(expected.split()).symmetric_difference(template.get_identifiers()):
             wrong = ", ".join(f"${name}" for name in sorted(wrong))
-            raise UsageError(f"{path}: these placeholders are missing or unknown: {wrong}")
+            raise UsageError(f"{path}: the prompt has missing or unknown placeholders: {wrong}")
     return prompts
 
 
 class Endpoint(BaseModel):
-    """A role's entry in api_config.json. Prices are per million tokens."""
+    """Contains a role's entry in api_config.json. Prices are per million tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     api_key: SecretStr = SecretStr("")
     base_url: str = ""
-    model: str = ""  # "": the first that the endpoint offers
-    description: str = ""  # this and the next two are notes for the reader
+    model: str = ""  # "" selects the first model that the endpoint lists
+    description: str = ""  # description, role and notes are not used by the code
     role: str = ""
     notes: str = ""
     price: Price = FREE
-    max_tokens: int | None = Field(None, ge=1)  # longest reply that the endpoint gives
+    max_tokens: int | None = Field(None, ge=1)  # maximum reply length of the endpoint
     concurrency: int = Field(4, ge=1)
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
@@ -94,10 +102,13 @@ class Endpoint(BaseModel):
     attempts: int = Field(5, ge=1)
     backoff: float = Field(0.5, ge=0)
 
-    _key_source: str = PrivateAttr("")  # where the user may change the key
+    _key_source: str = PrivateAttr("")  # the place of the key, for error messages
 
     def client(self, budget: Budget) -> APIClient:
-        """Make a role's client, which keeps the role's limits: use only one in a process."""
+        """Create the client of a role.
+
+        The client enforces the role's rate limits, so create only one client per role in a process.
+        """
         options = ("price", "concurrency", "timeout", "attempts", "backoff")
         return APIClient(
             self.base_url,
@@ -116,18 +127,22 @@ def load_endpoints(
     *,
     max_cost: float | None = None,
 ) -> dict[str, Endpoint]:
-    """Load the endpoints of these roles, the judge's only if it is configured. Nothing is sent.
+    """Load the endpoints of roles without sending any request.
+
+    The judge is optional: its endpoint is returned only if it is configured.
 
     Raises:
-        UsageError: settings are invalid, a key is missing, or `max_cost` is given without a price.
+        UsageError: the settings are invalid, a key is missing, or `max_cost` is set and a price is
+            missing.
     """
-    if path != API_CONFIG and not path.exists():  # this project's server would answer instead
+    # A missing file must not silently select this project's server.
+    if path != API_CONFIG and not path.exists():
         raise UsageError(f"--api-config {path} does not exist")
     try:
         roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         entries = {name: dict(roles.get(name, {})) for name in names}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no JSON object of roles: {error}") from error
+        raise UsageError(f"{path} is not a JSON object of roles: {error}") from error
     endpoints = {}
     for name, entry in entries.items():
         for key in ("api_key", "base_url", "model"):
@@ -137,14 +152,14 @@ def load_endpoints(
             own = {} if path.exists() else OWN_SERVER
             endpoints[name] = endpoint = _checked_endpoint(name, entry or own, path)
             if max_cost is not None and "price" not in endpoint.model_fields_set:
-                raise UsageError(f"--max-cost needs a price for {name} in {path}")
+                raise UsageError(f"--max-cost requires a price for {name} in {path}")
     return endpoints
 
 
 def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
     try:
         endpoint = Endpoint.model_validate(entry)
-    except ValidationError as error:  # its text would quote the key
+    except ValidationError as error:  # the error's own text may contain the key
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
@@ -158,27 +173,31 @@ def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
             f"{variable}" + (", or remove the judge, which is optional" if name == "judge" else "")
         )
     if not endpoint.base_url:
-        raise UsageError(f"{name} has no base_url; add it to {path} or {name.upper()}_BASE_URL")
+        raise UsageError(f"{name} has no base_url: set it in {path} or in {name.upper()}_BASE_URL")
     return endpoint
 
 
 @dataclass(frozen=True)
 class Agent:
-    """Answers prompts in one role; any number of threads may share it."""
+    """Answers prompts in one role. An agent can be shared by threads."""
 
     name: str
     endpoint: Endpoint
     client: APIClient
-    journal: Journal  # every paid reply is kept there and not asked for again
+    journal: Journal  # stores every paid reply, so that none is requested twice
     prompts: Mapping[str, Template]
     temperature: float
     max_tokens: int
-    seed: int | None = None  # of the run; None: all runs ask the same
-    no_schemas: Event = field(default_factory=Event)  # set once the endpoint has refused one
+    seed: int | None = None  # the run's seed; None gives all runs the same request seeds
+    no_schemas: Event = field(default_factory=Event)  # set once the endpoint has rejected a schema
 
     @cached_property
     def model(self) -> str:
-        """The model's name, which is requested once per run, before anything is paid."""
+        """The name of the model.
+
+        If the endpoint's settings do not name a model, the name is requested from the endpoint once
+        per run, before any paid request.
+        """
         try:
             return self.endpoint.model or self.client.models()[0]["id"]
         except UsageError as error:
@@ -186,7 +205,7 @@ class Agent:
 
     @property
     def reply_tokens(self) -> int:
-        """The longest reply, in tokens."""
+        """The maximum length of a reply in tokens."""
         return min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens)
 
     def ask(
@@ -198,18 +217,19 @@ class Agent:
         examples: Sequence[tuple[str, str]] = (),
         schema: Mapping[str, Any] | None = None,
     ) -> ChatReply:
-        """Return the reply to a prompt, from the journal if the same was asked before.
+        """Return the reply to a prompt, from the journal if the same request was sent before.
 
         Args:
-            stage: the prompt's name.
-            seed: any value that tells this request from others; a hash of it is sent as the seed.
-            values: what replaces the prompt's placeholders; a $ inside a value stays a $.
-            examples: earlier turns, (question, answer).
+            stage: the name of the prompt.
+            seed: a text that distinguishes this request from other requests with the same prompt.
+                The seed sent to the endpoint is a hash of this text.
+            values: the values of the prompt's placeholders. A $ inside a value is not replaced.
+            examples: earlier turns of the conversation, as pairs (question, answer).
             schema: JSON schema that the reply must match, if the endpoint can enforce one.
 
         Raises:
-            APIError: there is no reply; the caller records it.
-            UsageError: no further request makes sense (key, model, budget).
+            APIError: this request failed; the caller records the error.
+            UsageError: further requests would fail too, because of the key, model or budget.
         """
         seed = seed if self.seed is None else f"{self.seed} {seed}"
         prompt = self.prompts[stage].substitute(values).strip()
@@ -228,10 +248,12 @@ class Agent:
         except APIError as error:
             if error.status not in (400, 422):
                 raise
-            reply = self._send(stage, plain)  # raises if it was not the schema
+            reply = self._send(stage, plain)  # raises if the schema was not the cause
             if not self.no_schemas.is_set():
                 self.no_schemas.set()
-                tqdm.write(f"  {self.name}: continues without JSON schemas ({error})", sys.stderr)
+                tqdm.write(
+                    f"  {self.name}: the run continues without JSON schemas ({error})", sys.stderr
+                )
             return reply
 
     def _send(self, stage: str, request: dict[str, Any]) -> ChatReply:
@@ -250,7 +272,7 @@ class Agent:
 
 
 def _conversation(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Write texts as turns of the user and the assistant."""
+    """Convert texts to the messages of a conversation, alternately of user and assistant."""
     return [{"role": r, "content": t} for r, t in zip(cycle(("user", "assistant")), texts)]
 
 

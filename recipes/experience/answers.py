@@ -1,4 +1,4 @@
-"""Samples answers with lessons before the question, and prints beforehand what they may cost."""
+"""Samples answers to questions with lessons, and estimates the cost of the requests beforehand."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from rlm.data import FORMATS, NEAREST, Experience, Problem, apply_experiences
 from rlm.grading import majority_vote
 from rlm.runs import Journal
 
-Replies = list[list[ChatReply | None]]  # k per problem; None if a call failed for good
+# k replies per problem, with None for a call that failed after all retries.
+Replies = list[list[ChatReply | None]]
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class CostConfig:
-    """Options of every command that sends requests: how much these may cost."""
+    """Contains the options of all commands that send requests, which limit the cost."""
 
     max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
     max_cost: float | None = flag(
@@ -41,7 +42,7 @@ class CostConfig:
 
 @dataclass(kw_only=True)
 class AskingConfig(CostConfig):
-    """Options of the commands that ask only for answers, not for plans."""
+    """Contains the options of the commands that request only answers and no plans."""
 
     instructions: bool = flag(
         True,
@@ -58,7 +59,13 @@ class AskingConfig(CostConfig):
 def open_agents(
     names: Sequence[str], config: AskingConfig, temperature: float, api_config: Path, file: Path
 ) -> dict[str, Agent]:
-    """Open an agent per role; they share a journal, whose costs count against the limit."""
+    """Create an agent for each role.
+
+    All agents share a journal and a budget. The costs in the journal count towards --max-cost.
+
+    Args:
+        file: the file of the journal.
+    """
     endpoints = load_endpoints(names, api_config, max_cost=config.max_cost)
     journal, prompts, budget = Journal(file), load_prompts(), Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
@@ -67,13 +74,20 @@ def open_agents(
 
 
 def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[T | None]:
-    """Run named requests concurrently, up to the role's limit; return None for a failed one."""
+    """Run tasks concurrently, with the concurrency limit of the agent's role.
+
+    Args:
+        tasks: pairs of a name, which is printed if the task fails, and a function.
+
+    Returns:
+        The results in the order of the tasks, with None for a task whose request failed.
+    """
 
     def run(name: str, task: Callable[[], T]) -> T | None:
         try:
             return task()
         except APIError as error:
-            terminal.line(f"{name}: no reply: {error}")
+            terminal.line(f"{name}: the request failed: {error}")
             return None
 
     with ThreadPoolExecutor(agent.client.concurrency) as pool:
@@ -82,7 +96,7 @@ def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[
             shown = tqdm(futures, agent.name, leave=False, file=sys.stderr)
             return [future.result() for future in shown]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # nothing more is sent and paid
+            pool.shutdown(wait=False, cancel_futures=True)  # no further request is sent or paid for
             raise
 
 
@@ -95,7 +109,13 @@ def answer_all(
     stage: str = "solve",
     nearest: int | None = NEAREST,
 ) -> Replies:
-    """Sample k replies to each problem, with the nearest lessons before it."""
+    """Sample replies to each problem, with the nearest lessons of the library before the question.
+
+    Args:
+        samples: the number of replies per problem.
+        stage: the name of the prompt.
+        nearest: the maximum number of lessons before a question.
+    """
 
     def task(problem: Problem, sample: int) -> tuple[str, Callable[[], ChatReply]]:
         asked = apply_experiences(problem.question, library, nearest)
@@ -107,7 +127,10 @@ def answer_all(
 
 
 def format_attempt(reply: ChatReply, problem: Problem) -> str:
-    """Format an attempt for a conversation; reasoning that came separately gets its tags."""
+    """Format an attempt as text for a prompt.
+
+    If the endpoint returned the reasoning separately, it is put into the reasoning tags.
+    """
     if not reply.reasoning:
         return reply.text.strip()
     answer = grade_answer(reply.text, problem)[1]
@@ -115,7 +138,7 @@ def format_attempt(reply: ChatReply, problem: Problem) -> str:
 
 
 def format_attempts(replies: Sequence[ChatReply], problem: Problem) -> str:
-    """Format several attempts for the critic."""
+    """Format several attempts as numbered texts for the critic's prompt."""
     texts = [
         f"Attempt {n}:\n{format_attempt(reply, problem)}" for n, reply in enumerate(replies, 1)
     ]
@@ -131,26 +154,27 @@ def mean_score(replies: Sequence[ChatReply], problem: Problem) -> float:
 
 
 def vote_score(replies: Sequence[ChatReply], problem: Problem) -> float:
-    """Return the chance that the majority's answer is right, ties broken at random."""
+    """Return the probability that the majority answer is right if ties are broken at random."""
     graded = [grade_answer(reply.text, problem) for reply in replies]
     tied = majority_vote([answer or None for _, answer, _ in graded]).tied
     return fmean(graded[who[0]][0] for who in tied) if tied else 0.0
 
 
 def tokens_of(texts: Sequence[str]) -> int:
-    """Estimate the tokens of prompts: one per four bytes, and 64 for each template."""
+    """Estimate the number of tokens of prompts: one token per four bytes, and 64 per template."""
     return sum(len(text.encode()) // 4 + 64 for text in texts)
 
 
 def announce_cost(
     calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], max_cost: float | None
 ) -> None:
-    """Print what each role's requests may cost, and the sum.
+    """Print the expected cost of each role's requests, and the total cost.
 
-    The tokens written are a bound, those read an estimate; the limit applies in any case.
+    The number of output tokens is an upper bound, and the number of input tokens is an estimate.
+    `max_cost` is enforced even if the estimate is too low.
 
     Args:
-        calls: role → (requests, tokens read).
+        calls: role → (requests, input tokens).
     """
     total = 0.0
     for agent in agents:
@@ -166,4 +190,4 @@ def announce_cost(
         )
     if total:
         limit = "no limit (--max-cost)" if max_cost is None else f"limit {max_cost:g}"
-        terminal.line(f"in all a cost of at most about {total:.4g}; {limit}")
+        terminal.line(f"total cost: at most about {total:.4g}; {limit}")

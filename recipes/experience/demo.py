@@ -1,8 +1,9 @@
-"""Shows an experience library that helps: a bare model, with lessons that passed trials.
+"""Demonstrates that an experience library can improve a base model without changing its weights.
 
-Starts this project's server with the base model, lets it answer problems of a kind that it does not
-know, keeps the worked examples that make more held-out problems right, and compares: no library,
-the library, and placebo lessons, on problems that no lesson came from. No weights change.
+The demo starts this project's server with the base model, which answers problems of kinds that it
+was not trained on. Worked examples with which the model solves more held-out problems are kept as
+lessons. The demo then compares the model without the library, with the library, and with placebo
+lessons, on problems that were not used to make the lessons.
 
     python -m recipes.experience.demo        (`make demo-experience`)
 """
@@ -52,17 +53,21 @@ def main(config: DemoConfig) -> int:
     with server_process(server_command(config), log=config.run_dir / "server.log") as (url, _):
         roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": f"{url}/v1"})
         folders["api_config"].write_text(json.dumps(roles))
-        terminal.line("\n[2 of 3] attempts, and lessons made of them that are tried one by one")
+        terminal.line(
+            "\n[2 of 3] the model attempts problems; each lesson made from the attempts is tested"
+        )
         tried = {"kinds": ("example",), "groups": 10, "held_out": 240, "trial_size": 120}
         select.main(select.SelectConfig(library_dir=config.run_dir, **tried, **asked))
         library = config.run_dir / select.LIBRARY
         if not json.loads(library.read_text(encoding="utf-8")):
-            terminal.line("No lesson helped, so none was kept: there is nothing to compare.")
+            terminal.line("No lesson helped, so none was kept, and there is no library to compare.")
             return 0
-        terminal.line("\n[3 of 3] the library on problems that no lesson came from")
+        terminal.line(
+            "\n[3 of 3] evaluation of the library on problems that were not used to make lessons"
+        )
         table = {"library": (library,), "placebo": True, "max_problems": config.problems}
         evaluate.main(evaluate.EvaluateConfig(samples=1, temperature=0.0, **table, **asked))
-    terminal.line(f"{terminal.duration(time.monotonic() - began)} in all; {library} is the library")
+    terminal.line(f"total time: {terminal.duration(time.monotonic() - began)}; library: {library}")
     return 0
 
 

@@ -1,8 +1,10 @@
-"""Measures whether a library helps: the same model with and without it, on unseen problems.
+"""Measures whether a library helps: compares the same model with and without it.
 
-Each problem is answered k times with the question alone, and k times with the nearest lessons
-before it, with the same seeds. The difference is paired by problem. A placebo row uses lessons of
-other problems. The critic answers from the attempts of the generators, which also vote.
+All problems are unseen, that is, the run did not practise on them. Each problem is answered k times
+with the question alone, and k times with the nearest lessons before the question, with the same
+seeds. The difference is paired by problem. With --placebo, a further row uses lessons of other
+problems. With --committee, two further rows show a vote of the generators, and the critic's answers
+from the generators' attempts.
 
     python -m recipes.experience.evaluate
     python -m recipes.experience.evaluate --dataset aime2025 --samples 8
@@ -45,7 +47,7 @@ from rlm.data import NEAREST, Experience, Problem, load_experiences, similarity
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.runs import read_lines, replace_json
 
-OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # datasets with only one split
+OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # the datasets with only one split
 BASELINE = "no library"
 VOTE, CRITIC = "vote of the generators", "critic on their attempts"
 
@@ -65,12 +67,12 @@ class EvaluateConfig(AskingConfig):
         "libraries to evaluate, a row for each",
         default_text=f"those of the three generators in {LIBRARIES}",
     )
-    nearest: int = flag(NEAREST, "how many lessons are put before a question", min=1)
+    nearest: int = flag(NEAREST, "number of lessons before a question", min=1)
     placebo: bool = flag(
-        False, "one more row for each library: its lessons before problems they do not fit"
+        False, "add a row for each library, with lessons that do not fit the problems"
     )
     committee: bool = flag(
-        False, "two more rows: a vote of the generators, and the critic's answer from theirs"
+        False, "add two rows: a vote of the generators, and the critic's answer from their answers"
     )
     dataset: str | None = flag(
         None, "problems to ask", default_text="what the run did not practise on"
@@ -88,7 +90,7 @@ class EvaluateConfig(AskingConfig):
 
 
 def load_unseen(config: EvaluateConfig) -> list[Problem]:
-    """Load the problems to ask, without those that any generator of the run practised on."""
+    """Load the evaluation problems, without those that any generator of the run practised on."""
     dataset, record = config.dataset, config.run_dir / RECORD
     selection = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     if dataset is None:
@@ -96,7 +98,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
         if options.exists():
             selection = selection or {"config": json.loads(options.read_text(encoding="utf-8"))}
         if not selection:
-            raise UsageError(f"{config.run_dir} contains no run of {config.role}; give a --dataset")
+            raise UsageError(f"{config.run_dir} contains no run of {config.role}: pass a --dataset")
         practised: str = selection["config"]["dataset"]
         dataset = OTHER_SET.get(practised, practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
@@ -106,7 +108,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
     unseen = [problem for problem in problems if problem.question not in seen]
     if not unseen:
         raise UsageError(
-            f"all {len(problems)} problems of {dataset} were practised on; give another --dataset"
+            f"all {len(problems)} problems of {dataset} were practised on: pass another --dataset"
         )
     if len(unseen) < len(problems):
         left_out = len(problems) - len(unseen)
@@ -115,10 +117,11 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
 
 
 def placebo(library: Sequence[Experience]) -> list[Experience]:
-    """Replace each lesson by the one for the least similar problems, and use it just as often.
+    """Replace each lesson by the lesson for the least similar problems.
 
-    Prompts are as long and as often changed as with the library, but by lessons of other problems.
-    If every lesson fits a place (is within its reach), the placebo leaves it empty.
+    A replacement is used for the same problems as the original lesson, so that prompts change as
+    often as with the library, but by lessons of other problems. A lesson has no replacement if even
+    the least similar lesson fits its problems, that is, if it is within the lesson's reach.
     """
     others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
     return [
@@ -132,9 +135,14 @@ def placebo(library: Sequence[Experience]) -> list[Experience]:
 def answer_as_committee(
     agents: Mapping[str, Agent], problems: Sequence[Problem], config: EvaluateConfig
 ) -> dict[str, tuple[Replies, Score]]:
-    """Sample k attempts of each generator, for k votes of three and k answers of the critic.
+    """Evaluate the generators' vote and the critic on k attempts of each generator.
 
-    The replies of a problem are the attempts, sample by sample, then the critic's.
+    The attempts of a problem form k groups of three, with one attempt of each generator. Each group
+    gives one vote and one answer of the critic.
+
+    Returns:
+        The replies and the score function of both rows. The critic's row has the attempts of a
+        problem, group by group, followed by the critic's k answers.
     """
     options = {"samples": config.samples, "stage": config.stage}
     drawn = [answer_all(agents[name], problems, (), **options) for name in GENERATORS]
@@ -151,7 +159,7 @@ def answer_as_committee(
 
 
 def mean_vote(replies: Sequence[ChatReply], problem: Problem) -> float:
-    """Average the scores of the votes, each of which is among three replies."""
+    """Return the mean score of the votes; each vote is among one reply of each generator."""
     return fmean(vote_score(three, problem) for three in _threes(replies))
 
 
@@ -160,7 +168,7 @@ def last_score(k: int, replies: Sequence[ChatReply], problem: Problem) -> float:
 
 
 def _threes(replies: Sequence[T]) -> list[Sequence[T]]:
-    """Split replies into groups with one reply of each generator."""
+    """Split replies into groups of three with one reply of each generator."""
     size = len(GENERATORS)
     return [replies[i : i + size] for i in range(0, len(replies), size)]
 
@@ -178,10 +186,16 @@ def _ask_critic(
 def compare(
     problems: Sequence[Problem], replies: Mapping[str, Replies], score: Mapping[str, Score] = {}
 ) -> dict[str, Row]:
-    """Compare with the first row; a problem with a failed call in any row is left out of all."""
+    """Compute the metrics of each row and the differences from the first row.
+
+    A problem with a failed call in any row is left out of all rows.
+
+    Args:
+        score: the score functions of rows that do not use `mean_score`.
+    """
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
-        raise UsageError("every problem lacks a reply: check the endpoint")
+        raise UsageError("a call failed on every problem: check the endpoint")
     rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
@@ -202,7 +216,7 @@ def compare(
 
 
 def gain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return by how many points `after` is better, paired by problem, with its interval."""
+    """Return the gain of `after` over `before`, paired by problem, with its interval."""
     return asdict(paired_bootstrap([*before.values()], [*after.values()]))
 
 
@@ -223,24 +237,30 @@ def show(rows: Mapping[str, Row], libraries: Mapping[str, Sequence[Experience]],
 
 
 def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
-    """Load the library of each row; the first row has none."""
+    """Load the library of each row. The first row is the baseline and has no library."""
     libraries: dict[str, Sequence[Experience]] = {BASELINE: ()}
     for path in config.library:
         if path.stem in libraries:
-            raise UsageError(f"two of {config.library} would be one row: rename one of them")
+            raise UsageError(f"two of {config.library} have the same file name: rename one of them")
         libraries[path.stem] = lessons = load_experiences(path)
         if config.placebo and lessons:
             if others := placebo(lessons):
                 libraries[f"placebo of {path.stem}"] = others
             else:
-                terminal.line(f"no placebo of {path.stem}: its lessons are for one kind of problem")
+                terminal.line(
+                    f"{path.stem} has no placebo row: all lessons are for the same kind of problem"
+                )
     return libraries
 
 
 def estimate(
     config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
 ) -> dict[str, tuple[int, int]]:
-    """Estimate the most (requests, tokens read) of each role."""
+    """Estimate an upper bound of the requests and input tokens of each role.
+
+    Returns:
+        Role → (requests, input tokens).
+    """
     one = tokens_of([problem.question for problem in problems])
     asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
     read = config.samples * one * len(asked)
@@ -259,7 +279,8 @@ def main(config: EvaluateConfig) -> int:
     libraries = load_libraries(config)
     names = (*GENERATORS, "critic") if config.committee else (config.role,)
     file = config.run_dir / "evaluate_calls.jsonl"
-    # Opened before the data is loaded, so that a missing key is reported without a download.
+    # The agents are opened before the data is loaded, so that a missing key is reported without a
+    # download.
     agents = open_agents(names, config, config.temperature, config.api_config, file)
     problems = load_unseen(config)
     calls = estimate(config, problems, libraries)
@@ -272,7 +293,7 @@ def main(config: EvaluateConfig) -> int:
         if lessons or name == BASELINE:
             options = {"stage": config.stage, "nearest": config.nearest}
             replies[name] = answer_all(agent, problems, lessons, config.samples, **options)
-        else:  # an empty library asks the same as none
+        else:  # the prompts are the same as without a library
             replies[name] = replies[BASELINE]
     if config.committee:
         for name, (found, rate) in answer_as_committee(agents, problems, config).items():

@@ -1,4 +1,7 @@
-"""Keeps an experience library: short lessons, changed by small operations that code checks.
+"""Manages an experience library, which stores the short lessons of a role.
+
+A model changes the lessons by small operations, and code checks every operation. A library file
+looks like this:
 
 [{"id": "G1-001", "content": "…", "category": "causal_graph", "source_problem": "aime2024_003",
   "created_at": "…", "usage_count": 9, "success_count": 4}, …]
@@ -27,31 +30,31 @@ PREFIXES = {"generator_1": "G1", "generator_2": "G2", "generator_3": "G3", "crit
 GENERATOR_CATEGORIES = ("causal_graph", "validation", "problem_solving")
 CRITIC_CATEGORIES = ("fusion_strategy", "validation", "conflict_resolution")
 MAX_WORDS = 32
-MAX_OPERATIONS = 4  # per group; one of them may add
-SIMILAR = 0.8  # from this share of common words, two lessons count as one
+MAX_OPERATIONS = 4  # per group of rollouts; at most one operation may add a lesson
+SIMILAR = 0.8  # minimum share of common words of two lessons that are duplicates
 
 Lesson = dict[str, Any]
 Outcome = dict[str, Any]
 
 
 class Library:
-    """The lessons of one role."""
+    """Manages the lessons of one role."""
 
     def __init__(
         self, role: str, directory: Path, max_items: int = 20, max_tokens: int = 1200
     ) -> None:
-        """Read the file, or begin an empty library."""
+        """Read the library file of the role, or create an empty library if there is none."""
         self.role, self.path = role, directory / f"{role}_experiences.json"
         self._max_items, self._max_tokens = max_items, max_tokens
         self.categories = CRITIC_CATEGORIES if role == "critic" else GENERATOR_CATEGORIES
         self.items: list[Lesson] = []
         if self.path.exists():
-            load_experiences(self.path)  # raises if it is not a library
+            load_experiences(self.path)  # raises if the file is not a library
             self.items = json.loads(self.path.read_text(encoding="utf-8"))
         for name in ("id", "category"):
             if not all(isinstance(item.get(name), str) for item in self.items):
-                raise UsageError(f"{self.path}: the {name} of a lesson is missing or not a text")
-        self._last_number = 0  # in ids, which are never reused
+                raise UsageError(f"{self.path}: the {name} of a lesson is missing or not a string")
+        self._last_number = 0  # the last number used in an id; ids are never reused
         self._note_numbers(item["id"] for item in self.items)
 
     def _note_numbers(self, ids: Iterable[str]) -> None:
@@ -64,7 +67,7 @@ class Library:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of a reply that extracts lessons, for endpoints that enforce one."""
+        """The JSON schema of a reply with operations, for endpoints that can enforce schemas."""
         fields = {
             "action": {"enum": ["add", "modify", "delete"]},
             "id": {"type": "string", "maxLength": 8},
@@ -79,12 +82,16 @@ class Library:
 
     @property
     def digest(self) -> str:
-        """A hash of lessons and counters, without timestamps."""
+        """A hash of the lessons and their counters, without timestamps."""
         kept = [{k: v for k, v in item.items() if not k.endswith("_at")} for item in self.items]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Finish the save that a kill between a run's last record and its library prevented."""
+        """Continue from the records of an interrupted run.
+
+        If the process was killed after it had written the last record and before it saved the
+        library, the library is restored from this record.
+        """
         for record in records:
             operations = (record.get("extraction") or {}).get("operations", [])
             self._note_numbers(done["id"] for done in operations if done["kept"])
@@ -96,13 +103,23 @@ class Library:
         replace_json(self.path, self.items)
 
     def count_use(self, uses: int, successes: int) -> None:
-        """Credit every lesson with the rollouts whose prompts contained it."""
+        """Update the counters of all lessons after a group of rollouts.
+
+        Args:
+            uses: the number of rollouts whose prompts contained the lessons.
+            successes: the number of these rollouts that were correct.
+        """
         for item in self.items:
             item["usage_count"] = item.get("usage_count", 0) + uses
             item["success_count"] = item.get("success_count", 0) + successes
 
     def learn(self, agent: Agent, problem: Problem, rollouts: str, now: str) -> dict[str, Any]:
-        """Ask the agent for lessons from a comparison of rollouts; apply the allowed operations."""
+        """Request lessons from a comparison of rollouts, and apply the allowed operations.
+
+        Args:
+            rollouts: the text that shows the rollouts.
+            now: the timestamp of the changes.
+        """
         listed = [f"{i['id']} ({i['category']}): {i['content']}" for i in self.items]
         values = {"problem": problem.question, "gold": problem.answer, "rollouts": rollouts}
         values |= {"library": "\n".join(listed) or "–"}
@@ -114,16 +131,18 @@ class Library:
             )
             operations = find_object(reply.text, "operations")["operations"]
             if not isinstance(operations, list):
-                raise ReplyError("schema: operations is no list")
+                raise ReplyError("schema: operations is not a list")
         except (APIError, ReplyError) as error:
             return {"error": str(error), "operations": []}
         return {"error": None, "operations": self.apply(operations, problem, now)}
 
     def apply(self, operations: Sequence[Any], problem: Problem, now: str) -> list[Outcome]:
-        """Apply the allowed operations; return action, id, content, kept and reason of each.
+        """Apply the allowed operations, and drop lessons that exceed the limits of the library.
 
-        Reasons: schema, unknown_id, category, too_long, gold_leak, duplicate, too_many. Lessons
-        that had to make room follow as operations of their own (`evict`).
+        Returns:
+            A row per operation with the keys action, id, content, kept and reason. The reason of a
+            rejected operation is schema, unknown_id, category, too_long, gold_leak, duplicate or
+            too_many. Each dropped lesson has a row with the action `evict`.
         """
         outcomes: list[Outcome] = []
         for number, operation in enumerate(operations):
@@ -167,7 +186,7 @@ class Library:
     def _write(
         self, old: Lesson | None, content: Any, category: Any, problem: Problem, now: str
     ) -> str:
-        """Change a lesson or add one; return its id."""
+        """Change the lesson `old`, or add a new lesson if `old` is None, and return its id."""
         if old:
             old |= {"content": content, "category": category}
             old |= {"updated_at": now, "last_modified_by": self.role}
@@ -180,7 +199,10 @@ class Library:
         return name
 
     def _evict(self) -> list[Outcome]:
-        """Drop the lessons with the lowest success rate, never the newest, until the rest fits."""
+        """Drop lessons until the library is within its limits.
+
+        The lesson with the lowest success rate is dropped first, but never the newest lesson.
+        """
         dropped = []
         while len(self.items) > 1 and (
             len(self.items) > self._max_items or count_tokens(self.items) > self._max_tokens
@@ -193,7 +215,7 @@ class Library:
 
 
 def shorten(text: str) -> str | None:
-    """Keep as many sentences as fit in 32 words; None if not even one does."""
+    """Truncate a text to the sentences that fit in MAX_WORDS; return None if no sentence fits."""
     sentences = re.split(r"(?<=[.!?;]) ", " ".join(text.split()))
     while sentences and len(" ".join(sentences).split()) > MAX_WORDS:
         sentences.pop()
@@ -201,9 +223,11 @@ def shorten(text: str) -> str | None:
 
 
 def reveals_gold(lesson: str, problem: Problem) -> bool:
-    """Return whether a lesson contains the gold, which a later run on the problem could repeat.
+    """Return whether a lesson contains the gold answer of the problem.
 
-    Integers below 10 are ignored as too common, and so are numbers that the problem itself names.
+    A later run on the same problem could copy the answer from the lesson. A gold that is an integer
+    below 10 is ignored, because such numbers are too common. Numbers that occur in the problem
+    itself are also ignored.
     """
     gold = parse_number(problem.answer)
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):
@@ -212,7 +236,7 @@ def reveals_gold(lesson: str, problem: Problem) -> bool:
 
 
 def count_tokens(items: Sequence[Lesson]) -> int:
-    """Estimate how many tokens lessons take in a prompt: one per four bytes."""
+    """Estimate the number of tokens of lessons in a prompt, as one token per four bytes."""
     return sum(len(item["content"].encode()) // 4 + 4 for item in items)
 
 
@@ -222,5 +246,8 @@ def _similar(a: str, b: str) -> bool:
 
 
 def _success_rate(item: Lesson) -> float:
-    """Estimate the rate by Laplace's rule of succession, so that few uses mean little."""
+    """Estimate the success rate of a lesson by Laplace's rule of succession.
+
+    The estimate of a lesson with few uses is close to 1/2.
+    """
     return (item.get("success_count", 0) + 1) / (item.get("usage_count", 0) + 2)

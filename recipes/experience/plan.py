@@ -1,4 +1,6 @@
-"""Parses and checks plans: which quantity causes which, and in what order to compute them.
+"""Parses and checks plans, which describe how to compute the answer of a problem.
+
+A plan has a graph of quantities and their causes, and the order in which to compute the quantities:
 
     {"target_variable": "total", "knowns": {"price": 3, "count": 4},
      "causal_graph": [{"cause": ["price", "count"], "effect": "total", "rule": "price * count"}],
@@ -6,8 +8,8 @@
                            "description": "multiply"}],
      "constraints": ["total is positive"]}
 
-A step computes its target by the rule of the link that has this target as its effect. Records and
-the prompt's name call a plan `scaffold`.
+A step computes its target by the rule of the link whose effect is this target. In records and in
+the name of its prompt, a plan is called `scaffold`.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rlm.grading import parse_number, split_completion
 
-MAX_TEXT = 50_000  # characters of a reply that are searched for JSON
-MAX_OPENINGS = 50  # "{" at which an object is looked for
-MAX_RULE = 300  # characters
+MAX_TEXT = 50_000  # maximum characters of a reply that are searched for JSON
+MAX_OPENINGS = 50  # maximum number of "{" at which decoding is tried
+MAX_RULE = 300  # maximum characters of a rule
 MAX_EXPONENT, MAX_BASE = 64, 10**12
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-# Errors raised while a model's formula is parsed or computed, if it has no exact value.
+# Errors that are raised if a formula cannot be parsed or has no exact value.
 NOT_COMPUTABLE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
     TypeError, ValueError,
@@ -45,7 +47,10 @@ ARITHMETIC += (ast.Name, ast.Load)
 
 
 class ReplyError(Exception):
-    """A model's reply is not what was asked for; for JSON "no_json: …", "bad_json: …" and so on."""
+    """Raised if a model's reply is not in the requested form.
+
+    The message starts with the kind of error, such as "no_json: " or "bad_json: ".
+    """
 
 
 def _listed(value: Any) -> Any:
@@ -53,7 +58,7 @@ def _listed(value: Any) -> Any:
 
 
 def _referenced(value: Any) -> Any:
-    """Read {"ref": "step1"} as step1."""
+    """Return the name of a step that is given as a name or as {"ref": name}."""
     return value.get("ref") if isinstance(value, dict) else value
 
 
@@ -79,7 +84,7 @@ class Step(_Part):
 
 class Plan(_Part):
     target_variable: Name
-    knowns: dict[str, int | float | str | None]  # text if it includes a unit
+    knowns: dict[str, int | float | str | None]  # a string if the value includes a unit
     causal_graph: list[Link] = Field(min_length=1)
     computation_plan: list[Step] = Field(min_length=1)
     constraints: list[str] = Field(
@@ -87,7 +92,7 @@ class Plan(_Part):
     )
 
     def text(self) -> str:
-        """Return the plan as JSON that `parse_plan` reads."""
+        """Serialize the plan as JSON that `parse_plan` can parse."""
         return json.dumps(self.model_dump(), ensure_ascii=False)
 
     def graph(self) -> networkx.DiGraph:
@@ -112,8 +117,9 @@ def _list_of(items: Any, most: int = 8) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
 
 
-# The JSON schema sent to an endpoint with structured outputs. `parse_plan` reads its plans. Lists
-# are bounded, because a small model would list quantities until it is cut off.
+# The JSON schema of a plan, for endpoints with structured outputs. `parse_plan` accepts every plan
+# that matches the schema. The lists are bounded, because a small model would otherwise list
+# quantities until it reaches the token limit.
 PLAN_SCHEMA = _object(
     target_variable=_NAME,
     knowns={"type": "object", "additionalProperties": {"type": ["number", "null"]}},
@@ -132,10 +138,13 @@ PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
-    """Find the first JSON object after the thinking with `key`, at its top or one level below.
+    """Find the first JSON object after the thinking that has the key `key`.
+
+    The key may also be in a value of the object; then this value is returned.
 
     Raises:
-        ReplyError: no_json, bad_json, or schema if there are objects, but none has the key.
+        ReplyError: the reply has no {, no valid JSON, or no object with this key. The message
+            starts with no_json, bad_json or schema, respectively.
     """
     text = split_completion(reply)[1][:MAX_TEXT]
     start, problem = text.find("{"), None
@@ -144,21 +153,28 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
             break
         try:
             found, end = json.JSONDecoder().raw_decode(text, start)
-            # JSON can spell lone surrogates, but no file or request can contain them.
+            # JSON escapes can encode lone surrogates, which no file or request can contain.
             found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
-        except (ValueError, RecursionError):  # the latter for very deep nesting
-            end, problem = start + 1, "bad_json: what follows { is not JSON"
+        except (ValueError, RecursionError):  # RecursionError: very deep nesting
+            end, problem = start + 1, "bad_json: the text after { is not valid JSON"
         else:
             for value in (found, *found.values()):
                 if isinstance(value, dict) and key in value:
                     return value
-            problem = problem or f"schema: no object has {key}"  # not for parts of broken JSON
+            problem = problem or f"schema: no object has the key {key}"  # bad_json takes precedence
         start = text.find("{", end)
-    raise ReplyError(problem or "no_json: the reply holds no {")
+    raise ReplyError(problem or "no_json: the reply contains no {")
 
 
 def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
-    """Parse the plan in a model's reply; `acyclic` refuses a cycle and names its quantities."""
+    """Parse the plan in a model's reply.
+
+    Args:
+        acyclic: whether to reject a plan whose causal graph has a cycle.
+
+    Raises:
+        ReplyError: the reply contains no valid plan, or its causal graph has a cycle.
+    """
     try:
         plan = Plan.model_validate(find_object(reply, "causal_graph"))
     except ValidationError as error:
@@ -173,10 +189,11 @@ def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
 
 
 def check_plan(plan: Plan) -> dict[str, float]:
-    """Check a plan's form; each check is a share in [0, 1].
+    """Check the form of a plan.
 
-    The checks: every input of a step is known or was computed before; the steps reach the target by
-    rules; the rules are arithmetic.
+    Returns:
+        Values from 0 to 1: the share of steps whose inputs are all known or computed earlier,
+        whether the steps compute the target by rules, and the share of rules that are arithmetic.
     """
     rules = [(link.effect, is_arithmetic(link.rule)) for link in plan.causal_graph]
     known, steps, with_inputs = set(plan.knowns), plan.computation_plan, 0
@@ -195,10 +212,11 @@ def check_plan(plan: Plan) -> dict[str, float]:
 
 
 def plan_value(plan: Plan) -> Fraction | None:
-    """Compute the target by the plan's own steps, in exact arithmetic.
+    """Compute the target by the plan's own steps in exact arithmetic.
 
-    Return None if that is not possible: a value is unknown, a formula is invalid, or it needs more
-    than + - * / // % ** and a few functions that give exact numbers.
+    Returns:
+        The value of the target, or None if it cannot be computed: a value is unknown, a formula is
+        invalid, or a formula uses more than + - * / // % ** and the EXACT_FUNCTIONS.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
     values = {name: value for name, value in known.items() if value is not None}
@@ -213,7 +231,7 @@ def plan_value(plan: Plan) -> Fraction | None:
 
 
 def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
-    """Return the value of an expression over names; raise one of NOT_COMPUTABLE if it has none."""
+    """Evaluate an expression; raise one of NOT_COMPUTABLE if the expression has no exact value."""
     of = partial(_evaluate, values=values)
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
@@ -225,7 +243,7 @@ def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = of(left), of(right)
             if exponent.denominator > 1 or abs(exponent) > MAX_EXPONENT or base > MAX_BASE:
-                raise ValueError("a power that is too large, or a root")
+                raise ValueError("the power is too large, or is a root")
             return Fraction(base ** int(exponent))
         case ast.BinOp(left=left, op=op, right=right):
             return Fraction(OPERATORS[type(op)](of(left), of(right)))
@@ -235,7 +253,7 @@ def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
 
 
 def is_arithmetic(rule: str) -> bool:
-    """Return whether a rule, or its right-hand side, is arithmetic over names."""
+    """Return whether a rule, or the right-hand side of an assignment, is arithmetic over names."""
     if len(rule) > MAX_RULE:
         return False
     try:
@@ -245,8 +263,8 @@ def is_arithmetic(rule: str) -> bool:
 
 
 def _formula(rule: str) -> ast.expr:
-    """Parse `a * b`, or the right-hand side of `c = a * b`."""
+    """Parse a formula such as `a * b`, or the right-hand side of `c = a * b`."""
     (statement,) = ast.parse(rule.strip()).body
     if not isinstance(statement, ast.Expr | ast.Assign):
-        raise ValueError(f"{rule} is no formula")
+        raise ValueError(f"{rule} is not a formula")
     return statement.value

@@ -1,7 +1,8 @@
-"""Computes the rewards of a rollout: r_ans, r_logic, r_graph, for a fusion r_fusion; their mean.
+"""Computes the rewards of a rollout: r_ans, r_logic, r_graph, and for merged plans r_fusion.
 
-Each is in [0, 1], or None if it could not be determined. If the judge fails, its reward is None,
-the weights of the others are renormalised, and the record has `judge_failed`.
+The total reward r_total is their weighted mean. Each reward is from 0 to 1, or None if it could not
+be determined. If the judge fails, r_logic is None, the weights of the other rewards are
+renormalized, and `judge_failed` is set in the record.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rlm.cli import UsageError
 from rlm.data import Problem
 from rlm.grading import grade, numbers_in, parse_number
 
-GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # for r_ans, r_logic, r_graph
-CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # and for r_fusion
+GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # of r_ans, r_logic, r_graph
+CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # of r_ans, r_logic, r_graph, r_fusion
 LOGIC_SCORES = ("coherence", "completeness", "verification", "no_errors", "tool_consistency")
 LOGIC_SCHEMA = {
     "type": "object",
@@ -32,14 +33,18 @@ LOGIC_SCHEMA = {
     "required": list(LOGIC_SCORES),
     "additionalProperties": False,
 }
-ROUNDED = Fraction(1, 200)  # an answer with a fraction may be written with two decimals
-NO_CONFLICT = 0.7  # conflict resolution if the proposals have no conflicts
+ROUNDED = Fraction(
+    1, 200
+)  # tolerance for non-integer answers, which may be rounded to two decimals
+NO_CONFLICT = 0.7  # score of conflict resolution if the proposals have no conflicts
 
 _POWER_OF_TEN = re.compile(r" ?(?:×|x|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-−+]?\d{1,3})\}?")
 
 
 def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float]) -> float | None:
-    """Average the rewards that are not None, in the order of the weights; None without any.
+    """Return the weighted mean of the rewards that are not None, or None if all are None.
+
+    The rewards must be in the order of the weights.
 
     >>> weighted_mean({"r_ans": 0.0, "r_logic": 0.75, "r_graph": 0.80}, GENERATOR_WEIGHTS)
     0.3875
@@ -52,7 +57,7 @@ def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float])
 
 
 def relative_tolerance(problem: Problem) -> float:
-    """Return how far an answer may be from the gold, as a share of the gold."""
+    """Return the maximum relative error of an answer to the problem, from its column rel_tol."""
     given = problem.columns.get("rel_tol", 0)
     try:
         share = float(given)
@@ -66,7 +71,7 @@ def relative_tolerance(problem: Problem) -> float:
 
 
 def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
-    """Grade an answer exactly, or within the problem's rel_tol: (correct, the answer, the reason).
+    """Grade an answer exactly or within the problem's rel_tol; return (correct, answer, reason).
 
     >>> grade_answer("Final answer: 4.9 m", Problem("p", "?", "4.905", columns={"rel_tol": 0.01}))
     (True, '4.9 m', 'correct')
@@ -74,7 +79,9 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     tolerance = relative_tolerance(problem)
     if tolerance:
         text = _POWER_OF_TEN.sub(lambda match: "e" + match[1].replace("−", "-"), text)
-        unit = re.escape(str(problem.columns.get("unit", "")))  # or 5 K would be 5000
+        unit = re.escape(
+            str(problem.columns.get("unit", ""))
+        )  # without this, "5 K" would be read as 5000
         text = re.sub(rf"(?<=\d) ?{unit}(?!\w)", "", text) if unit else text
     verdict = grade(text, problem.answer, strict=False)
     answer = verdict.answer or ""
@@ -87,10 +94,12 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
 
 
 def graph_reward(plan: Plan | None) -> float:
-    """Compute 0.3 acyclic + 0.2 coverage of knowns and target + 0.4 links with a rule + 0.1 whole.
+    """Compute r_graph, which scores the causal graph of a plan.
 
-    Coverage is the share of these that the graph has; whole is the share of nodes in its largest
-    component.
+    r_graph = 0.3 acyclic + 0.2 coverage + 0.4 rules + 0.1 connected, where `acyclic` is 1 or 0,
+    `coverage` is the share of the known quantities and the target that are nodes of the graph,
+    `rules` is the share of links with a rule, and `connected` is the share of nodes in the largest
+    component. Without a plan, r_graph is 0.
     """
     if plan is None:
         return 0.0
@@ -106,13 +115,17 @@ def graph_reward(plan: Plan | None) -> float:
 
 
 def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
-    """Compute 0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
+    """Compute r_fusion, which scores a merged plan against the plans that it was merged from.
 
-    Consistency is the share of the fusion that some proposal has. Preservation is the share of what
-    at least half of the proposals have that the fusion keeps. Both weight nodes 0.4 and edges 0.6.
-    Conflict resolution is over the quantities on whose rule the proposals disagree: the share for
-    which the fusion has exactly one of their rules. Improvement is 0.5 if r_graph equals that of
-    the best proposal.
+    r_fusion = 0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
+
+    - Consistency is the share of the merged graph that also occurs in a proposal.
+    - Preservation is the share of the common part that the merged graph preserves. The common part
+      occurs in at least half of the proposals.
+    - Both shares are weighted: 0.4 for nodes and 0.6 for edges.
+    - Conflict resolution considers the quantities for which the proposals have different rules. It
+      is the share of them for which the merged plan has exactly one rule, taken from a proposal.
+    - Improvement compares r_graph with that of the best proposal; 0.5 means that they are equal.
     """
     consistency = preservation = 0.0
     for kind, weight in (("nodes", 0.4), ("edges", 0.6)):
@@ -141,7 +154,7 @@ def _share(part: set, whole: set) -> float:
 
 
 def _rules(plan: Plan) -> set[tuple[str, str]]:
-    """Collect (effect, rule), without spaces and left-hand sides."""
+    """Return the pairs (effect, rule) of a plan; rules have no spaces and no left-hand sides."""
     rules = {(link.effect, "".join(link.rule.split())) for link in plan.causal_graph}
     return {(effect, text) for effect, rule in rules if (text := rule.rpartition("=")[2])}
 
@@ -156,10 +169,12 @@ def compute_rewards(
     seed: str = "",
     **r_fusion: float | None,
 ) -> dict[str, Any]:
-    """Compute a rollout's rewards in the form of its record, with who gave them.
+    """Compute the rewards of a rollout, as fields of its record.
 
     Args:
-        judge: gives r_logic; without a judge, `logic_checks` computes it.
+        judge: the agent that scores r_logic. If it is None, `logic_checks` computes r_logic.
+        seed: the seed of the judge's request.
+        r_fusion: the reward `r_fusion` of a merged plan; left out for other plans.
     """
     correct, answer, reason = grade_answer(solution, problem)
     r_logic, judge_error = 0.0, None
@@ -185,10 +200,10 @@ def compute_rewards(
 
 
 def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
-    """Compute r_logic without a judge: does the plan hold together, and does the answer follow?
+    """Compute r_logic without a judge, from the form of the plan and its agreement with the answer.
 
-    It is the mean of the shares of `check_plan` and the share of the plan's numbers that the
-    problem names. It is 0 if the plan's formulas, computed exactly, do not give the answer.
+    r_logic is the mean of the values of `check_plan` and of the share of the plan's numbers that
+    occur in the problem. r_logic is 0 if the plan's formulas give another value than the answer.
     """
     numbers = [parse_number(str(value)) for value in plan.knowns.values() if value is not None]
     named = numbers_in(problem.question)
@@ -204,11 +219,16 @@ def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
 
 
 def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed: str) -> float:
-    """Average the judge's five scores; each must be a number from 0 to 1."""
+    """Request five scores from the judge, and return their mean.
+
+    Raises:
+        APIError: the request failed.
+        ReplyError: the reply does not contain five numbers from 0 to 1.
+    """
     values = {"problem": problem.question, "scaffold": plan.text(), "solution": solution}
     reply = judge.ask("judge_logic", seed, values, schema=LOGIC_SCHEMA)
     found = find_object(reply.text, LOGIC_SCORES[0])
     scores: list[Any] = [found.get(name) for name in LOGIC_SCORES]
     if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
-        raise ReplyError(f"not five scores from 0 to 1: {str(scores)[:200]}")
+        raise ReplyError(f"the reply does not contain five scores from 0 to 1: {str(scores)[:200]}")
     return fmean(scores)

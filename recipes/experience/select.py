@@ -1,15 +1,17 @@
-"""Selects lessons by trial: makes candidates from a model's own attempts, keeps those that help.
+"""Selects lessons by trial: a candidate lesson is kept if it improves answers on held-out problems.
 
-The generators answer each problem a few times. Where attempts differ, candidates are made: a right
-attempt as a worked example, a rule that the critic writes from a right and a wrong attempt, and the
-critic's own answer where it is right. Each candidate is tried alone on the most similar held-out
-problems. It is kept if more of them become right, by McNemar's exact test with Holm's correction.
+The generators answer each problem a few times. A problem with both right and wrong attempts yields
+up to three candidates: a right attempt as a worked example, a rule that the critic writes from a
+right and a wrong attempt, and the critic's own answer if this answer is right. Each candidate is
+tried alone on the held-out problems that are most similar to its problem. The candidate is kept if
+significantly more of them are answered right, by McNemar's exact test with Holm's correction.
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
-        --no-instructions --max-tokens 128    # our own model, on stories that it was not trained on
+        --no-instructions --max-tokens 128    # our model, on unseen kinds of problems
 
-To continue after an interruption, run it again: requests that were paid for are not sent again.
+To continue after an interruption, run the same command again: requests that were already paid for
+are not sent again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# If a script beside this file is run by its path, Python imports this file as its own `select`.
+# If a script in this folder is run by its path, Python imports this file in place of the standard
+# library's module `select`.
 if __name__ == "select":
     sys.stderr.write(f"error: run it as python -m recipes.experience.{Path(sys.argv[0]).stem}\n")
     sys.exit(2)
@@ -70,8 +73,10 @@ class SelectConfig(AskingConfig):
     temperature: float = flag(0.7, "sampling temperature of the attempts", min=0)
     groups: int = flag(8, "problems with right and wrong attempts to make candidates from")
     kinds: tuple[str, ...] = flag(KINDS, "kinds of candidates to make", choices=KINDS)
-    held_out: int = flag(160, "other problems on which candidates are tried", min=1)
-    trial_size: int = flag(64, "problems of these, the most similar, for each candidate", min=6)
+    held_out: int = flag(160, "other problems, on which candidates are tried", min=1)
+    trial_size: int = flag(
+        64, "held-out problems per candidate, the most similar to the candidate's problem", min=6
+    )
     alpha: float = flag(
         0.05, "accepted probability that any useless candidate is kept", above=0, max=0.5
     )
@@ -82,12 +87,12 @@ class SelectConfig(AskingConfig):
     def __post_init__(self) -> None:
         check_values(self)
         if self.trial_size > self.held_out:
-            raise ValueError("--trial-size is more than --held-out")
+            raise ValueError("--trial-size must not be larger than --held-out")
 
 
 @dataclass(frozen=True)
 class Group:
-    """A problem and the attempts at it, right and wrong."""
+    """Contains a problem with its right and its wrong attempts."""
 
     problem: Problem
     right: list[ChatReply]
@@ -108,19 +113,25 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a candidate: how many problems were right without and with it."""
+    """Contains the outcome of a candidate: the number of right answers without it and with it."""
 
     problems: int
     without: int
     with_it: int
-    p: float  # McNemar's, uncorrected
-    reach: float  # similarity of the least similar problem
+    p: float  # p-value of McNemar's test, without Holm's correction
+    reach: float  # similarity of the least similar problem in the trial
 
 
 def differing_groups(
     problems: Sequence[Problem], attempts: Sequence[Sequence[ChatReply | None]], most: int
 ) -> list[Group]:
-    """Return groups with right and wrong attempts, each as unlike the previous ones as possible."""
+    """Select problems that have both right and wrong attempts.
+
+    Each selected problem is as dissimilar as possible from those selected before.
+
+    Args:
+        most: the maximum number of problems.
+    """
     left = []
     for problem, replies in zip(problems, attempts, strict=True):
         right = [reply for reply in replies if reply and is_right(reply, problem)]
@@ -143,7 +154,7 @@ def _closeness(group: Group, others: Sequence[Group]) -> float:
 def make_candidates(
     critic: Agent, groups: Sequence[Group], kinds: Sequence[str]
 ) -> list[Candidate]:
-    """Make the candidates of these groups; the critic is asked for rules and fusions."""
+    """Create the candidates of these groups. The critic writes the rules and the fusions."""
     found: list[Candidate | None] = []
     if "example" in kinds:
         best = [min(group.right, key=lambda r: len(r.reasoning + r.text)) for group in groups]
@@ -176,7 +187,7 @@ def _fusion(critic: Agent, group: Group) -> Candidate | None:
 
 
 def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -> list[int]:
-    """Return the indices of the problems most like the candidate's own, most similar first."""
+    """Return the indices of the problems most similar to the candidate's, most similar first."""
     about = candidate.problem.question
     scores = [similarity(about, problem.question) for problem in held_out]
     return sorted(range(len(held_out)), key=lambda i: -scores[i])[:size]
@@ -185,7 +196,10 @@ def most_similar(candidate: Candidate, held_out: Sequence[Problem], size: int) -
 def judge_trial(
     candidate: Candidate, problems: Sequence[Problem], without: Replies, with_it: Replies
 ) -> Trial:
-    """Compare one answer to each problem; problems with a failed call are left out."""
+    """Compare the answers to the problems without and with the candidate.
+
+    There is one answer per problem and side. Problems with a failed call are left out.
+    """
     pairs = [
         (is_right(a, problem), is_right(b, problem))
         for problem, (a,), (b,) in zip(problems, without, with_it, strict=True)
@@ -197,7 +211,11 @@ def judge_trial(
 
 
 def select(trials: Sequence[Trial], alpha: float) -> list[bool]:
-    """Return which candidates helped: more right answers, and a significant p among all tried."""
+    """Return for each trial whether its candidate is kept.
+
+    A candidate is kept if it gave more right answers, and if the difference is significant after
+    Holm's correction over all trials.
+    """
     significant = holm([trial.p for trial in trials], alpha)
     return [s and t.with_it > t.without for s, t in zip(significant, trials, strict=True)]
 
@@ -205,7 +223,7 @@ def select(trials: Sequence[Trial], alpha: float) -> list[bool]:
 def try_all(
     agent: Agent, candidates: Sequence[Candidate], held_out: Sequence[Problem], config: SelectConfig
 ) -> list[Trial]:
-    """Try each candidate alone; the answers without any are shared."""
+    """Try each candidate alone. All trials share the answers without a lesson."""
     near = [most_similar(candidate, held_out, config.trial_size) for candidate in candidates]
     union = sorted(set().union(*near))
     replies = answer_all(agent, [held_out[i] for i in union], (), 1, stage=config.stage)
@@ -218,13 +236,13 @@ def try_all(
         trials.append(trial)
         terminal.line(
             f"{number} of {len(candidates)}, {candidate.kind}: {trial.without} → {trial.with_it} "
-            f"of {trial.problems}, p {trial.p:.2g}"
+            f"of {trial.problems} right, p {trial.p:.2g}"
         )
     return trials
 
 
 def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
-    """Return a candidate as a library item."""
+    """Convert a candidate to an item of the library."""
     category = "problem_solving" if candidate.kind == "rule" else WORKED_EXAMPLE
     about = {"source_problem": candidate.problem.id, "source_question": candidate.problem.question}
     head = {"id": "", "content": candidate.content, "category": category}
@@ -232,7 +250,13 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 
 
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate the most (requests, tokens read) per role; examples count as long as prompts."""
+    """Estimate an upper bound of the requests and input tokens of each role.
+
+    A worked example is counted as if it were as long as a prompt.
+
+    Returns:
+        Role → (requests, input tokens).
+    """
     read = tokens_of([problem.question for problem in problems]) // len(problems)
     calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
     calls[GENERATORS[0]] += config.held_out + len(config.kinds) * config.groups * config.trial_size
@@ -243,11 +267,14 @@ def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tup
 
 
 def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to practise on, and those to try candidates on."""
+    """Load the problems to practise on, and the held-out problems for trials."""
     count = config.problems + config.held_out
     problems = load_problem_set(config.dataset, config.split, count, config.seed)
     if len(problems) < count:
-        raise UsageError(f"{config.dataset} has {len(problems)} problems; {count} are needed")
+        raise UsageError(
+            f"{config.dataset} has {len(problems)} problems, but {count} are needed: "
+            "lower --problems or --held-out"
+        )
     return problems[: config.problems], problems[config.problems :]
 
 
@@ -281,7 +308,7 @@ def main(config: SelectConfig) -> int:
     record = {"config": to_dict(config), "model": asker.model, "seen": seen, "tried": rows}
     replace_json(config.run_dir / RECORD, record)
     show(config.kinds, rows)
-    terminal.line(f"{len(items)} lessons in {library}")
+    terminal.line(f"{len(items)} lessons were written to {library}")
     return 0
 
 

@@ -1,15 +1,16 @@
-"""Trains generators and a critic with training-free GRPO: it changes lessons, not weights.
+"""Trains generators and a critic with training-free GRPO, which changes lessons, not weights.
 
-For each problem a generator writes a plan several times and follows it, and code scores the
-attempts. Where the scores differ (σ > τ), the generator is asked for one lesson, and later prompts
-contain it. The critic then merges the plans of each generator, and learns from its three merged
-plans in the same way.
+For each problem a generator makes several attempts: it writes a plan and follows this plan to an
+answer. Code scores the attempts. If the scores differ (σ > τ), the generator is asked for one
+lesson, which is added to later prompts. The critic then merges the plans of each generator into
+one, and learns in the same way from the three merged plans of a problem.
 
     python -m recipes.experience.train generator 1 --dataset aime2024 --max-problems 10
     python -m recipes.experience.train critic
     python -m recipes.experience.train all --dataset word-problems --max-problems 10
 
-To continue after an interruption, run it again: requests that were paid for are not sent again.
+To continue after an interruption, run the same command again: requests that were already paid for
+are not sent again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TrainConfig(CostConfig):
 
     target: str = flag(
         "all",
-        "who learns; generator1 is generator 1",
+        "roles to train; generator1 is short for generator 1",
         choices=("generator", "critic", "all", "generator1", "generator2", "generator3"),
         positional=True,
     )
@@ -87,8 +88,10 @@ class TrainConfig(CostConfig):
         above=0,
         default_text=",".join(f"{weight:g}" for weight in GENERATOR_WEIGHTS),
     )
-    library_items: int = flag(20, "most lessons in a library", min=1)
-    library_tokens: int = flag(1200, "most tokens of a library's lessons, about", min=1)
+    library_items: int = flag(20, "maximum number of lessons in a library", min=1)
+    library_tokens: int = flag(
+        1200, "approximate maximum number of tokens of a library's lessons", min=1
+    )
     seed: int = flag(0, "random seed of the problem order, also sent with the requests")
     api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "folder of the libraries")
@@ -99,13 +102,17 @@ class TrainConfig(CostConfig):
         if self.target[-1].isdigit() and self.number is None:
             self.target, self.number = "generator", int(self.target[-1])
         if (self.target == "generator") != (self.number is not None):
-            raise ValueError("write: generator 1 (or 2, 3), critic, or all")
+            raise ValueError("the roles to train must be: generator 1 (or 2 or 3), critic, or all")
         parts = len(CRITIC_WEIGHTS if self.target == "critic" else GENERATOR_WEIGHTS)
         if self.weights and len(self.weights) != parts:
-            raise ValueError(f"--weights are {parts} numbers")
+            raise ValueError(f"--weights must be {parts} numbers, not {len(self.weights)}")
 
     def options_of(self, role: str) -> tuple[float, tuple[float, ...]]:
-        """Return a role's temperature and weights; under `all` the critic keeps its defaults."""
+        """Return a role's temperature and reward weights.
+
+        If the target is `all`, the options apply to the generators, and the critic uses its
+        defaults.
+        """
         critic = role == "critic"
         temperature, weights = (0.0, CRITIC_WEIGHTS) if critic else (0.3, GENERATOR_WEIGHTS)
         if critic and self.target != "critic":
@@ -117,24 +124,30 @@ class TrainConfig(CostConfig):
 def load_problem_set(
     dataset: str, split: str, max_problems: int | None, seed: int = 0
 ) -> list[Problem]:
-    """Load the problems, AIME's with ids like aime2024_001; sets without splits load whole."""
+    """Load the problems of a dataset.
+
+    A dataset that has only one split is loaded as a whole. AIME problems get ids like aime2024_001.
+
+    Raises:
+        UsageError: an answer is not a number, or a problem's rel_tol is invalid.
+    """
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     split = split if name in ("gsm8k", "word-problems", "elementary") else "test"
-    if is_local_file(source):  # the whole file, in order
+    if is_local_file(source):  # a local file is read in order
         problems = load_jsonl(source)[:max_problems]
     else:
         problems = load_problems(source, split, max_samples=max_problems, seed=seed)
     require_numeric_answers(dataset, problems)
     for problem in problems:
-        relative_tolerance(problem)  # raises now, not after answers are paid for
+        relative_tolerance(problem)  # raises before any answers are paid for
     if name in ("aime2024", "aime2025"):
         return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
     return problems
 
 
 def load_proposals(run_dir: Path) -> list[Task]:
-    """Load the problems that all three generators practised on, each with their rollouts."""
+    """Load the problems that all three generators practised on, with the generators' rollouts."""
     records = {}
     for number, name in enumerate(GENERATORS, 1):
         path = records_path(run_dir, name)
@@ -142,7 +155,7 @@ def load_proposals(run_dir: Path) -> list[Task]:
         if not records[name]:
             raise UsageError(
                 f"Rollouts file not found: {path}; "
-                f"run: python -m recipes.experience.train generator {number}"
+                f"create it with: python -m recipes.experience.train generator {number}"
             )
     tasks = []
     for key, row in records[GENERATORS[0]].items():
@@ -159,7 +172,7 @@ def open_trainer(
     endpoints: Mapping[str, Endpoint],
     clients: Mapping[str, APIClient],
 ) -> Trainer:
-    """Open a role's files, and set up its agent and the judge if there is one."""
+    """Create the trainer of a role: open its files, and set up its agent and the optional judge."""
     temperature, weights = config.options_of(name)
     journal, prompts = Journal(config.run_dir / f"{name}_calls.jsonl"), load_prompts()
 
@@ -201,7 +214,7 @@ def main(config: TrainConfig) -> int:
             trainer.check_options({name: getattr(config, name) for name in SHARED + own})
         try:
             train_at_once(trainers[: len(GENERATORS)], tasks)
-            if config.target == "all":  # the critic trains on the generators' new records
+            if config.target == "all":  # the critic trains on the generators' new rollouts
                 train_at_once(trainers[-1:], load_proposals(config.run_dir))
         finally:
             for trainer in trainers:
@@ -212,7 +225,13 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate the most (requests, tokens read) of each role; plans count as the longest reply."""
+    """Estimate an upper bound of the requests and input tokens of each role.
+
+    Every plan is counted with the maximum length of a reply.
+
+    Returns:
+        Role → (requests, input tokens).
+    """
     count, rollouts = len(problems), config.rollouts
     prompts = [prompt.template for prompt in load_prompts().values()]
     one = max(tokens_of([text]) for text in prompts) + config.library_tokens
@@ -227,7 +246,10 @@ def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tupl
 
 
 def train_at_once(trainers: Sequence[Trainer], tasks: Sequence[Task]) -> None:
-    """Run the trainers in threads. If one fails, or on Ctrl-C, all stop after their problem."""
+    """Run the trainers in parallel threads.
+
+    If a trainer fails, or on Ctrl-C, every trainer stops after its current problem.
+    """
     stop = threading.Event()
     with ThreadPoolExecutor(len(GENERATORS)) as pool:
         running = [pool.submit(trainer.train, tasks, stop) for trainer in trainers]

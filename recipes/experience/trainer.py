@@ -1,8 +1,8 @@
-"""Trains one role: samples a group of rollouts per problem; learns a lesson where they differ.
+"""Trains one role: samples a group of rollouts per problem, and learns lessons from differences.
 
-The records are the source of truth. A record is written before the library and contains the library
-that follows from it, so a kill between the two loses nothing. A kill within a problem loses no paid
-reply.
+The records of a run are the source of truth. The record of a problem is written before the library
+file and contains the updated library, so nothing is lost if the process is killed between the two
+writes. If the process is killed during a problem, the journal preserves every paid reply.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from rlm.runs import append_lines, read_lines, replace_file, replace_json
 
 REWARDS = ("r_ans", "r_logic", "r_graph", "r_total")
 FUSION_REWARDS = ("r_ans", "r_logic", "r_graph", "r_fusion", "r_total")
-ROUNDING = 1e-9  # σ > τ means: by more than this
-MAX_SHOWN = 1500  # characters of one solution in a prompt that compares several
+ROUNDING = 1e-9  # tolerance for rounding errors in the comparison σ > τ
+MAX_SHOWN = 1500  # maximum characters of each solution in a prompt that compares rollouts
 
 Row = dict[str, Any]
-# A problem, and arguments per rollout: its number, or for a fusion (generator, its rollouts).
+# A problem and the arguments of each of its rollouts: (rollout number,) for a generator, and
+# (generator, rollouts of this generator) for the critic.
 Task = tuple[Problem, Sequence[tuple[Any, ...]]]
-Proposed = tuple[Plan | None, str, dict[str, float | None]]  # a plan, its text, r_fusion
+# A plan, its text, and {"r_fusion": …} or {}.
+Proposed = tuple[Plan | None, str, dict[str, float | None]]
 
 
 def records_path(run_dir: Path, name: str) -> Path:
@@ -49,7 +51,7 @@ def records_path(run_dir: Path, name: str) -> Path:
 
 @dataclass
 class Trainer:
-    """Trains one of the three generators, or the critic, whose rollouts are fusions of plans."""
+    """Trains one of the three generators, or the critic, whose rollouts are merged plans."""
 
     agent: Agent
     judge: Agent | None
@@ -59,18 +61,24 @@ class Trainer:
     tau: float
 
     def __post_init__(self) -> None:
-        """Open the records, and repair them if a kill left them torn; nothing is sent."""
+        """Read the records of the run, and repair them if the last process was killed.
+
+        No requests are sent.
+        """
         self.name, self.is_critic = self.agent.name, self.agent.name == "critic"
         self._path = records_path(self.run_dir, self.name)
         self.records = read_lines(self._path)
         if self.is_critic and (part := len(self.records) % len(GENERATORS)):
-            del self.records[-part:]  # a problem whose other lines are missing
+            del self.records[-part:]  # lines of a problem whose other lines are missing
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.records)
             replace_file(self._path, "".join(lines))
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
-        """Refuse to continue with other options, as the records would not be comparable."""
+        """Raise UsageError if the run was started with other options.
+
+        Its existing records would not be comparable with new ones.
+        """
         agent, judge = self.agent, self.judge
         prompts = "\0".join(prompt.template for prompt in agent.prompts.values())
         options |= {"temperature": agent.temperature, "weights": list(self.weights)}
@@ -86,13 +94,13 @@ class Trainer:
             ]
             if was:
                 raise UsageError(
-                    f"{self.run_dir} holds a run of {self.name} with {', '.join(was)}; use "
-                    "these options again, or name another --run-dir (and --library-dir)"
+                    f"{self.run_dir} contains a run of {self.name} with {', '.join(was)}: use "
+                    "the same options, or pass another --run-dir (and --library-dir)"
                 )
         replace_json(path, options)
 
     def train(self, tasks: Sequence[Task], stop: threading.Event) -> None:
-        """Practise on each problem that has no record yet.
+        """Train on each problem that has no record yet.
 
         Args:
             stop: once set, training ends after the current problem.
@@ -113,7 +121,15 @@ class Trainer:
                 progress.update()
 
     def _sample(self, problem: Problem, lessons: str, number: Any, *proposals: Any) -> Row:
-        """Sample a rollout; if a call fails for good, it has an error and no rewards."""
+        """Sample a rollout of a problem.
+
+        If a call still fails after all retries, the rollout has an error and no rewards.
+
+        Args:
+            lessons: the library's lessons as text for the prompt.
+            number: the number of the rollout, or for the critic the name of the generator.
+            proposals: for the critic, the rollouts of this generator.
+        """
         seed, values = f"{problem.id} {number}", {"problem": problem.question}
         row = {"generator_id" if self.is_critic else "rollout_id": number, "scaffold_error": None}
         propose = self._fuse_plans if self.is_critic else self._write_plan
@@ -135,7 +151,7 @@ class Trainer:
         return row | {"answer": answer} | rewards | solved
 
     def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
-        """Ask for a plan; a reply that is not a plan is followed as it is."""
+        """Request a plan. If the reply is not a valid plan, its text is followed instead."""
         row["scaffold"] = _plan_text(None, "")
         text = self.agent.ask("scaffold", seed, values, schema=PLAN_SCHEMA).text
         plan, row["scaffold_error"] = _read_plan(text)
@@ -145,10 +161,11 @@ class Trainer:
     def _fuse_plans(
         self, row: Row, seed: str, values: dict[str, str], rollouts: Sequence[Row]
     ) -> Proposed:
-        """Ask to fuse a generator's valid plans into one.
+        """Request one plan that merges the valid plans of a generator.
 
-        `fusion` is `fused`; `best_of` if the fusion was refused (r_fusion is 0) or only one plan is
-        valid; `none` if no plan is. With fewer than two plans to fuse, r_fusion is None.
+        The field `fusion` of the row is `fused` if the merged plan is valid. It is `best_of` if the
+        merged plan is invalid (then r_fusion is 0) or if there is only one plan to merge, and
+        `none` if there is no valid plan. If fewer than two plans are valid, r_fusion is None.
         """
         read = [(_read_plan(each["scaffold"])[0], each["answer"]) for each in rollouts]
         proposals = [(plan, answer or "–") for plan, answer in read if plan]
@@ -170,11 +187,17 @@ class Trainer:
         return best, best.text() if best else "–", {"r_fusion": r_fusion}
 
     def _learn(self, problem: Problem, group: list[Row]) -> None:
-        """Compare a group, learn a lesson if rewards differ, write the record, then the library."""
+        """Learn a lesson from a group of rollouts if their rewards differ, and save the results.
+
+        The record of the problem is written before the library.
+        """
         if all(row["error"] for row in group):
-            raise UsageError(f"{self.name}: no reply for {problem.id}: {group[0]['error']}")
+            raise UsageError(
+                f"{self.name}: all requests for {problem.id} failed: {group[0]['error']}"
+            )
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
-        # With fewer than two proposals, no fusion prompt was sent; only that contains lessons.
+        # With fewer than two proposals, no fusion prompt was sent. Only this prompt contains the
+        # lessons, so such a rollout did not use the lessons.
         used = [row for row in group if _rewards(row).get("r_fusion", 0) is not None]
         self.library.count_use(len(used), sum(row["is_correct"] for row in used))
         mean, std = group_statistics(group)
@@ -200,9 +223,9 @@ class Trainer:
         self.library.save()
 
     def summary(self) -> Row:
-        """Count the outcomes of rollouts, groups, operations and calls, over all resumes.
+        """Count the outcomes of rollouts, groups, operations and calls, including resumed runs.
 
-        The values are numbers and dicts of numbers; only `learned` is a sentence.
+        The values are numbers and dicts of numbers, except for `learned`, which is a sentence.
         """
         groups = [row for row in self.records if "library_after" in row]
         rollouts = [r for row in self.records for r in row.get("rollouts", [row])]
@@ -242,41 +265,45 @@ class Trainer:
         return {"learned": self.conclusion(summary)} | summary
 
     def conclusion(self, summary: Row) -> str:
-        """Return a sentence: what was learned, or why nothing could be, and what to type."""
+        """Return a sentence that describes the result of the training.
+
+        It names the learned lessons or the reason why there are none, and a command to run next.
+        """
         if self.library.items:
             count = len(self.library.items)
-            lessons = "1 lesson stands" if count == 1 else f"{count} lessons stand"
+            lessons = "1 lesson is" if count == 1 else f"{count} lessons are"
             return (
-                f"{lessons} in {self.library.path}; to use them: "
+                f"{lessons} stored in {self.library.path}; to use the library: "
                 f'python inference.py --experiences {self.library.path} "…"'
             )
         plans, fusions = summary.get("plans", {}), summary.get("fusions", {})
         select = "python -m recipes.experience.select (worked examples, for small models)"
         if not summary["rollouts"]:
-            return "nothing: no problem was practised on"
+            return "nothing: the run contains no problems"
         if not plans.get("parsed"):
             why = ", ".join(f"{count} {name}" for name, count in (plans or fusions).items())
             return (
-                f"nothing could be learned: no plan could be read ({why or 'none was written'}). "
-                f"Name a model that can write plans in --api-config, or type: {select}"
+                f"nothing could be learned: no reply was a valid plan ({why or 'no replies'}). "
+                f"Set a model that can write plans in --api-config, or run: {select}"
             )
         if not summary["groups with σ > τ"]:
             right = f"{summary['right']} of {summary['rollouts']} attempts were right"
             return (
-                "nothing could be learned: the attempts at each problem scored alike, σ ≤ "
-                f"{self.tau:g} ({right}). Practise on more or other problems (--max-problems, "
-                f"--dataset), raise --temperature, or type: {select}"
+                "nothing could be learned: the attempts at each problem have similar scores, σ ≤ "
+                f"{self.tau:g} ({right}). Train on more or other problems (--max-problems, "
+                f"--dataset), raise --temperature, or run: {select}"
             )
         refused = {**summary.get("extractions", {}), **summary.get("operations", {})}
         why = ", ".join(f"{count} {name}" for name, count in refused.items())
         return (
-            f"nothing was kept of {summary['groups with σ > τ']} comparisons ({why}). Name a model "
-            f"that writes lessons in --api-config, or type: {select}"
+            f"nothing was learned: {summary['groups with σ > τ']} comparisons of attempts gave no "
+            f"valid lesson ({why}). Set a model that can write lessons in --api-config, "
+            f"or run: {select}"
         )
 
 
 def shown_summary(summary: Row) -> dict[str, str]:
-    """Return the figures of a summary as text for printing."""
+    """Format the values of a summary as text for printing."""
     return {
         name: ", ".join(f"{count:.4g} {what}" for what, count in value.items())
         if isinstance(value, dict)
@@ -290,12 +317,12 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def _plan_text(plan: Plan | None, text: str) -> str:
-    """Return JSON in any case; text that is not a plan is under the key `invalid`."""
+    """Return the plan as JSON. Without a plan, return JSON with `text` under the key `invalid`."""
     return plan.text() if plan else json.dumps({"invalid": text}, ensure_ascii=False)
 
 
 def _read_plan(text: str, *, acyclic: bool = False) -> tuple[Plan | None, str | None]:
-    """Parse a plan; return it and None, or None and the error."""
+    """Parse a plan. Return (plan, None) if it is valid, and (None, error) otherwise."""
     try:
         return parse_plan(text, acyclic=acyclic), None
     except ReplyError as error:
@@ -303,15 +330,18 @@ def _read_plan(text: str, *, acyclic: bool = False) -> tuple[Plan | None, str | 
 
 
 def _rewards(row: Row) -> dict[str, float | None]:
-    """Return the rewards of a rollout, whose record has them at its top level, or of a fusion."""
+    """Return the rewards of a generator's or the critic's rollout.
+
+    A generator's rollout has the rewards as top-level keys; the critic's has a key `rewards`.
+    """
     return row.get("rewards") or {name: row[name] for name in REWARDS}
 
 
 def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
-    """Return (μ, population σ) of r_total over the rollouts that have all their rewards.
+    """Return the mean μ and the population standard deviation σ of r_total over a group.
 
-    Rollouts without a reward, because a call or the judge failed, are left out. If none is left,
-    μ is None; with fewer than two, σ is 0.
+    Rollouts that lack a reward, because a call or the judge failed, are left out. If no rollout
+    remains, μ is None. If fewer than two rollouts remain, σ is 0.
     """
     whole = [each for row in group if None not in (each := _rewards(row)).values()]
     totals = [total for each in whole if (total := each["r_total"]) is not None]
@@ -319,7 +349,7 @@ def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
 
 
 def show_group(group: Sequence[Row]) -> str:
-    """Format a group for the prompt that compares its rollouts."""
+    """Format a group of rollouts for the prompt that compares these rollouts."""
     texts = []
     for number, row in enumerate(group, 1):
         solution = row["solution"]

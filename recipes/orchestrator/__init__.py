@@ -1,1 +1,1 @@
-"""A model learns to design the agents that solve the problem."""
+"""Recipe in which a model learns to design the agents that solve a problem."""

@@ -1,4 +1,4 @@
-"""Asks a trained orchestrator; prints its graph, what the agents write, and the answer.
+"""Solves a problem with a trained orchestrator, and prints the graph, the replies and the answer.
 
 python -m recipes.orchestrator.ask "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
 """
@@ -32,7 +32,7 @@ class AskConfig:
 def main(config: AskConfig) -> int:
     prepare_process()
     orchestrator = Orchestrator.load(config.run)
-    # The gold does not matter: only the answer in the verdict is used.
+    # The gold answer "0" is a placeholder: only the answer found by the verdict is used.
     problem = Problem("asked", required(config.question, "question"), "0")
     for attempt in range(config.tries):
         (run,) = orchestrator.solve([problem], temperature=min(attempt, 1), seed=attempt)
@@ -43,14 +43,14 @@ def main(config: AskConfig) -> int:
         terminal.line(f"no valid graph ({run.graph.reason}: {run.graph.detail})")
     else:
         last = written.text[:200]
-        raise UsageError(f"no valid graph in {config.tries} tries; the last: {last}")
+        raise UsageError(f"no valid graph in {config.tries} tries; the last reply was: {last}")
     if run.error:
         raise UsageError(run.error)
     for agent, reply in zip(run.graph.agents, run.replies, strict=True):
-        terminal.line(f"{agent.id}, given: {' / '.join(agent.texts)}\n{reply.text}\n")
+        terminal.line(f"{agent.id} received: {' / '.join(agent.texts)}\n{reply.text}\n")
     terminal.line(
-        f"answer: {run.verdict.answer or 'none found'}  (graph {written.completion_tokens} "
-        f"tokens, agents {run.completion_tokens})"
+        f"answer: {run.verdict.answer or 'none found'}  (tokens: {written.completion_tokens} for "
+        f"the graph, {run.completion_tokens} for the agents)"
     )
     return 0
 

@@ -1,8 +1,8 @@
-"""Teaches the orchestrator to write graphs, by supervised training on random ones.
+"""Teaches the orchestrator to write graphs, by supervised training on random graphs.
 
-A small model cannot write the JSON, so GRPO would have nothing to reward. A seeded generator
-composes graphs of parts, good and bad alike. Training on them teaches the format and a variety of
-prompts; GRPO then finds out which of these help.
+A small model cannot write the JSON of a graph without training, so GRPO would have nothing to
+reward. A seeded generator therefore composes graphs from random parts, both good and bad. Training
+on these graphs teaches the format and a variety of prompts; GRPO then finds the prompts that help.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LEARNING_RATE = 1e-3  # peak
 
 
 def random_graph(rng: random.Random, format: Format) -> Graph:
-    """Compose a graph of random parts: one agent solves, the other checks and concludes.
+    """Compose a graph from random parts: the first agent solves, and the second one checks.
 
     Args:
-        format: the format that the agents were trained on.
+        format: the reasoning format that the agents were trained with.
     """
     parts = [rng.choice(texts) for texts in PROMPTS["random_graphs"].values()]
     roles, methods, checks, endings = (part.format(**format.tags) for part in parts)
@@ -43,7 +43,10 @@ def make_examples(
     config: OrchestratorConfig,
     format: Format,
 ) -> list[Example]:
-    """Write random graphs as completions to learn, GRAPHS_PER_PROBLEM for each problem's prompt."""
+    """Create training examples whose completions are random graphs.
+
+    Each problem gets GRAPHS_PER_PROBLEM examples with the same prompt.
+    """
     rng, end = random.Random(f"cold start {config.seed}"), end_of_turn_id(tokenizer)
     examples = []
     for problem in problems:
@@ -61,13 +64,13 @@ def train_start_adapter(
     """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`.
 
     Args:
-        format: the format that the agents were trained on.
+        format: the reasoning format that the agents were trained with.
 
     Raises:
-        Interrupted: a signal asked to stop.
+        Interrupted: a signal stopped the training.
     """
     if config.start_from:
-        check_adapter(config.start_from, "--start-from none begins with a new one")
+        check_adapter(config.start_from, "pass --start-from none to start with a new adapter")
         config = follow_adapter(config, AdapterInfo.load(config.start_from))
     tokenizer = load_tokenizer(required(config.model, "--model"))
     examples = make_examples(tokenizer, problems, config, format)
@@ -85,14 +88,14 @@ def train_start_adapter(
         run_dir=config.run_dir.with_name(f"{config.run_dir.name}_cold_start"),
     )
     terminal.line(
-        f"cold start: {config.sft_adapter} does not exist; learning the format from "
-        f"{len(examples)} random graphs"
+        f"cold start: {config.sft_adapter} does not exist, so an adapter is trained on "
+        f"{len(examples)} random graphs to learn the format"
     )
     about = {"stage": "orchestrator_start", "dataset": config.dataset, "config": to_dict(config)}
     try:
         history = learn(sft, tokenizer, examples, about=about)
     except Interrupted as stopped:
-        terminal.line("stopped in the cold start: the same command begins it again")
+        terminal.line("stopped during the cold start: run the same command to start it again")
         raise Interrupted(stopped.number, "") from None
     terminal.line(
         f"cold start done in {terminal.duration(history['seconds'])}: {config.sft_adapter}"

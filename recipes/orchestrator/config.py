@@ -1,4 +1,4 @@
-"""Defines the options of orchestrator training: those of GRPO, and those of the agents."""
+"""Defines the options of orchestrator training: the GRPO options and the agents' options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # used if it exists
 @takes_aliases
 @dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
-    """Options of one training run; creating it does not touch the disk."""
+    """Options of one training run. Creating a config does not access the disk."""
 
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),
@@ -26,7 +26,7 @@ class OrchestratorConfig(GRPOConfig):
 
     PROVISIONAL: ClassVar = {}
 
-    # Options of stage 2 that do not apply to graphs: they are refused, and not in --help.
+    # GRPO options that do not apply to graphs. They are rejected and are not shown in --help.
     NOT_USED = (
         *("doctor", "plan", "reward", "backend"),
         *("reasoning_format", "system_prompt", "tool"),
@@ -101,7 +101,7 @@ class OrchestratorConfig(GRPOConfig):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete a config by the values that --run-dir, --debug and the algorithm imply."""
+        """Fill in the values that follow from --run-dir, --debug and the algorithm."""
         made = dict(values)
         made["output"] = made["output"] or Path(made["run_dir"]) / "adapters_lora"
         if made["debug"]:
@@ -112,23 +112,25 @@ class OrchestratorConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            allowed = {option.default, "deepseek"}  # deepseek: in records of older runs
+            allowed = {option.default, "deepseek"}  # Configs of older runs contain "deepseek".
             if option.name in self.NOT_USED and getattr(self, option.name) not in allowed:
                 name = option.name.replace("_", "-")
-                raise ValueError(f"--{name} is an option of train_grpo.py and has no use here")
+                raise ValueError(
+                    f"--{name} is an option of train_grpo.py; it is not supported here"
+                )
         super().__post_init__()
         if self.agent_url and not self.agent_model:
-            raise ValueError("--agent-url needs --agent-model: the name that the server knows")
+            raise ValueError("--agent-url requires --agent-model: the model's name on the server")
         if self.agent_key and not self.agent_url:
             raise ValueError("--agent-key requires --agent-url")
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return 1: only the greedy graph is validated."""
+        """Return 1, because validation runs only the greedy graph of each problem."""
         return 1
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the values that the start adapter, the agents' adapter and the machine imply."""
+        """Fill in the values that follow from the adapters of the run and from the machine."""
         from rlm.model import AdapterInfo
 
         start = given.get("sft_adapter", DEFAULT_START)
@@ -138,13 +140,13 @@ class OrchestratorConfig(GRPOConfig):
         if by_default and not DEFAULT_AGENT_ADAPTER.exists():
             terminal.line(
                 f"the agents use the bare model: {DEFAULT_AGENT_ADAPTER} does not exist "
-                "(train_grpo.py makes it)"
+                "(train_grpo.py creates it)"
             )
             values["agent_adapter"] = None
         return values
 
 
-# Name in the published description → option.
+# Maps each name of the published description to the option that it sets.
 PUBLISHED_NAMES = {
     "orchestrator_id": "model", "agent_model_id": "agent_model", "run_root": "run_dir",
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
@@ -156,9 +158,9 @@ PUBLISHED_NAMES = {
 
 
 class Config:
-    """Options of the published description, for Python code that sets them one by one."""
+    """Contains the options of the published description, as attributes that code can assign."""
 
-    __slots__ = tuple(PUBLISHED_NAMES)  # a misspelt name is an error
+    __slots__ = tuple(PUBLISHED_NAMES)  # assigning a misspelt name raises an error
 
     def __init__(self) -> None:
         for name, option in PUBLISHED_NAMES.items():
@@ -166,7 +168,7 @@ class Config:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"Config has no {name}; it has {', '.join(PUBLISHED_NAMES)} "
+            f"Config has no attribute {name}; its attributes are {', '.join(PUBLISHED_NAMES)} "
             "(OrchestratorConfig has all options)"
         )
 
@@ -176,6 +178,6 @@ class Config:
         super().__setattr__(name, value)
 
     def to_options(self) -> OrchestratorConfig:
-        """Return the same options under the names of the command line."""
+        """Convert the options to an OrchestratorConfig."""
         values = {option: getattr(self, name) for name, option in PUBLISHED_NAMES.items()}
         return OrchestratorConfig(**values)

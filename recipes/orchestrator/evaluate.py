@@ -1,8 +1,9 @@
-"""Compares the orchestrator with a single agent: same problems, same agents, same token limit.
+"""Compares the orchestrator with a single agent on the same problems.
 
-The limit for a problem is the length of two replies: the single agent uses it in one reply, the
-other rows in two. The orchestrator's own tokens are counted in a column of their own. In the vote
-the single agent may write about as much as the orchestrator and its agents together. Rows are
+All rows use the same agents and the same token limit per problem, which is the length of two
+replies: a single agent may use it in one reply, and two agents share it. The tokens that the
+orchestrator writes are not part of this limit and have a separate column. In the row with a vote,
+the single agent writes about as many tokens as the orchestrator and its agents together. Rows are
 paired by problem, so a problem on which an agent's API failed is left out of all rows.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
@@ -34,8 +35,9 @@ from rlm.training import fit_prompts
 SINGLE = "single agent"
 BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
 ADAPTERS = {BARE: None, UNTRAINED: "start", TRAINED: "default"}
-ORACLE = "two agents, oracle's plan"  # from worked solutions: what a plan can reach
-# Column heading of the second table → metric of a row, and its format.
+# The oracle's plan is made from the worked solution. Its row shows how much a good plan can reach.
+ORACLE = "two agents, oracle's plan"
+# Maps each column heading of the second table to the metric of a row and its number format.
 COLUMNS = {
     "agents": ("written", ".0f"),
     "graph": ("orchestrator", ".0f"),
@@ -46,13 +48,15 @@ COLUMNS = {
     "leaks": ("graph/leak_rate", ".2f"),
     "cut off": ("agents/truncated_rate", ".2f"),
 }
-Row = Sequence[Sequence[Trajectory]]  # per problem: one, one per run, or those that vote
+# The trajectories of each problem: one trajectory, one per training run, or one per vote.
+Row = Sequence[Sequence[Trajectory]]
 
 
 @dataclass
 class EvaluateConfig:
     run: tuple[Path, ...] = flag(
-        (Path("runs/orchestrator"),), "folder of the training run, or of several with other seeds"
+        (Path("runs/orchestrator"),),
+        "folder of the training run, or folders of runs with different seeds",
     )
     split: str | None = flag(
         None, "part of the run's dataset", default_text="test; validation for a file of yours"
@@ -68,7 +72,11 @@ class EvaluateConfig:
 
 
 def fixed_graphs(solver: str) -> dict[str, Graph]:
-    """Return the graphs to compare with; `solver` is the agents' own system prompt."""
+    """Return the fixed graphs that the orchestrator is compared with.
+
+    Args:
+        solver: the system prompt that the agents were trained with.
+    """
     return {
         name: Graph.chain(*(text.replace("{solver}", solver) for text in texts), field=field)
         for name, arm in PROMPTS["fixed_graphs"].items()
@@ -79,10 +87,13 @@ def fixed_graphs(solver: str) -> dict[str, Graph]:
 def make_rows(
     orchestrator: Orchestrator, others: Sequence[Path], problems: Sequence[Problem], seed: int
 ) -> dict[str, Row]:
-    """Run all that is compared on the problems; the vote is last, as its size depends on the rest.
+    """Run every row of the comparison on the problems.
+
+    The vote is run last, because its number of votes depends on the tokens of other rows.
 
     Args:
-        others: runs of the same agents and problems, whose graphs join those of `orchestrator`.
+        others: folders of further training runs with the same agents and problems. Their
+            trajectories are added to those of `orchestrator`.
     """
     config, format = orchestrator.config, orchestrator.agents.format
 
@@ -117,7 +128,7 @@ def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -
     rows = {}
     for name, adapter in ADAPTERS.items():
         if adapter == "start" and orchestrator.config.sft_adapter is None:
-            continue  # training began with the bare model
+            continue  # training started from the bare model
         with using_adapter(orchestrator.policy, adapter):
             rows[name] = [[run] for run in orchestrator.solve(problems)]
         terminal.line(f"{name}: done")
@@ -125,29 +136,34 @@ def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -
 
 
 def load_another(run: Path, first: Orchestrator) -> Orchestrator:
-    """Load a run that is averaged with the first one.
+    """Load a further training run, whose results are averaged with those of the first run.
 
     Raises:
-        UsageError: it has other data, agents or limits, or another kind of start.
+        UsageError: the run used other data, agents or limits than the first run, or only one of
+            the two runs started from an adapter.
     """
     other = Orchestrator.load(run)
     for name in ("dataset", "graph_form", "agent_max_tokens", "agent_temperature"):
         ours, theirs = getattr(first.config, name), getattr(other.config, name)
         if ours != theirs:
             option = name.replace("_", "-")
-            raise UsageError(f"{run} has --{option} {theirs}, the first run {ours}")
+            raise UsageError(f"{run} used --{option} {theirs}, but the first run used {ours}")
     if str(other.agents) != str(first.agents):
-        raise UsageError(f"the agents of {run} are {other.agents}; of the first run {first.agents}")
+        raise UsageError(
+            f"the agents of {run} are {other.agents}, but those of the first run are {first.agents}"
+        )
     if bool(other.config.sft_adapter) != bool(first.config.sft_adapter):
-        raise UsageError(f"{run} and the first run differ in whether they began with an adapter")
+        raise UsageError(f"only one of {run} and the first run started from an adapter")
     return other
 
 
 def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Leave out problems on which an API call failed in any row: a failure is not a wrong answer.
+    """Return the rows without the problems on which an API call failed in any row.
+
+    A failed call must not count as a wrong answer.
 
     Raises:
-        UsageError: no problem is left.
+        UsageError: an API call failed on every problem.
     """
     judged = [
         not any(run.error for group in groups for run in group)
@@ -159,16 +175,21 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def scores(row: Row) -> list[float]:
-    """Return the accuracy on each problem, in 0…1: of a vote, or the mean over training runs."""
+    """Return the accuracy on each problem, from 0 to 1.
+
+    The accuracy is the mean over training runs if the orchestrator wrote the graphs. Otherwise it
+    is that of the majority vote, which for a single reply is the reply itself.
+    """
     if row[0][0].written:
         return [fmean(run.verdict.correct for run in group) for group in row]
     return [majority_score([run.verdict for run in group]) for group in row]
 
 
 def tokens(row: Row) -> dict[str, float]:
-    """Average tokens over problems: written by the agents and by the orchestrator, read by both.
+    """Return the mean number of tokens per problem.
 
-    A vote counts the tokens of all its replies; training runs are averaged.
+    The keys are "written" (by the agents), "orchestrator" (written by the orchestrator) and "read"
+    (by both). The tokens of all replies of a vote are added; those of training runs are averaged.
     """
     runs = [run for group in row for run in group]
     graphs = [run.written for run in runs if run.written]
@@ -182,7 +203,7 @@ def tokens(row: Row) -> dict[str, float]:
 
 
 def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
-    """Compute the entry of a row in evaluation.json."""
+    """Compute the metrics of a row for evaluation.json."""
     solved, used = scores(row), tokens(row)
     of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
     graphs = {name: fmean(run[name] for run in of_runs) for run in of_runs[:1] for name in run}
@@ -199,9 +220,10 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
 
 
 def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
-    """Compare the trained orchestrator with its start and with its best rival, paired by problem.
+    """Compare the trained orchestrator with its start and with the best other row.
 
-    The best rival is chosen on these very problems, which favours it.
+    The differences are paired by problem. The best other row is selected on the same problems,
+    which favours that row.
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
@@ -217,9 +239,9 @@ def start_row(rows: Mapping[str, Row]) -> str:
 
 
 def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
-    """Print the first problems whose graph changed in training, with both graphs.
+    """Print the first problems whose graph was changed by training, with both graphs.
 
-    Only the first run is shown.
+    Only the graphs of the first training run are shown.
     """
     pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
     of_first = [(before, after) for (before, *_), (after, *_) in pairs]
@@ -233,7 +255,7 @@ def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
 
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
-    """Print two tables, of accuracy and of cost, each of which fits a plain terminal."""
+    """Print a table of accuracy and a table of cost, each narrow enough for a plain terminal."""
     accuracy = {
         name: {
             "accuracy, %": percent(row["accuracy"]),
@@ -251,7 +273,7 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
 
 def main(config: EvaluateConfig) -> int:
     prepare_process()
-    check_writable("--output", config.output)  # before hours of work
+    check_writable("--output", config.output)  # checked before hours of work
     orchestrator = Orchestrator.load(config.run[0])
     dataset = required(orchestrator.config.dataset, "--dataset")
     split = config.split or ("validation" if is_local_file(dataset) else "test")

@@ -1,7 +1,7 @@
 """Runs the orchestrator: a model writes graphs of agents, and the agents solve problems.
 
-The agents are a frozen model: a local one, which shares the orchestrator's weights if possible, or
-one served by an API.
+All agents are played by one frozen model. This model is either local, and then shares the
+orchestrator's weights if possible, or is served by an API.
 """
 
 from __future__ import annotations
@@ -41,18 +41,22 @@ if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
-SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # by --graph-form
+SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # one for each value of --graph-form
 
 
 def render(tokenizer: PreTrainedTokenizerBase, question: str, form: str = "prompts") -> list[int]:
-    """Render the orchestrator's prompt for a problem to token ids; `form` is its --graph-form."""
+    """Render the orchestrator's prompt for a question as token ids.
+
+    Args:
+        form: the value of --graph-form, which selects the system prompt.
+    """
     system_prompt = SYSTEM_PROMPTS[form]
     return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=system_prompt)
 
 
 @dataclass(frozen=True)
 class AgentModel:
-    """Names a frozen model; `load_agents` loads its weights, unless they are loaded already."""
+    """Describes the agents' frozen model, whose weights `load_agents` loads if necessary."""
 
     name: str
     adapter: Path | None = None
@@ -68,12 +72,12 @@ class AgentModel:
 
     @property
     def format(self) -> Format:
-        """The tags that the agents were trained with."""
+        """The reasoning format that the agents were trained with."""
         return self.info.format
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
-    """Return the agents that the config names.
+    """Return the agents that the config selects.
 
     Raises:
         UsageError: the adapter does not exist, the API's URL is invalid, or its key is not set.
@@ -94,12 +98,18 @@ def load_agents(
     policy: PeftModel,
     writer: LocalLLM,
 ) -> LocalLLM | RemoteLLM:
-    """Load the agents' model if it is local; if it is also the orchestrator's, they share weights.
+    """Load the agents' model, if it is a local one.
 
-    The agents have the tool that their adapter was trained with.
+    If the agents and the orchestrator use the same base model, it is loaded only once. The agents
+    can call the tool that their adapter was trained with.
+
+    Args:
+        policy: the orchestrator's model.
+        writer: the LLM that writes the orchestrator's graphs with `policy`.
 
     Raises:
-        UsageError: the adapter belongs to another base, or cannot share the orchestrator's.
+        UsageError: the agents' adapter was trained on another base model, or cannot be loaded into
+            the orchestrator's.
     """
     if not isinstance(agents, AgentModel):
         return agents
@@ -116,14 +126,15 @@ def load_agents(
     if agents.adapter:
         name = "agent"
         load_adapter(policy, agents.adapter, trainable=False, name=name)
-    # A vLLM server has only the orchestrator's adapter, and the orchestrator has no tool.
+    # A vLLM server serves only the orchestrator's adapter, and the orchestrator's own sampler has
+    # no tool. In both cases the agents need a sampler of their own.
     if tool or not isinstance(sampler, Sampler):
         sampler = Sampler(policy, tokenizer, dtype=getattr(sampler, "dtype", None), tool=tool)
     return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))
 
 
 class Orchestrator:
-    """Writes graphs with a policy, and runs them with the agents."""
+    """Writes graphs with a policy, and runs these graphs with the agents."""
 
     def __init__(
         self,
@@ -141,7 +152,10 @@ class Orchestrator:
 
     @classmethod
     def load(cls, run_dir: Path) -> Orchestrator:
-        """Load a finished run: its policy has the adapters "default" (trained) and "start".
+        """Load the orchestrator of a finished run.
+
+        Its policy has the trained adapter, named "default", and the start adapter, named "start",
+        if training began with one.
 
         Raises:
             UsageError: the directory contains no finished run.
@@ -149,17 +163,17 @@ class Orchestrator:
         file = run_dir / "config.json"
         if not file.is_file():
             raise UsageError(
-                f"{run_dir} contains no run; python -m recipes.orchestrator.train makes one"
+                f"{run_dir} contains no run: create one with python -m recipes.orchestrator.train"
             )
         config = parse(OrchestratorConfig, ["--config", str(file)])
         model, output = required(config.model, "--model"), required(config.output, "--output")
-        check_adapter(output, "the run is not finished: train with --resume")
+        check_adapter(output, "the run is not finished: continue it with --resume")
         check_base(output, model, base_model_hash(model))
         tokenizer = load_tokenizer(model)
         base = load_base(model, pick_device(), quantize=config.quantize)
         policy = load_adapter(base, output, trainable=False)
         if config.sft_adapter:
-            check_adapter(config.sft_adapter, "it is what the run began with")
+            check_adapter(config.sft_adapter, "the run was started from this adapter")
             load_adapter(policy, config.sft_adapter, trainable=False, name="start")
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         return cls(config, choose_agents(config), policy, tokenizer, sampler)
@@ -176,7 +190,7 @@ class Orchestrator:
         seed: int = 0,
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
-        """Write a graph for each problem with the active adapter, and run it."""
+        """Write a graph for each problem with the policy's active adapter, and run the graph."""
         questions, told = [p.question for p in problems], SYSTEM_PROMPTS[self.config.graph_form]
         calls = [Call(told, text, prompt_seed(seed, text)) for text in questions]
         params = SamplingParams(self.config.max_new_tokens, temperature)

@@ -1,4 +1,7 @@
-"""Makes plans: graphs whose agents answer sub-questions, from a worked solution or at random."""
+"""Creates plans: graphs in which each agent answers a sub-question of the problem.
+
+A plan is derived from the worked solution, or composed at random for the cold start.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,30 @@ from recipes.orchestrator.graph import Graph
 from rlm.data import Problem
 from rlm.grading import Equation, find_equations
 
-WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # equals a single agent
-# Relative frequencies of the kinds of random plans. WHOLE_PROBLEM is not among them: it is the
-# safest of the bad plans, and GRPO would settle on it before it finds how to divide a problem.
+WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent alone solves the problem
+# Relative frequencies of the kinds of random plans. WHOLE_PROBLEM is not one of these kinds: it is
+# the safest of the bad plans, so GRPO would converge to it before learning to divide a problem.
 KINDS = {"solution": 2, "operations": 1}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def steps_of(problem: Problem) -> list[Equation]:
-    """Return the distinct equations of the worked solution; a calculator mark repeats one."""
+    """Return the distinct equations of the worked solution.
+
+    Duplicates are removed, because a calculator annotation repeats the equation beside it.
+    """
     return list(dict.fromkeys(find_equations(problem.solution)))
 
 
 def oracle_plan(problem: Problem) -> Graph | None:
-    """Return the plan that the worked solution gives; None if its last step uses no other step.
+    """Return the plan that follows from the worked solution.
 
-    The second agent takes the last step. The first agent takes the latest earlier step whose result
-    the last step needs. All other results are written out as expressions.
+    The second agent computes the last step of the solution. The first agent computes the latest
+    earlier step whose result is an operand of the last step. All other intermediate results are
+    written out as expressions.
+
+    Returns:
+        The plan, or None if the last step does not use the result of another step.
     """
     steps = steps_of(problem)
     for number in reversed(range(len(steps) - 1)):
@@ -39,9 +49,10 @@ def oracle_plan(problem: Problem) -> Graph | None:
 
 
 def _write_out(expression: str, steps: Sequence[Equation], known: int | None = None) -> str:
-    """Replace each earlier step's result by its expression, and step `known`'s by {agentA}.
+    """Replace each result of an earlier step in an expression by the expression of that step.
 
-    If several steps have the same result, the latest of them is used.
+    The result of step `known` is replaced by {agentA}. If several steps have the same result, the
+    latest of these steps is used.
     """
 
     def earlier(match: re.Match[str]) -> str:
@@ -56,7 +67,11 @@ def _write_out(expression: str, steps: Sequence[Equation], known: int | None = N
 
 
 def random_plan(rng: random.Random, problem: Problem) -> Graph:
-    """Compose a plan for the cold start: the right one, or random operations on its numbers."""
+    """Compose a plan for the cold start.
+
+    The plan is either the plan of the worked solution, or random operations on the numbers of the
+    problem.
+    """
     (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
     if kind == "solution" and (plan := oracle_plan(problem)):
         return plan

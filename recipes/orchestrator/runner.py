@@ -1,9 +1,10 @@
-"""Runs many graphs at once, all first agents in one batch, then all second ones, and scores them.
+"""Runs many graphs at once and scores them.
 
-The reward is 1 if the last agent's final number is the gold, else 0. An invalid graph stays in its
-group with 0: a retry would hide the failure from the learner. An orchestrator could also solve the
-problem itself and write the answer into a prompt, which no verifier notices. Such leaks are
-counted, and by default earn nothing (--zero-leaks).
+All first agents run in one batch, and then all second agents. The reward is 1 if the last agent's
+final number is the gold answer, else 0. An invalid graph remains in its group with a reward of 0,
+because a retry would hide the failure from the learner. An orchestrator could also solve the
+problem itself and write the answer into a prompt, and no verifier would notice. Such leaks are
+counted, and by default they earn no reward (--zero-leaks).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
 @dataclass(frozen=True)
 class Call:
-    """A request to an LLM; equal greedy calls have equal replies."""
+    """Describes a request to an LLM. Equal calls at temperature 0 get equal replies."""
 
     system_prompt: str
     text: str
@@ -52,23 +53,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a call; if an API failed, `error` is the reason and the text is empty."""
+    """Contains the reply to a call. If the API failed, `error` is set and `text` is empty."""
 
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
-    logprobs: Sequence[float] = ()  # one per token, if the model is ours
-    truncated: bool = False  # cut off at the token limit
+    logprobs: Sequence[float] = ()  # one per token; empty for an API
+    truncated: bool = False  # whether the token limit cut the reply off
 
 
 @dataclass
 class LocalLLM:
-    """Answers calls with a local model, through the sampling engine."""
+    """Answers calls with a local model, using the sampling engine."""
 
     sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
-    use_adapter: Callable[[], AbstractContextManager] = nullcontext  # while it writes
+    use_adapter: Callable[[], AbstractContextManager] = nullcontext  # entered while sampling
 
     def chat(
         self,
@@ -76,8 +77,9 @@ class LocalLLM:
         params: SamplingParams,
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[Reply]:
-        """Reply to each call, all in one batch."""
-        # A model wrote the system prompts, so they are plain text, without special tokens.
+        """Sample the replies to all calls in one batch."""
+        # The system prompts were written by a model, so they are tokenized as plain text, in which
+        # special tokens are not recognized.
         render = partial(render_prompt, self.tokenizer, format=FORMATS["deepseek"])
         prompts = [render(call.text, system_prompt=call.system_prompt) for call in calls]
         with self.use_adapter():
@@ -96,14 +98,14 @@ class LocalLLM:
         ]
 
     def release(self) -> None:
-        """Free the memory that only a batch needs."""
-        if isinstance(self.sampler, Sampler):  # a server keeps its adapter until the trainer acts
+        """Free the memory that is used only while a batch is sampled."""
+        if isinstance(self.sampler, Sampler):  # the trainer releases a vLLM server
             self.sampler.release()
 
 
 @dataclass
 class RemoteLLM:
-    """Answers calls through an OpenAI-compatible API; failed requests get no verdict."""
+    """Answers calls with an OpenAI-compatible API. The reply to a failed call has an error."""
 
     client: APIClient
     model: str
@@ -113,7 +115,7 @@ class RemoteLLM:
         return f"{self.model} at {self.client.url}"
 
     def chat(self, calls: Sequence[Call], params: SamplingParams) -> list[Reply]:
-        """Reply to each call, with as many requests at a time as the client allows."""
+        """Request the replies to all calls, with the client's limit of concurrent requests."""
         with ThreadPoolExecutor(self.client.concurrency) as pool:
             return list(pool.map(partial(self._chat, params), calls))
 
@@ -135,19 +137,19 @@ class RemoteLLM:
 
 @dataclass
 class Trajectory:
-    """Records a graph on a problem: what agents read and wrote, and whether the answer is right."""
+    """Records the run of a graph on a problem: the agents' calls, their replies and the verdict."""
 
     problem: Problem
     graph: Graph | InvalidGraph
-    calls: list[Call] = field(default_factory=list)  # in the agents' order
+    calls: list[Call] = field(default_factory=list)  # one per agent, in the graph's order
     replies: list[Reply] = field(default_factory=list)
-    written: Reply | None = None  # the orchestrator's reply, if it wrote the graph
-    format: Format = FORMATS["deepseek"]  # for the agents' replies
-    seed: int | None = None  # None for greedy agents
+    written: Reply | None = None  # the orchestrator's reply that contains the graph
+    format: Format = FORMATS["deepseek"]  # of the agents' replies
+    seed: int | None = None  # None if the agents are greedy
 
     @property
     def error(self) -> str | None:
-        """The error of a failed agent's API, because of which there is no verdict; else None."""
+        """The first error of an agent's API, or None. A run with an error has no valid verdict."""
         return next((reply.error for reply in self.replies if reply.error), None)
 
     @property
@@ -160,7 +162,10 @@ class Trajectory:
 
     @property
     def verdict(self) -> Verdict:
-        """Grade the last text so far leniently; without a text, the reason says why."""
+        """Grade the last reply so far leniently.
+
+        If there is no such reply, the verdict is incorrect and its reason names the cause.
+        """
         if isinstance(self.graph, InvalidGraph):
             return Verdict(False, self.graph.reason, None)
         if self.error:
@@ -170,15 +175,15 @@ class Trajectory:
 
     @property
     def leak(self) -> bool:
-        """Whether a prompt contains the gold and the problem itself does not."""
+        """Whether a prompt contains the gold answer while the problem itself does not."""
         return is_leaked(self.problem, self.graph.texts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
-        """Return whether the answer is right and, with `zero_leaks`, not given away by a prompt."""
+        """Return whether the answer is right and, with `zero_leaks`, no prompt contains it."""
         return self.verdict.correct and not (zero_leaks and self.leak)
 
     def next_call(self) -> Call | None:
-        """Return the call of the next agent; None if all have replied or one has failed."""
+        """Return the next agent's call, or None if all agents have replied or one has failed."""
         asked, text = len(self.replies), self.problem.question
         if self.error or asked == len(self.graph.agents):
             return None
@@ -216,7 +221,11 @@ class Trajectory:
 
 @dataclass
 class Runner:
-    """Runs graphs on problems. Greedy calls are cached by content: the agents never change."""
+    """Runs graphs on problems.
+
+    The replies to greedy calls are cached by the content of the call, because the agents' model
+    never changes.
+    """
 
     agents: LocalLLM | RemoteLLM
     max_new_tokens: int
@@ -231,11 +240,12 @@ class Runner:
         seed: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """Run each graph on the problem at its position, in as many batches as graphs have agents.
+        """Run each graph on the problem at the same position, in one batch per agent of a graph.
 
         Args:
-            seed: the seed for agents that sample at a temperature.
-            numbers: distinguish the graphs of a problem in the seeds; by default, their positions.
+            seed: the seed of agents that sample at a temperature above 0.
+            numbers: one number per graph, which gives the graphs of the same problem different
+                seeds; the default is the position of the graph.
         """
         runs = [
             Trajectory(*pair, format=self.format) for pair in zip(problems, graphs, strict=True)
@@ -253,7 +263,10 @@ class Runner:
         return runs
 
     def _chat(self, calls: Sequence[Call]) -> list[Reply]:
-        """Send equal calls once; a failed call is sent again next time."""
+        """Return the replies to the calls, and send equal calls only once.
+
+        Errors are not cached, so a failed call is sent again the next time.
+        """
         new = [call for call in dict.fromkeys(calls) if call not in self._cache]
         params = SamplingParams(self.max_new_tokens, self.temperature)
         replies = dict(zip(new, self.agents.chat(new, params), strict=True)) if new else {}
@@ -264,11 +277,13 @@ class Runner:
 
 @dataclass
 class GraphReward:
-    """Scores the graphs of a whole step; `GRPOTrainer` calls it as its scorer."""
+    """Scores the graphs of a training step. `GRPOTrainer` calls an instance as its scorer."""
 
     runner: Runner
     config: OrchestratorConfig
-    records: list[list[list[dict[str, Any]]]] = field(default_factory=list)  # per call, by group
+    records: list[list[list[dict[str, Any]]]] = field(
+        default_factory=list
+    )  # one list of groups per call of the scorer
 
     def __call__(
         self,
@@ -277,10 +292,14 @@ class GraphReward:
         truncated: Sequence[Sequence[bool]] | None = None,
         token_ids: Sequence[Sequence[list[int]]] | None = None,
     ) -> Scores:
-        """Score each graph by its text alone: a truncated one is not valid JSON."""
+        """Score each graph by its text alone.
+
+        `truncated` is not needed, because a truncated graph is not valid JSON.
+        """
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
         graphs = [parse_graph(text) for group in groups for text in group]
-        # Not positions in the batch, which depend on the other problems and on the processes.
+        # The seeds use the position of a graph in its group. Its position in the batch would depend
+        # on the other problems and on the number of processes.
         numbers = [number for group in groups for number in range(len(group))]
         runs = self.runner.run(asked, graphs, self.config.seed, numbers)
         rows = iter([run.to_dict() | {"reward": self._reward(run)} for run in runs])
@@ -297,8 +316,11 @@ class GraphReward:
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return shares of all graphs; `graph/distinct` is a share of the valid ones."""
-    if not trajectories:  # a process without a problem to replace
+    """Compute the metrics of graphs and agents over these trajectories.
+
+    Rates are shares of all graphs, except that `graph/distinct` is a share of the valid graphs.
+    """
+    if not trajectories:  # this process received no problems
         return {}
     count = len(trajectories)
     graphs = [t.graph for t in trajectories if isinstance(t.graph, Graph)]

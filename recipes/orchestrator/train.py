@@ -1,8 +1,9 @@
 """Trains a model to design the two agents that solve a problem, in the loop of train_grpo.py.
 
-For each problem the orchestrator writes several graphs: agents with their system prompts. A frozen
-model runs each graph, and the last agent's number is checked (0 or 1). GRPO with a KL term compares
-the graphs of a problem and updates only the orchestrator's LoRA.
+For each problem the orchestrator writes several graphs; a graph lists agents and their system
+prompts. A frozen model runs each graph, and the reward is 1 if the last agent's number is correct,
+else 0. GRPO with a KL term compares the graphs of a problem and updates only the orchestrator's
+LoRA adapter.
 
     python -m recipes.orchestrator.train --config configs/orchestrator_quickstart.yaml
     python -m recipes.orchestrator.train --steps 100 --batch-problems 4 --trajectories 4 --lr 1e-4
@@ -49,7 +50,7 @@ from rlm.training import (
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-# Column of train_logs.csv → metric of a step.
+# Maps each column of train_logs.csv to the metric of a training step.
 LOGS = {
     "step": "step",
     "reward_mean": "reward/mean",
@@ -64,14 +65,18 @@ LOGS = {
     "answer_leak_rate": "graph/leak_rate",
     "tokens_per_problem": "graph/tokens",
 }
+# Columns that are printed after each step.
 SHOWN = ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc", "valid_json_rate")
 Log = dict[str, float | None]
 
 
 class OrchestratorTrainer(GRPOTrainer):
-    """Trains with GRPO; completions are graphs, and the agents' answers are the reward."""
+    """Trains the orchestrator with GRPO.
 
-    config: OrchestratorConfig  # narrower than the trainer's own
+    A completion is a graph, and its reward is computed from the agents' answer.
+    """
+
+    config: OrchestratorConfig  # a subclass of the GRPOTrainer's config type
     scorer: GraphReward
 
     def __init__(
@@ -82,13 +87,17 @@ class OrchestratorTrainer(GRPOTrainer):
         loaded: tuple[PreTrainedTokenizerBase, PeftModel] | None = None,
         device: Device | None = None,
     ) -> None:
-        """Load the orchestrator, unless tokenizer and policy are `loaded`, and the agents."""
+        """Load the orchestrator and the agents.
+
+        Args:
+            loaded: the orchestrator's tokenizer and policy, if they have already been loaded.
+        """
         self._loaded = loaded
         super().__init__(required(config.model, "--model"), config, device=device)
         models = (self.policy, self.tokenizer, self.sampler)
         self.orchestrator = Orchestrator(self.config, agents, *models)
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
-        self._val_acc: float | None = None  # the last one measured
+        self._val_acc: float | None = None  # the last validation accuracy that was measured
 
     def load_model(
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
@@ -101,7 +110,10 @@ class OrchestratorTrainer(GRPOTrainer):
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> dict[str, list[float]]:
-        """Return 1 for each problem that its greedy graph solves, else 0; k is 1."""
+        """Return 1 for each problem that its greedy graph solves, else 0.
+
+        Only one graph is written per problem, so `k` is always 1.
+        """
         runs = self.orchestrator.solve(problems, seed=self.config.seed, on_finish=advance)
         if failed := sum(run.error is not None for run in runs):
             terminal.line(f"{failed} problems count as unsolved: the agents' server failed")
@@ -114,7 +126,10 @@ class OrchestratorTrainer(GRPOTrainer):
         groups: Sequence[Group],
         advantages: Tensor,
     ) -> None:
-        """Add the columns of train_logs.csv, and every graph with its trace to rollouts.jsonl."""
+        """Log the metrics of a step, and append every graph with its trace to rollouts.jsonl.
+
+        The metrics are extended by those that only train_logs.csv contains.
+        """
         penalty = self.config.kl_weight * metrics.get("loss/kl_weighted", 0.0)
         metrics = metrics | {
             "loss/kl_penalty": penalty,
@@ -144,14 +159,14 @@ class OrchestratorTrainer(GRPOTrainer):
             run.directory.append(run.directory.path / "rollouts.jsonl", rows)
 
     def _cold_start(self) -> str:
-        """Return what to type so that training starts from an adapter that writes graphs."""
+        """Return advice on how to start training from an adapter that can write graphs."""
         if self._loaded is None:
-            return "leave out --sft-adapter none: the cold start then teaches it the JSON first"
+            return "leave out --sft-adapter none, so that the cold start teaches the JSON format"
         given = f'pass start_adapter="{DEFAULT_START}" to make_lora_orchestrator'
         if (DEFAULT_START / ADAPTER_FILES[0]).is_file():
             return given
         model = f"--model {self.config.model} --steps 1"
-        return f"type python -m recipes.orchestrator.train {model} once, then {given}"
+        return f"run python -m recipes.orchestrator.train {model} once, then {given}"
 
     def train_and_test(
         self,
@@ -159,11 +174,15 @@ class OrchestratorTrainer(GRPOTrainer):
         validation: Sequence[Problem] = (),
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, Any]]:
-        """Train, test the exported adapter, and return the rows of train_logs.csv and summary."""
+        """Train the orchestrator, then evaluate the exported adapter on the test problems.
+
+        Returns:
+            The rows of train_logs.csv, and the content of summary.json.
+        """
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
-                "warning: the orchestrator starts bare: hardly any of its graphs will be valid, "
-                f"and invalid graphs earn 0; {self._cold_start()}"
+                "warning: the orchestrator starts without a trained adapter, so hardly any of its "
+                f"graphs will be valid, and invalid graphs earn 0: {self._cold_start()}"
             )
         test = fit_prompts(self.config, self.policy, self.render, test, "test problems")
         summary = self.train(train, validation)
@@ -182,7 +201,7 @@ class OrchestratorTrainer(GRPOTrainer):
 
 
 def as_log(metrics: Mapping[str, float]) -> Log:
-    """Return a step as a line of train_logs.csv; None where nothing was measured."""
+    """Return the row of train_logs.csv for a step, with None for metrics that were not measured."""
     return {column: metrics.get(name) for column, name in LOGS.items()}
 
 
@@ -192,10 +211,11 @@ def as_log(metrics: Mapping[str, float]) -> Log:
 def load_gsm8k(
     val_rows: int | None = None, path: str | Path | None = None
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Load GSM8K's train, validation (its first `val_rows`) and test problems.
+    """Load the train, validation and test problems of GSM8K.
 
     Args:
-        path: a folder with its published files; None: from the hub.
+        val_rows: the number of validation problems to return; None returns all of them.
+        path: a folder with the published files of GSM8K; None downloads them from the hub.
     """
     name = f"gsm8k:{path}" if path else "gsm8k"
     train, validation, test = (load_problems(name, s) for s in ("train", "validation", "test"))
@@ -213,7 +233,7 @@ def load_tokenizers(
 def make_lora_orchestrator(
     orchestrator_id: str | None, start_adapter: Path | None = None, seed: int = 0
 ) -> PeftModel:
-    """Load the base with the adapter to train: a given one, or a new one with no effect yet."""
+    """Load the base model with `start_adapter`, or with a newly initialized adapter, to train."""
     model = load_agent_model(orchestrator_id)
     origin: dict[str, Any] = {"model": model.name, "quantize": model.quantize}
     origin |= {"sft_adapter": start_adapter}
@@ -225,9 +245,9 @@ def make_lora_orchestrator(
 
 
 def load_agent_model(agent_id: str | None, adapter: Path | None = None) -> AgentModel:
-    """Name the agents' frozen model, by default the one that suits this machine.
+    """Describe the agents' frozen model; the default is the model that fits this machine.
 
-    The run loads its weights, unless they are the orchestrator's.
+    The weights are loaded later, by the run, and only if the orchestrator uses another model.
     """
     if agent_id is not None:
         return AgentModel(agent_id, adapter)
@@ -246,7 +266,7 @@ def run_grpo_training(
     ds_test: Sequence[Problem],
     seed: int = 42,
 ) -> list[Log]:
-    """Train once; return the lines of its train_logs.csv."""
+    """Train the orchestrator once, and return the rows of its train_logs.csv."""
     config = cfg.to_options() if isinstance(cfg, Config) else cfg
     config = replace(config, seed=seed, **orchestrator.origin)
     if isinstance(agent_model, AgentModel):
@@ -267,18 +287,20 @@ def main(config: OrchestratorConfig) -> int:
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_local_file(dataset):  # its test split is the whole file
+    if config.test_samples and not is_local_file(dataset):  # a local file has no test split
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)
     require_numeric_answers(dataset, [*train, *validation, *test])
     check_output(output)
     if start and start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UsageError(f"{start} does not exist: train it in one process first (--steps 1)")
+            raise UsageError(
+                f"{start} does not exist: train the start adapter in one process first (--steps 1)"
+            )
         if config.run_dir in start.parents:
             raise UsageError(
-                f"--sft-adapter {start} is inside --run-dir {config.run_dir}, which is for the run "
-                f"only: type another folder, such as --sft-adapter {config.run_dir}_start"
+                f"--sft-adapter {start} is inside --run-dir {config.run_dir}, which is reserved "
+                f"for the run: pass another folder, such as --sft-adapter {config.run_dir}_start"
             )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)
@@ -286,7 +308,7 @@ def main(config: OrchestratorConfig) -> int:
     limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
-    tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not asked"
+    tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not evaluated"
     facts = {
         **validation_facts(summary),
         "test accuracy": tested,

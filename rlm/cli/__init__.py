@@ -1,5 +1,5 @@
-"""Command lines: options from a dataclass (flags, YAML, presets), exit codes, one-line errors,
-tables, progress bars."""
+"""Command-line tools: options from a dataclass (flags, YAML, presets), exit codes, one-line errors,
+tables and progress bars."""
 
 import lazy_loader
 

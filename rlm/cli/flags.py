@@ -1,8 +1,8 @@
 """Flags: dataclass fields as command-line options, and the checks of their values.
 
 `option_groups.yaml` lists the options under each heading of --help, for all scripts.
-`synonyms.yaml` has the names of the same options in TRL, transformers and other GRPO trainers. For
-an unknown name, the error suggests the most similar option.
+`synonyms.yaml` contains the names of the same options in TRL, transformers and other GRPO trainers.
+The error for an unknown name suggests the option with the most similar name.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """An option of the command line and YAML."""
+    """An option on the command line and in YAML files."""
 
     help: str = ""
-    choices: Sequence[Any] | None = None  # allowed values; for a tuple field, of each item
-    aliases: Sequence[str] = ()  # other names; those of TRL and others are in synonyms.yaml
-    # For another spelling (a config's `OTHER_SPELLINGS`): its value → the fields that it sets.
+    choices: Sequence[Any] | None = None  # allowed values, or for a tuple field the allowed items
+    aliases: Sequence[str] = ()  # other names, besides those in synonyms.yaml
+    # For an alias with its own values (`OTHER_SPELLINGS` of a config): maps a value of the alias to
+    # the fields that it sets.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
-    bare: object = None  # the value if the option is typed without one
-    default_text: str = ""  # text of the default in --help
+    bare: object = None  # the value of an option that is given without a value
+    default_text: str = ""  # replaces the default value in --help
     hidden: bool = False  # accepted, but not in --help
-    group: str | None = None  # its heading in --help
+    group: str | None = None  # the heading of the option in --help
     min: float | None = None  # bounds of a number, or of each item of a tuple
     above: float | None = None
     max: float | None = None
-    name: str = ""  # these three come from the field
+    name: str = ""  # name, kind and default are set from the dataclass field
     kind: Any = None
     default: object = None
 
@@ -61,13 +62,13 @@ class Flag:
         return "|".join(map(str, self.choices or map(_describe, members_of(self.kind))))
 
     def spelled(self, value: object) -> object:
-        """Return the choice that a value names in any spelling (Dr.GRPO), else the value."""
-        if isinstance(value, list | tuple):  # map each item of a list
+        """Return the choice that a value denotes in any spelling (Dr.GRPO), or the value itself."""
+        if isinstance(value, list | tuple):  # map the items
             return type(value)(map(self.spelled, value))
         return find_choice(value, self.choices or ())
 
     def normalised(self, value: Any) -> Any:
-        """Return the value as a config stores it: a choice or a Path, with `~/` expanded."""
+        """Convert a value to the form in a config: a choice, or a Path with `~/` expanded."""
         members = members_of(self.kind)
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
@@ -76,7 +77,7 @@ class Flag:
         return self.spelled(value)
 
     def allows(self, value: object) -> bool:
-        """Return whether `check` passes."""
+        """Return whether a value is valid according to `check`."""
         try:
             self.check(value)
         except ValueError:
@@ -84,7 +85,11 @@ class Flag:
         return True
 
     def check(self, value: Any) -> None:
-        """Raise ValueError if a value, or one of its items, is no choice or is out of bounds."""
+        """Check a value, or each item of a list, against the choices and bounds.
+
+        Raises:
+            ValueError: the value is not one of the choices, or it is out of bounds.
+        """
         bounds = (
             ("at least", self.min, operator.ge),
             ("above", self.above, operator.gt),
@@ -95,14 +100,14 @@ class Flag:
                 continue
             if self.choices and item not in self.choices:
                 known = ", ".join(map(str, self.choices))
-                raise ValueError(f"{self.spelling}: unknown {item!r}; there are {known}")
+                raise ValueError(f"{self.spelling}: unknown value {item!r}; choose from {known}")
             for words, bound, holds in bounds:
                 if bound is not None and not holds(item, bound):
                     raise ValueError(f"{self.spelling} must be {words} {bound:g}")
 
     @property
     def help_text(self) -> str:
-        """Return the line of --help: what the option does, and its default."""
+        """Return the help text of --help: the description and the default value."""
         items = self.default if isinstance(self.default, tuple) else [self.default]
         words = {None: "none", True: "on", False: "off"}
         values = ",".join(
@@ -131,22 +136,25 @@ def flag(default: Any, help: str, **about: Any) -> Any:
     Choices and bounds are also checked in Python if `__post_init__` calls `check_values`.
 
     Args:
+        help: the description in --help.
         about: the other fields of `Flag`.
     """
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
 def spelling(kind: type, becomes: Callable[[Any], Mapping[str, Any]], **about: Any) -> Flag:
-    """Declare an alias with its own values, which set other fields.
+    """Declare an alias that has its own values, which set other fields.
 
     Args:
+        kind: type of the values.
+        becomes: returns the fields that a value sets.
         about: the other fields of `Flag`.
     """
     return Flag(kind=kind, becomes=becomes, hidden=True, **about)
 
 
 def always(value: object, reason: str, **about: Any) -> Flag:
-    """Declare an option with one legal value, accepted because other programs have it.
+    """Declare an option that accepts only one value, because other programs have this option.
 
     Args:
         reason: the error message for any other value.
@@ -161,7 +169,7 @@ def always(value: object, reason: str, **about: Any) -> Flag:
 
 
 def flags_of(cls: type) -> list[Flag]:
-    """Return the flags of a dataclass in field order, then its other spellings."""
+    """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS."""
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
     others = synonyms([*(field.name for field in fields), *spellings])
@@ -186,10 +194,10 @@ def flags_of(cls: type) -> list[Flag]:
 
 
 def takes_aliases(cls: type[T]) -> type[T]:
-    """Make a dataclass's constructor accept aliases of its fields, and apply `cls.complete` if the
-    class defines it.
+    """Class decorator: let the constructor of a dataclass accept aliases of its fields.
 
-    An unknown name raises TypeError with the command line's suggestion.
+    If the class defines `complete`, this function is applied to the values. An unknown name raises
+    TypeError with the same suggestion as on the command line.
     """
     options_of: Any = cls
     make, fields = cls.__init__, dataclasses.fields(options_of)
@@ -207,10 +215,10 @@ def takes_aliases(cls: type[T]) -> type[T]:
 
 
 def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Map options given under any of their names to field names.
+    """Map options that are given under any of their names to the names of their fields.
 
     Raises:
-        TypeError: an unknown name, or an option that is given twice.
+        TypeError: a name is unknown, or an option is given twice.
         ValueError: two options contradict each other.
     """
     fields = {key: flag for flag in flags_of(cls) for key in flag.keys}
@@ -227,10 +235,10 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the aliases in `values` by the fields that they set (`Flag.becomes`).
+    """Replace the aliases in `values` by the fields that the aliases set (`Flag.becomes`).
 
     Raises:
-        ValueError: the fields already have other values, or the value is refused.
+        ValueError: the fields already have other values, or the value of an alias is invalid.
     """
     merged = dict(values)
     for flag in flags_of(cls):
@@ -250,16 +258,19 @@ def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalised(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return normalised values: a choice in another spelling (Dr.GRPO) becomes the choice, a string
-    becomes a Path."""
+    """Convert values to the form that a config stores.
+
+    A choice in another spelling (Dr.GRPO) becomes the choice, and a string becomes a Path if the
+    field is one.
+    """
     flags = {flag.name: flag for flag in flags_of(cls)}
     return {name: flags[name].normalised(value) for name, value in values.items()}
 
 
 def check_values(config: object) -> None:
-    """Check a config's values against the choices and bounds of their flags; None is valid.
+    """Check the values of a config against the choices and bounds of their flags; None is valid.
 
-    Values are replaced by their normalised form; the config may be frozen.
+    Values are replaced by their normalised form, even if the config is frozen.
 
     Raises:
         ValueError: a value is invalid; the message names its flag.
@@ -271,13 +282,13 @@ def check_values(config: object) -> None:
         if bool in members_of(flag.kind) and not isinstance(value, bool | None):
             raise ValueError(f"{flag.spelling}: expected true or false, got {value!r}")
         new = flag.normalised(value)
-        if new is not value:  # the same if `takes_aliases` has normalised it
+        if new is not value:  # `takes_aliases` may have normalised the value already
             object.__setattr__(config, flag.name, new)
         flag.check(new)
 
 
 def print_stderr(text: str) -> None:
-    """Write a line to stderr; ignore a closed pipe."""
+    """Print a line to stderr, and ignore a closed pipe."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
 
@@ -286,12 +297,12 @@ print_once = cache(print_stderr)  # a script may parse its command line twice
 
 
 def replace_unencodable(stream: IO[str]) -> None:
-    """Make a stream write "?" for a character that its encoding lacks, instead of failing.
+    """Make a stream write "?" for characters that its encoding lacks, instead of failing.
 
-    Python's stderr never fails on a character.
+    Python's stderr needs no such change, because it escapes these characters.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-        with contextlib.suppress(OSError):  # nobody reads it, so it cannot be flushed
+        with contextlib.suppress(OSError):  # the reader has gone, so the stream cannot be flushed
             stream.reconfigure(errors="replace")
 
 
@@ -309,7 +320,7 @@ def _describe(kind: Any) -> str:
 
 
 def find_choice(value: Any, choices: Sequence[Any]) -> Any:
-    """Return the choice with the same letters and digits, in any case, else the value itself."""
+    """Return the choice with the same letters and digits, ignoring case, or the value itself."""
     if value in choices or not isinstance(value, str):
         return value
     plain = {_letters(choice): choice for choice in choices if isinstance(choice, str)}
@@ -320,7 +331,7 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
 
-# Options of other programs → our option for the same purpose, and the unit of our value.
+# Maps options of other programs to our option for the same purpose and the unit of its value.
 OTHER_UNITS = {
     "warmup_ratio": ("warmup_steps", "a number of updates"),
     "warmup_steps": ("warmup_share", "a share of the steps"),
@@ -332,18 +343,18 @@ OTHER_UNITS = {
     "val_size": ("eval_samples", "a number of problems"),
     "val_set_size": ("eval_samples", "a number of problems"),
 }
-CUTOFF = 0.75  # difflib's ratio; below it a guess is seldom what was meant
+CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 
 
 @cache
 def read_table(name: str) -> Any:
-    """Read a YAML file of this folder, once."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
+    """Read a YAML file of this folder. The result is cached."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times faster
     return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
 
 
 def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
-    """Return each field's other names in synonyms.yaml; a field without any is absent."""
+    """Return the synonyms of each field from synonyms.yaml; fields without synonyms are omitted."""
     found: dict[str, list[str]] = {}
     for name, options in read_table("synonyms").items():
         ours = [option for option in options.split() if option in fields]
@@ -353,10 +364,11 @@ def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
 
 
 def hint(word: str, known: Mapping[str, str]) -> str:
-    """Suggest an option for an unknown name: one that does the same or has a similar name.
+    """Suggest an option for an unknown name: an option with the same purpose or a similar name.
 
     Args:
-        known: every option name of a script, with underscores → its option.
+        word: the unknown name.
+        known: maps every option name of a script, with underscores, to the option.
     """
     name = with_underscores(word)
     option, unit = OTHER_UNITS.get(name, ("", ""))
@@ -379,12 +391,21 @@ _PLACES = {group: place for place, group in enumerate((FIRST, *GROUPS), 1)}
 
 
 def group_of(name: str, first: Collection[str]) -> str | None:
-    """Return an option's heading; None in a script that names no `first`, as its list is short."""
+    """Return the heading of an option in --help.
+
+    Without `first`, the heading is None: such a script has only few options.
+
+    Args:
+        first: the options that people change first.
+    """
     if not first:
         return None
     return FIRST if name in first else _GROUP_OF.get(name)
 
 
 def place_of(group: str | None) -> int:
-    """Return where a group stands in --help: those without a heading first, unknown ones last."""
+    """Return the position of a group in --help.
+
+    Options without a heading come first, unknown groups come last.
+    """
     return 0 if group is None else _PLACES.get(group, len(_PLACES) + 1)

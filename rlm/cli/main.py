@@ -1,6 +1,7 @@
-"""Run a script from its command line to its exit code; print a user's mistake as one line.
+"""Run a script: parse its command line, call its `main`, and exit with an exit code.
 
-Exit codes: what `main` returns (0 for None), 2 for a user's mistake, 128 + n after signal n.
+A user's mistake is printed as a one-line error. Exit codes: the return value of `main` (0 for
+None), 2 for a user's mistake, and 128 + n after signal n.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from rlm.cli.options import Interrupted, UsageError, check, resolve_config
 
 T = TypeVar("T")
 
-# Script → its name as a command of `rlm`.
+# Maps each script to its subcommand of `rlm`.
 CONSOLE = {
     "train_sft": "sft",
     "train_grpo": "grpo",
@@ -31,10 +32,10 @@ IS_INSTALLED = not (Path(__file__).parents[2] / "requirements.txt").exists()  # 
 
 
 def check_command_line(cls: type, **parse_options: Any) -> None:
-    """Handle --help and mistakes, and exit; otherwise do nothing.
+    """Exit if the command line contains --help or a mistake; otherwise do nothing.
 
-    Called before slow imports; `run_main` parses again. A config's `check_files`, if it has one,
-    checks the files that options name.
+    Scripts call this function before slow imports; `run_main` parses the command line again. If the
+    config defines `check_files`, that method checks the files that are named by options.
     """
     _open_standard_streams()
     try:
@@ -49,7 +50,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
     """Resolve the command line, call `main(config)` and exit with the code it returns."""
     _open_standard_streams()
     logging.basicConfig(format="%(message)s")
-    if os.environ.get("RANK", "0") == "0":  # only the main process logs which columns are used
+    if os.environ.get("RANK", "0") == "0":  # only the main process logs
         logging.getLogger("rlm").setLevel(logging.INFO)
     try:
         code = main(resolve_config(cls, **parse_options))
@@ -72,12 +73,13 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)  # no events: only errors are reported
-        if not poll.poll(0):  # another pipe broke: a bug
+        if not poll.poll(0):  # stdout is intact, so another pipe broke: a bug
             raise
-        # `script | head` has read enough. Python flushes stdout at exit, so point it to /dev/null.
+        # In `script | head`, head has ended. Python flushes stdout at exit, so redirect it to
+        # /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except OSError as error:  # files are replaced whole or grow by whole lines, so none is damaged
+    except OSError as error:  # files are written atomically or line by line, so none is damaged
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
@@ -88,29 +90,32 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
 
 
 def _open_standard_streams() -> None:
-    """Open standard streams that a parent closed (`>&-`); else the next file takes their number."""
+    """Open standard streams that the parent process closed (`>&-`).
+
+    Otherwise the next file that is opened would get the number of a standard stream.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # open() takes the lowest free number, this one
+            os.open(os.devnull, os.O_RDWR)  # open() uses the lowest free number, which is `number`
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     replace_unencodable(sys.stdout)
 
 
 def _refuse(error: UsageError) -> int:
-    """Print the error as one line; return the exit code."""
+    """Print an error as one line and return the exit code."""
     print_stderr(f"error: {' '.join(str(error).split())}")
     return 2
 
 
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
-    """Return the command that resumes the run, if the script has --resume."""
+    """Return a hint with the command that resumes the run; "" if the script has no --resume."""
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # set by python -m
-    name = sys.argv[0]  # train_grpo.py, or the console's `rlm grpo`
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # not None for python -m
+    name = sys.argv[0]  # train_grpo.py, or `rlm grpo` if started by the console command
     script = name.split() if name.startswith("rlm ") else ["python", name]
     script = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else script
     typed = [str(token) for token in (sys.argv[1:] if argv is None else argv)]
@@ -119,10 +124,12 @@ def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
 
 
 def command_of(script: str, **options: object) -> str:
-    """Return the command that runs a script: `rlm NAME` from a wheel, which has no script files.
+    """Return the command that runs a script.
+
+    The command is `rlm NAME` in an installation from a wheel, which has no script files.
 
     Args:
-        options: quoted for a shell; those that are None are left out.
+        options: options of the command, quoted for a shell; options that are None are omitted.
 
     >>> command_of("train_sft", dataset="my file.jsonl", columns=None)
     "python train_sft.py --dataset 'my file.jsonl'"
@@ -135,7 +142,7 @@ def command_of(script: str, **options: object) -> str:
 
 
 def _what_takes_less(cls: type) -> str:
-    """Name the script's options that reduce memory."""
+    """Return advice on the options of a script that reduce its memory use."""
     options = {field.name for field in dataclasses.fields(cls)}
     lower = ("train_batch_size", "micro_batch", "max_num_seqs", "max_length", "max_new_tokens")
     use = {"quantize": "--quantize 4bit", "model": "--model"}
@@ -146,6 +153,6 @@ def _what_takes_less(cls: type) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether Python's, the GPU's or PyTorch's CPU allocator ran out of memory."""
+    """Return whether an allocator (Python's, PyTorch's or that of the GPU) ran out of memory."""
     name, text = type(error).__name__, str(error)
     return name in ("MemoryError", "OutOfMemoryError") or "allocate memory" in text

@@ -1,6 +1,7 @@
-"""Options of a script: one dataclass, read from defaults < preset < YAML < command line.
+"""Read the options of a script, which are the fields of one dataclass.
 
-Every layer uses the same converters; a mistake in any layer raises a one-line error.
+Values come from four layers: defaults, preset, YAML file and command line; later layers override
+earlier layers. All layers use the same converters, and a mistake in any layer is a one-line error.
 """
 
 from __future__ import annotations
@@ -35,46 +36,50 @@ from rlm.cli.flags import (
 )
 
 T = TypeVar("T")
-Values = dict[str, Any]  # by field name
+Values = dict[str, Any]  # values by field name
 LONG_DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
-Row = tuple[str, Any, Any]  # where it is written, key, value
+Row = tuple[str, Any, Any]  # location in the file, key, value
 
 
 class UsageError(Exception):
-    """A user's mistake: printed as one line without a traceback, exit code 2 (`rlm.cli.main`)."""
+    """A user's mistake. It is printed as one line without a traceback; the exit code is 2."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal was handled between two steps, after everything was saved."""
+    """A signal ended the run between two steps, after everything was saved."""
 
     def __init__(self, number: int, note: str) -> None:
         """
         Args:
-            note: what is saved where; "" if another process prints it.
+            number: the number of the signal.
+            note: a message about the saved files; "" if another process prints the message.
         """
         super().__init__(note)
         self.number, self.note = number, note
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """Build a `cls` from `argv`; a user's mistake raises UsageError.
+    """Build a config of type `cls` from the command line.
 
     Args:
-        options: presets, description and epilog of `read_options`.
+        options: presets, description and epilog, as for `read_options`.
+
+    Raises:
+        UsageError: the command line contains a mistake.
     """
     return _build(cls, read_options(cls, argv, **options))
 
 
 def check(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """Like `parse`, but values that depend on the machine come from `cls.PROVISIONAL`."""
+    """Like `parse`, but values that depend on the machine are taken from `cls.PROVISIONAL`."""
     return _build_provisional(cls, read_options(cls, argv, **options))
 
 
 def required(value: T | None, option: str) -> T:
-    """Return a value that is set in a resolved config.
+    """Return the value of an option, which is always set in a resolved config.
 
     Raises:
-        UsageError: the value is None, which a config made in Python may have.
+        UsageError: the value is None, which is possible in a config that was created in Python.
     """
     if value is None:
         raise UsageError(f"{option} is not set; give it a value")
@@ -82,13 +87,13 @@ def required(value: T | None, option: str) -> T:
 
 
 def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """Parse the command line; `cls.resolve`, if defined, fills in what no layer sets.
+    """Parse the command line and complete the values by `cls.resolve`, if the class defines it.
 
-    `resolve(given)` gets the values that a preset, the YAML file or the command line set, and
-    returns the config's values. Only `resolve` may look at the machine or the disk.
+    `resolve(given)` receives the values that a preset, the YAML file or the command line sets, and
+    returns the values of the config. Only `resolve` may inspect the machine or read files.
     """
     given = read_options(cls, argv, **options)
-    config = _build_provisional(cls, given)  # refuses contradictions before `resolve` runs
+    config = _build_provisional(cls, given)  # rejects contradictions before `resolve` runs
     resolve: Callable[[Values], Values] | None = getattr(cls, "resolve", None)
     return _build(cls, resolve(given)) if resolve else config
 
@@ -101,7 +106,13 @@ def read_options(
     description: str | None = None,
     epilog: str | None = None,
 ) -> Values:
-    """Read the values that a preset, YAML and `argv` (default: sys.argv[1:]) set, by field."""
+    """Return the values that are set by a preset, a YAML file or the command line, by field name.
+
+    Args:
+        argv: the command line; None: sys.argv[1:].
+        presets: maps the name of each preset to its values.
+        description, epilog: texts of --help.
+    """
     fields = flags_of(cls)
     text, aliases = "YAML or JSON file of options; what is typed wins over it", ["config_json"]
     first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
@@ -147,7 +158,7 @@ def _build_provisional(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the fields as JSON values; `--config` reads a YAML dump of them."""
+    """Return the fields of a config as JSON values. `--config` can read a YAML dump of them."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
@@ -157,7 +168,7 @@ def _as_typed(values: Mapping[str, Any]) -> str:
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # options stay whole
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # does not break option names
 
 
 class _Parser(argparse.ArgumentParser):
@@ -166,13 +177,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) -> Values:
-    """Return what was typed: strings, bools for --x and --no-x, lists for tuple fields."""
+    """Return the values in `argv`: strings, bools for --x and --no-x, lists for tuple fields."""
     names = "".join(f" [{option.name}]" for option in options if option.positional)
     style, absent = _HelpFormatter, argparse.SUPPRESS
     parser = _Parser(formatter_class=style, argument_default=absent, allow_abbrev=False, **texts)
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
-    flags = {"--help": "--help"}  # every spelling, with dashes → the flag
+    flags = {"--help": "--help"}  # maps every spelling, with dashes, to the option
     for option in sorted(options, key=lambda option: place_of(option.group)):
         option.add_to(group(option.group) if option.group else parser)
     for option in options:
@@ -207,7 +218,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
 
 
 def _read_yaml(path: str) -> list[Row]:
-    """Return the file's top level, repeated keys included."""
+    """Return the top-level entries of a YAML file, including repeated keys."""
     try:
         loader = yaml.SafeLoader(Path(path).read_bytes())
         root, get = loader.get_single_node(), loader.construct_object
@@ -219,16 +230,19 @@ def _read_yaml(path: str) -> list[Row]:
         raise UsageError(f"--config: cannot read {path!r}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         where = f"{path}:{error.problem_mark.line + 1 if error.problem_mark else 1}"
-        raise UsageError(f"{where}: {error.context or 'bad YAML'}: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:  # bytes that are not text; a 13th month
+        raise UsageError(f"{where}: {error.context or 'invalid YAML'}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # invalid UTF-8, or an invalid date
         raise UsageError(f"{path}: {error}") from error
 
 
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
-    """Check and convert the rows of a layer; `typed`: they are from the command line.
+    """Check and convert the rows of a layer, and report all mistakes in one error.
 
-    Files of other programs are read too: under their names of options, -1 and an empty value (not
-    set) are skipped. All mistakes are reported at once.
+    Config files of other programs are supported too: a value of -1 or an empty value under such a
+    program's option name means "not set", so these rows are skipped.
+
+    Args:
+        typed: the rows are from the command line.
     """
     values, by_key = {}, {key: option for option in options for key in option.keys}
     where, mistakes = "", []
@@ -244,7 +258,7 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
         is_unset = not takes_none if value is None else value == -1 and not option.allows(-1)
         if is_unset and with_underscores(str(key)) != option.name:
             continue
-        if option.bare is not None and isinstance(value, bool):  # as if typed without a value
+        if option.bare is not None and isinstance(value, bool):  # as if given without a value
             value = option.bare if value else option.default
         label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
@@ -260,15 +274,21 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             expects = option.expects if typed else option.expects.replace(",...", " list")
             mistakes.append(f"{label}: expected {expects}, got {got!r:.80}")
     if mistakes:
-        file = where.rpartition(":")[0]  # printed once
+        file = where.rpartition(":")[0]  # the file name is printed only once
         others = (mistake.removeprefix(file) for mistake in mistakes[1:])
         raise UsageError(" | ".join([mistakes[0], *others]))
     return values
 
 
 def _convert(kind: Any, value: Any, typed: bool) -> Any:
-    """Return `value` as a `kind`, or raise ValueError. Only a typed string may stand for a list. A
-    list of one item may stand for the item, because files of other programs write it so."""
+    """Convert a value to a type.
+
+    Only strings from the command line may represent lists. A list of one item may represent the
+    item, because config files of other programs use this form.
+
+    Raises:
+        ValueError: the value does not fit the type.
+    """
     args, origin, members = get_args(kind), get_origin(kind), members_of(kind)
     if NoneType in members and value in (None, "none", ["none"]):
         return None
@@ -283,13 +303,13 @@ def _convert(kind: Any, value: Any, typed: bool) -> Any:
 
 
 def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
-    """Return `value` as a `kind` that is no tuple, or raise ValueError."""
+    """Convert a value to a type that is not a tuple; raise ValueError if the value does not fit."""
     if kind is int and (typed or type(value) is int or (type(value) is float and value % 1 == 0)):
         return int(value)
-    # YAML 1.1 reads 1e-4 (no dot) as a string, so every layer takes a string for a float.
+    # YAML 1.1 reads 1e-4 (no dot) as a string, so all layers accept strings for floats.
     if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
         return float(value)
-    if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") is "."
+    if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") would be "."
         return Path(os.path.expanduser(value))
     if kind in (bool, str) and isinstance(value, kind):
         return value
@@ -298,32 +318,36 @@ def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
 
 @cache
 def _run_file(name: str, path: Path, modified: int) -> ModuleType:
-    """Run a file as a module, once per version of the file, because a script loads it before and
-    after its slow imports."""
+    """Run a Python file as a module and return the module.
+
+    The result is cached per modification time, because a script loads the file before and after its
+    slow imports.
+    """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look the module up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up the module
     folder = str(path.parent)
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        # The folder goes to the end of sys.path: a file named like a library must not hide it.
+        # Move the folder to the end of sys.path, so that its files do not hide libraries.
         sys.path.remove(folder)
         sys.path.append(folder)
     return module
 
 
 def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
-    """Return the object NAME of FILE.py:NAME.
+    """Return the object that FILE.py:NAME denotes.
 
-    The file can import modules from its folder.
+    The file can import other modules from its folder.
 
     Args:
-        option: the flag that takes `spec`, for messages.
-        kinds: accepted types besides callables.
+        option: the option whose value is `spec`, for error messages.
+        spec: FILE.py:NAME.
+        kinds: types that are accepted in addition to callables.
 
     Raises:
         UsageError: the file or name does not exist, or running the file fails.
@@ -331,7 +355,7 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if not name or path.suffix != ".py":
-        raise UsageError(f"{option} {spec}: write FILE.py:NAME, the file and what it defines")
+        raise UsageError(f"{option} {spec}: write FILE.py:NAME, a file and a name that it defines")
     if not path.is_file():
         raise UsageError(f"{option} {spec}: the file {path} does not exist")
     try:
@@ -343,5 +367,7 @@ def load_from_file(option: str, spec: str, kinds: tuple[type, ...] = ()) -> Any:
         own = vars(module).items()
         there = [n for n, v in own if getattr(v, "__module__", "") == module.__name__]
         names = ", ".join(there) or "none"
-        raise UsageError(f"{option} {spec}: no function or class {name!r}; it has {names}")
+        raise UsageError(
+            f"{option} {spec}: no function or class {name!r}; the file defines {names}"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Terminal output: tables and progress bars on a terminal, plain lines without one."""
+"""Output: tables and progress bars if stdout is a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlm.cli.flags import replace_unencodable
 
 
 class _Console(Console):
-    """A console that a closed pipe or a lost terminal silences, so that the run continues."""
+    """A console that becomes silent if its pipe or terminal is closed, so the run continues."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         replace_unencodable(self.file)
@@ -34,7 +34,7 @@ class _Console(Console):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# No markup: paths, data and a model's text may contain brackets.
+# Markup is disabled, because paths, data and the text of a model may contain brackets.
 console = _Console(highlight=False, soft_wrap=True, markup=False)
 
 
@@ -52,12 +52,12 @@ def table(title: str, rows: Mapping[str, object]) -> None:
 
 
 def line(text: str) -> None:
-    """Print one line as it is."""
+    """Print one line without formatting."""
     console.print(text)
 
 
 def sample(question: str, completion: str, verdict: str) -> None:
-    """Print a completion with its reward."""
+    """Print a question and its completion, with the verdict in the title."""
     if not console.is_terminal:
         indented = "\n".join(f"  | {row}" for row in f"{question}\n{completion}".splitlines())
         line(f"  sample ({verdict})\n{indented}")
@@ -67,16 +67,16 @@ def sample(question: str, completion: str, verdict: str) -> None:
 
 
 def bars(counts: Mapping[str, int], total: int) -> None:
-    """Print one bar per answer; a full bar stands for `total`."""
+    """Print a bar chart of the number of votes per answer; a full bar represents `total`."""
     for answer, count in counts.items():
         line(f"  {answer:>12.12} {'█' * round(24 * count / total)} {count} of {total}")
 
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar that disappears when done; yield a function that advances it by one.
+    """Show a progress bar until the context ends; yield a function that advances the bar by one.
 
-    Without a terminal, a line is printed each minute, so that a log shows progress.
+    If stdout is not a terminal, a line is printed every minute instead.
     """
     if not console.is_terminal:
         yield _lines(description, total)
@@ -103,14 +103,14 @@ def _lines(description: str, total: int) -> Callable[[], None]:
         if now - said >= 60 and done < total:
             said = now
             left = f", {time_left((now - began) / done * (total - done))}"
-            # The first iterations wait for kernels to compile, so they give no estimate.
+            # The first iterations include the compilation of kernels, so no estimate is shown.
             line(f"{description}: {done} of {total}{left if 10 * done >= total else ''}")
 
     return advance
 
 
 def duration(seconds: float) -> str:
-    """Format seconds for people.
+    """Format a duration in seconds for display.
 
     >>> duration(7.2), duration(200)
     ('7 s', '3 min 20 s')
@@ -120,7 +120,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """Format an estimate of the remaining seconds.
+    """Format an estimate of the remaining time, given in seconds.
 
     >>> time_left(12.3), time_left(250), time_left(4000)
     ('about 12 s left', 'about 4 min left', 'about 1 h 7 min left')

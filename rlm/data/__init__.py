@@ -1,4 +1,4 @@
-"""Problems with gold answers, and the one function that renders a problem to prompt token ids."""
+"""Datasets of problems with gold answers, and the rendering of problems to prompt token ids."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Convert rows of a user's data to our fields: renamed columns, slices, chat messages, choices."""
+"""Convert the rows of a user's data to our fields: rename columns, read chats and choices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 CHOICE_FIELDS = ("choices", "options")
-# A letter or number follows these prefixes, as in WinoGrande, PIQA, SWAG, COPA and MedMCQA.
+# Prefixes of columns with one choice each, followed by a letter or a number. WinoGrande, PIQA,
+# SWAG, COPA and MedMCQA have such columns.
 CHOICE_PREFIXES = ("option", "option_", "choice", "choice_", "ending", "sol", "op")
-CHAT_FIELDS = ("messages", "conversations")  # the latter in ShareGPT's form
+CHAT_FIELDS = ("messages", "conversations")  # conversations: the format of ShareGPT
 BOOLEANS = ("true", "false")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Choices from answerA (SocialIQA) or answer0 (CosmosQA) on; from answer1 on, the columns may be
-# several reference answers.
+# Prefixes and endings of columns with choices that begin with answerA (SocialIQA) or answer0
+# (CosmosQA). Columns that begin with answer1 are not included, because they may be several
+# reference answers.
 ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
@@ -34,11 +36,11 @@ _SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
 class LeftOut(Exception):
-    """A row is well-formed but not wanted; the message names its kind."""
+    """Raised for a row that is valid but not wanted; the message contains the reason."""
 
 
 class MissingColumn(ValueError):
-    """A row lacks a field that is needed, or a column that --columns names."""
+    """Raised for a row that lacks a required field or a column that --columns names."""
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
@@ -48,7 +50,8 @@ def parse_columns(text: str | None) -> dict[str, str]:
     {'question': 'prompt', 'answer': 'target'}
 
     Raises:
-        UsageError: the text is not FIELD=COLUMN,…, or a field in it is unknown or repeated.
+        UsageError: the text does not have the form FIELD=COLUMN,…, or a field is unknown or
+            repeated.
     """
     pairs = [[side.strip() for side in part.split("=")] for part in text.split(",")] if text else []
     if not all(len(pair) == 2 and pair[0] in FIELDS and pair[1] for pair in pairs):
@@ -61,13 +64,13 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return the row with these columns renamed to our fields; other columns stay.
+    """Return the row with the given columns renamed to our fields; other columns are unchanged.
 
     Args:
-        columns: field → column, as `parse_columns` returns them. `a.b` is the key b of the object
-            in column a, as in verl's `reward_model.ground_truth`, and `a.0` the first of a list.
-            `a+b` is the text of a, then that of b. For the field answer_type, an answer type may
-            replace the column and then applies to all rows.
+        columns: field → column, in the form that `parse_columns` returns. `a.b` is the value of key
+            b of the object in column a (verl: `reward_model.ground_truth`), `a.0` is the first
+            entry of the list in column a, and `a+b` joins the texts of columns a and b. For the
+            field answer_type, an answer type instead of a column applies to all rows.
 
     Raises:
         MissingColumn: the row lacks one of the columns.
@@ -102,7 +105,10 @@ def _value_at(row: Row, column: str) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse a string that is an object or list, in JSON or as Python prints it; else return it."""
+    """Parse a string that contains an object or a list as JSON or as a Python literal.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -115,7 +121,7 @@ def _parsed(value: Any) -> Any:
 
 
 def column_names(row: Row) -> list[str]:
-    """Return the columns of a row as `--columns` names them; an object's keys are `a.b`.
+    """Return the names of a row's columns in the syntax of `--columns` (`a.b` for nested keys).
 
     >>> column_names({"id": 1, "task": {"ask": "2 + 3?", "gold": 5}})
     ['id', 'task.ask', 'task.gold']
@@ -128,12 +134,12 @@ def column_names(row: Row) -> list[str]:
 
 
 def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
-    """Name the columns of a row that its question, answer, solution and choices are read from.
+    """Describe from which columns of a row the question, answer, solution and choices are read.
 
     >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
     'question from prompt, answer from target'
     """
-    names = {**{column: column for column in row}, **columns}  # a field of ours → its column
+    names = {**{column: column for column in row}, **columns}  # our field → column of the row
     solution = names.get("solution")
     chat = next((name for name in CHAT_FIELDS if row.get(name) is not None), None)
     question = chat or _first(names, QUESTION_FIELDS)
@@ -158,7 +164,7 @@ def _ends_with_reply(row: Row) -> bool:
 
 
 def has_system_message(row: Row) -> bool:
-    """Return whether a chat row has a system message of its own (which is not used)."""
+    """Return whether a row contains a chat with a non-empty system message."""
     chat = _chat(row)
     return chat is not None and any(role == "system" and text for role, text in _messages(chat))
 
@@ -174,7 +180,7 @@ def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
     (('train', (None, '500')), ('test', (None, None)))
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: the text does not have this form.
     """
     if (match := _SLICE.fullmatch(text)) is None:
         raise UsageError(f"--split {text}: write NAME, NAME[:500], NAME[500:] or NAME[10%:20%]")
@@ -182,7 +188,10 @@ def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
 
 
 def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequence[Any]:
-    """Return the rows between two bounds: numbers or percentages; negative: from the end."""
+    """Return the rows between two bounds.
+
+    A bound is a row number or a percentage; negative bounds count from the end.
+    """
 
     def index(bound: str | None) -> int | None:
         if bound is None or not bound.endswith("%"):
@@ -194,17 +203,17 @@ def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequ
 
 
 def read_chat(row: Row) -> Row:
-    """Return a row of chat messages, or of a worked answer, as a question with a solution.
+    """Convert a row with a chat or a worked answer to a row with a question and a solution.
 
-    Other rows are returned unchanged. A chat row has `messages` (or ShareGPT's `conversations`), or
-    a question (a text or messages) and a `completion`. The last assistant message is split: the
-    solution is its `<think>` block, or all but the final line; the answer is the final number, if
-    the row has no `answer`. A `solution` without an answer is read like a completion. System
-    messages are left out, because one system prompt is used for all rows. In verl's rows, the
-    answer is in `reward_model`.
+    A chat row has the column `messages` (or ShareGPT's `conversations`), or a question (a text or
+    messages) and a `completion`. The solution is the `<think>` block of the last assistant message,
+    or else this message without its final line. If the row has no `answer`, the answer is the final
+    number of the message. In a row with a `solution` but no answer, the solution is read like a
+    completion. In verl's rows, the answer is in `reward_model`. System messages are ignored,
+    because all rows use the same system prompt. Other rows are returned unchanged.
 
     Raises:
-        LeftOut: the row has several turns, or its completion ends with no number.
+        LeftOut: the row has several turns, or its completion does not end with a number.
         ValueError: the messages are malformed.
     """
     if not _has_answer(row) and (answer := _verl_answer(row)) is not None:
@@ -231,7 +240,10 @@ def read_chat(row: Row) -> Row:
 
 
 def _chat(row: Row) -> list[Any] | None:
-    """Return the messages of a row, from a list or a string that contains one; None without any."""
+    """Return the list of messages in a row, or None if the row has no messages.
+
+    The list may be stored as a string.
+    """
     for name in (*CHAT_FIELDS, *QUESTION_FIELDS):
         value, found = row.get(name), _parsed(row.get(name))
         if isinstance(found, list) and (found is value or _are_messages(found)):
@@ -254,12 +266,13 @@ def _has_answer(row: Row) -> bool:
 def read_answer(row: Row) -> Row:
     """Convert an answer that is a boolean, a list or an object of lists to a single answer.
 
-    SQuAD has `{"text": [...]}`, DROP `{"spans": [...]}`. A list of zeros and one 1 is a one-hot
-    encoding of the right choice. Rows with other answers are returned unchanged.
+    Answers in SQuAD have the form `{"text": [...]}`, and answers in DROP `{"spans": [...]}`. In a
+    multiple-choice row, a list of zeros and a single 1 is a one-hot encoding of the right choice.
+    Rows with other answers are returned unchanged.
 
     Raises:
-        LeftOut: the list holds different answers.
-        ValueError: the object has other keys.
+        LeftOut: the list contains different answers.
+        ValueError: the object has neither of these keys.
     """
     name = _first({name: name for name, value in row.items() if value is not None}, ANSWER_FIELDS)
     value = row[name] if name else None
@@ -280,8 +293,8 @@ def read_answer(row: Row) -> Row:
         values = list(dict.fromkeys(map(str, value)))
         if len(values) > 1:
             raise LeftOut(
-                "with different reference answers (--columns answer=COLUMN.0 takes the first of a "
-                "list)"
+                "with different reference answers (--columns answer=COLUMN.0 uses the first answer "
+                "of a list)"
             )
         value = value[0] if value else None
     if isinstance(value, bool):
@@ -290,20 +303,21 @@ def read_answer(row: Row) -> Row:
 
 
 def read_choices(row: Row, first: int | None = None) -> Row:
-    """Convert a multiple-choice row: the question lists the choices, and the answer is a letter.
+    """Convert a multiple-choice row: put the choices into the question and use a letter as answer.
 
-    Published layouts are read: a list `choices` or `options` of texts (MMLU, ScienceQA; AQuA's
-    begin with their letters), an object of `text` and `label` lists (ARC, CommonsenseQA), and a
-    column per letter. The answer is a letter or a label, the text of a choice, or its number. The
-    question gets one line per choice, `A. …`. If the answer is true or false and the row names no
-    other answer_type, these two are the choices. Other rows are returned unchanged.
+    Supported layouts are a list `choices` or `options` of texts (MMLU, ScienceQA, and AQuA, whose
+    texts begin with letters), an object with the lists `text` and `label` (ARC, CommonsenseQA), and
+    one column per letter. The answer may be the letter, the label, the text or the number of a
+    choice. One line per choice, `A. …`, is appended to the question. If the answer is true or false
+    and the row has no other answer_type, true and false are the choices. Other rows are returned
+    unchanged.
 
     Args:
-        first: the number of the first choice (`first_number` of the file's rows), if known; else a
-            number is a label, or counts from 0.
+        first: the number of the first choice, which `first_number` infers from the rows of the
+            file. If it is None, a number is treated as a label, or else as an index from 0.
 
     Raises:
-        ValueError: the choices are not texts, or the answer is none of them.
+        ValueError: the choices are not texts, or the answer is not one of the choices.
     """
     labels, texts = _choices(row)
     answer = _answer(row)
@@ -317,7 +331,7 @@ def read_choices(row: Row, first: int | None = None) -> Row:
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
     place = _place_of(answer, labels, texts, first)
     if place is None:
-        raise ValueError(f"the answer is none of the choices: {str(answer)[:40]!r}")
+        raise ValueError(f"the answer is not one of the choices: {str(answer)[:40]!r}")
     shown = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
     used = {*QUESTION_FIELDS, *ANSWER_FIELDS, *CHOICE_FIELDS, *_lettered(row)}
     rest = {name: value for name, value in row.items() if name not in used}
@@ -334,10 +348,10 @@ def read_choices(row: Row, first: int | None = None) -> Row:
 
 
 def first_number(row: Row) -> int | None:
-    """Infer from a row's answer whether the file counts its choices from 0 or from 1.
+    """Infer from the answer of a row whether the file numbers its choices from 0 or from 1.
 
-    An answer of 0 means from 0; an answer equal to the number of choices means from 1. For other
-    answers, which leave it open, None is returned.
+    If the answer is 0, the choices are numbered from 0; if the answer equals the number of choices,
+    they are numbered from 1. Any other answer is ambiguous, and None is returned.
 
     >>> first_number({"question": "?", "sol1": "a", "sol2": "b", "answer": "0"})
     0
@@ -358,8 +372,11 @@ def _answer(row: Row) -> Any:
 
 
 def _whole(answer: object) -> int | None:
-    """Return an answer as a whole number, else None. 1.0 counts, as pandas turns integers into
-    floats in a column with gaps."""
+    """Return an answer as an integer, or None if it is not an integer.
+
+    The float 1.0 counts as an integer, because pandas converts integers to floats in a column with
+    missing values.
+    """
     text = str(answer).strip().removesuffix(".0" if isinstance(answer, float) else "")
     return int(text) if text.isascii() and text.isdigit() else None
 
@@ -369,19 +386,19 @@ _LABELS = re.compile(r"(?:^|[,;\n])\s*\(?([A-Za-z])\s*[).:]")
 
 
 def _split_choices(text: str) -> list[str]:
-    """Split choices that are one text, `a ) 38 , b ) 27`, as in MathQA.
+    """Split choices that are stored as a single text, such as MathQA's `a ) 38 , b ) 27`.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text does not have this form.
     """
     _, *parts = _LABELS.split(text)
     if len(parts) < 4 or [letter.upper() for letter in parts[::2]] != [*LETTERS[: len(parts) // 2]]:
-        raise ValueError("the choices are one text; write a list")
+        raise ValueError("the choices are a single text; write a list")
     return [choice.strip() for choice in parts[1::2]]
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
-    """Return the (labels, texts) of the choices in a row; empty lists if it has none."""
+    """Return the labels and the texts of the choices in a row, or empty lists without choices."""
     found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
     if found is None:
         names = _lettered(row)
@@ -397,19 +414,22 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
         found = texts
     is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 1
     if not is_list or not all(isinstance(text, str | int | float) for text in found):
-        raise ValueError("the choices are no list of two or more texts")
+        raise ValueError("the choices are not a list of two or more texts")
     texts = [str(text).strip() for text in found]
     matches = [_LABEL.match(text) for text in texts]
     if [match and match[1].upper() for match in matches] == [*LETTERS[: len(texts)]]:
         texts = [text[match.end() :] for text, match in zip(texts, matches, strict=True) if match]
     labels = LETTERS[: len(texts)] if labels is None else labels
     if not isinstance(labels, Sequence):
-        raise ValueError("the labels of the choices are no list")
+        raise ValueError("the choice labels are not a list")
     return [str(label) for label in labels], texts
 
 
 def _lettered(row: Row) -> list[str]:
-    """Return the columns A, B, C, … of a row, or option1, option2, …, if it has two or more."""
+    """Return the names of a row's columns with one choice each, such as A, B, … or option1, ….
+
+    The list is empty if the row has fewer than two such columns.
+    """
     numbered = itertools.product(CHOICE_PREFIXES, (LETTERS, LETTERS.lower(), "123456789", "012345"))
     named = (("", LETTERS), *ANSWER_COLUMNS, *numbered)
     for prefix, marks in named:
@@ -423,7 +443,10 @@ def _lettered(row: Row) -> list[str]:
 def _place_of(
     answer: object, labels: Sequence[str], texts: Sequence[str], first: int | None
 ) -> int | None:
-    """Return the index of the choice that an answer names by text, label, letter or number."""
+    """Return the index of the choice that an answer names by text, label, letter or number.
+
+    The result is None if the answer does not name a choice.
+    """
     number = _whole(answer)
     text = str(answer if number is None else number).strip()
     if number is not None and first is not None and text not in texts:
@@ -441,23 +464,25 @@ def _place_of(
 
 
 def _read_completion(text: str, rest: Row) -> dict[str, str]:
-    """Return the solution in a completion, and the answer if the row does not have it."""
+    """Return the solution in a completion, and the answer if the row itself has no answer."""
     if "####" in text and "<think>" not in text:
-        return {"answer": text}  # GSM8K's form, which `parse_row` splits
+        return {"answer": text}  # the format of GSM8K, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
     if not any(rest.get(name) is not None for name in ("answer", "response")):
         verdict = grade(text, None, strict=False)
         if not verdict.is_answer or verdict.answer is None:
-            raise LeftOut("with a completion that ends with no number")
-        is_plain = parse_number(verdict.answer) is not None  # "3 * 4 = 12" is not
+            raise LeftOut("with a completion that does not end with a number")
+        is_plain = parse_number(verdict.answer) is not None  # false for "3 * 4 = 12"
         found["answer"] = verdict.answer if is_plain else str(verdict.value)
     return found
 
 
 def without_tags(solution: str) -> str:
-    """Return the text inside a solution's `<think>` tags; without tags, the solution without a last
-    line like `#### 5`."""
+    """Return the text inside the `<think>` tags of a solution.
+
+    A solution without these tags is returned without a last line of the form `#### 5`.
+    """
     reasoning, _ = split_completion(solution)
     return (_HASHES.sub("", solution) if reasoning is None else reasoning).strip()
 
@@ -472,16 +497,19 @@ def _are_messages(found: Sequence[Any]) -> bool:
 
 
 def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return (role, text) of each message, in OpenAI's form or ShareGPT's (`from` and `value`)."""
+    """Return the role and the text of each message.
+
+    The keys are `role` and `content` (OpenAI's format), or `from` and `value` (ShareGPT's format).
+    """
     if not _are_messages(messages):
-        raise ValueError("messages are no list of role and content")
+        raise ValueError("messages is not a list of role and content")
     found = []
     for message in messages:
         role = message["role"] if "role" in message else message["from"]
         if not isinstance(role, str):
-            raise ValueError(f"the role of a message is no text: {str(role)[:40]!r}")
+            raise ValueError(f"the role of a message is not a text: {str(role)[:40]!r}")
         text = message["content"] if "content" in message else message.get("value")
-        if isinstance(text, list):  # a list of parts, which must all be text
+        if isinstance(text, list):  # a list of content parts, which must all be text
             parts = [part.get("text") for part in text if isinstance(part, Mapping)]
             texts = [part for part in parts if isinstance(part, str)]
             text = "\n".join(texts) if texts and len(texts) == len(text) else None

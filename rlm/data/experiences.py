@@ -1,7 +1,7 @@
-"""Read experience libraries and put the nearest lessons before a question.
+"""Read experience libraries and add the most similar lessons to a question.
 
-recipes/experience writes a library as a JSON list of objects with a `content`. Any model can use
-it.
+recipes/experience writes a library as a JSON list of objects with the key `content`. A library can
+be used with any model.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from pathlib import Path
 
 from rlm.cli import UsageError
 
-NEAREST = 3  # default number of lessons before a question
-WORKED_EXAMPLE = "worked_example"  # category of a worked example
+NEAREST = 3  # default number of lessons that are added to a question
+WORKED_EXAMPLE = "worked_example"  # the category of lessons that are worked examples
 
 
 @dataclass(frozen=True)
 class Experience:
-    """A lesson in words, or, with a `question`, a worked example."""
+    """A lesson in words, or a worked example if `question` is not empty."""
 
     content: str
     id: str = ""
     question: str = ""
-    about: str = ""  # the text that questions are compared with
-    reach: float = 0.0  # similarity that a question needs, from the lesson's trial
+    about: str = ""  # the text to which questions are compared
+    reach: float = 0.0  # minimum similarity of a question, measured when the lesson was tested
 
 
 @dataclass(frozen=True)
 class InformedQuestion:
-    """A question with its lessons: the text, earlier turns, ids of the lessons."""
+    """A question with its lessons."""
 
-    question: str
-    examples: tuple[tuple[str, str], ...]
-    used: tuple[str, ...]
+    question: str  # the question, preceded by the lessons in words
+    examples: tuple[tuple[str, str], ...]  # worked examples, to be shown as earlier turns
+    used: tuple[str, ...]  # the ids of the lessons
 
 
 def load_experiences(path: str | Path) -> tuple[Experience, ...]:
-    """Load the lessons of a library file, in order.
+    """Load the lessons of a library file in the order of the file.
 
     Raises:
-        UsageError: the file is unreadable or not a library.
+        UsageError: the file cannot be read or is not a library.
     """
     try:
         items = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def load_experiences(path: str | Path) -> tuple[Experience, ...]:
         raise UsageError(f"cannot read the library {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is no experience library: expected a JSON list of objects with `content`"
+            f"{path} is not an experience library: expected a JSON list of objects with `content`"
         ) from error
     if not all(lesson.content for lesson in lessons):
         raise UsageError(f"{path} contains an empty lesson")
@@ -69,7 +69,9 @@ def _experience(item: dict, number: int) -> Experience:
 
 
 def similarity(a: str, b: str) -> float:
-    """Return the share of common words without numbers, |A ∩ B| / √(|A| |B|).
+    """Return the similarity of two texts: |A ∩ B| / √(|A| |B|) for their sets of words A and B.
+
+    Numbers are ignored.
 
     >>> round(similarity("Ann has 3 pens.", "Bo has 4 red pens"), 3)  # 2 of 3 and of 4
     0.577
@@ -79,7 +81,7 @@ def similarity(a: str, b: str) -> float:
 
 
 def experience_block(lessons: Sequence[str]) -> str:
-    """Format lessons for a prompt, one per line; "" without any.
+    """Format lessons for a prompt with one line per lesson; return "" if there are no lessons.
 
     >>> experience_block(["Convert units first."])
     'Lessons from earlier problems:\\n1. Convert units first.'
@@ -89,7 +91,7 @@ def experience_block(lessons: Sequence[str]) -> str:
 
 
 def with_experiences(question: str, lessons: Sequence[str]) -> str:
-    """Put lessons in words before the question; return it unchanged without lessons."""
+    """Put the lessons before a question; without lessons, return the question unchanged."""
     block = experience_block(lessons)
     return f"{block}\n\nProblem:\n{question.strip()}" if block else question
 
@@ -97,10 +99,13 @@ def with_experiences(question: str, lessons: Sequence[str]) -> str:
 def apply_experiences(
     question: str, library: Sequence[Experience], limit: int | None = NEAREST
 ) -> InformedQuestion:
-    """Put the nearest lessons before a question: examples as earlier turns, the nearest last.
+    """Add the most similar lessons of a library to a question.
+
+    Lessons in words are put before the question. Worked examples become earlier turns, with the
+    most similar example last.
 
     Args:
-        limit: the most lessons to use; None: all within reach.
+        limit: the maximum number of lessons; None uses all lessons whose `reach` allows it.
     """
     found = [(similarity(question, lesson.about), lesson) for lesson in library]
     found = [pair for pair in found if pair[0] >= pair[1].reach]

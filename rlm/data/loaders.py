@@ -1,25 +1,26 @@
-"""Problems with reference answers: published datasets, word problems, any hub dataset or file.
+"""Load problems with reference answers from published datasets, hub datasets, files and generators.
 
-`load_problems` takes what a user writes after `--dataset`:
+`load_problems` accepts the same values as the option `--dataset`:
 
-    gsm8k, openmathinstruct, aime2024, aime2025   from the Hugging Face hub; the hub's names work,
-                                                  too: openai/gsm8k, nvidia/OpenMathInstruct-1, …
+    gsm8k, openmathinstruct, aime2024, aime2025   a published dataset on the Hugging Face hub; the
+                                                  hub's names are accepted too: openai/gsm8k, …
     openai/gsm8k:main, openai/gsm8k:socratic      one config of a dataset
     gsm8k:PATH, openmathinstruct:PATH, …          the published files: their directory, or one file
-    word-problems, word-problems:1-2, …:1,3       our own generator, of these levels
-    word-problems:sentences, …:1,sentences        with solutions in sentences
-    elementary, elementary:1-2, …                 its everyday arithmetic, one to three steps
+    word-problems, word-problems:1-2, …:1,3       generated word problems of the given levels
+    word-problems:sentences, …:1,sentences        the same with solutions in sentences
+    elementary, elementary:1-2, …                 generated everyday arithmetic, one to three steps
     rollouts:FILE                                 correct rollouts of recipes/experience, for SFT
     FILE.jsonl, .json, .csv, .tsv, .parquet       one problem per row, also with .gz; data/README.md
                                                   lists the fields
     org/name, org/name:CONFIG                     any other dataset on the hub
-    DIRECTORY, DIRECTORY:CONFIG                   a copy of a hub dataset, with the hub's layout
-    elementary+gsm8k:PATH                         several, joined by +; max_samples is per dataset
+    DIRECTORY, DIRECTORY:CONFIG                   a local copy of a hub dataset in the same layout
+    elementary+gsm8k:PATH                         several datasets; max_samples is per dataset
 
-Train, validation and test share no question, except for a file of your own, whose test split is the
-whole file. Where no validation split is published, a fixed part of train is held out. `seed`
-shuffles train, and `max_samples` keeps its first problems. The other splits do not depend on
-`seed`, so that scores of runs with different seeds are comparable.
+Train, validation and test have no question in common, except that the test split of your own file
+is the whole file. If a dataset is published without a validation split, a fixed part of train is
+held out for validation. `seed` shuffles train, and `max_samples` selects the first problems. The
+other splits do not depend on `seed`, so that the scores of runs with different seeds are
+comparable.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row,
 from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub
 
 SPLITS: dict[str, tuple[str, ...]] = {
-    # where no validation split is published, it is held out of train
+    # If no validation split is published, it is held out of train.
     "gsm8k": ("train", "validation", "test", PUBLISHED_TRAIN),
     "openmathinstruct": ("train", "validation"),
     "aime2024": ("test",),
@@ -57,11 +58,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
 CONFIGS = {"gsm8k": ("main", "socratic")}
-# OpenMathInstruct-1 has gigabytes: with max_samples, it is read only until it has yielded this many
-# problems (or max_samples, if that is more), and train is a sample of them.
+# OpenMathInstruct-1 has a size of gigabytes. If max_samples is given, the dataset is read only
+# until this number of problems (or max_samples, if larger) is found, and train is a sample of them.
 OPENMATH_POOL = 5000
-ALL_LEVELS, SENTENCES = "1-4", "sentences"  # what may follow `word-problems:`
-# Numbers of generated problems if max_samples is None: for train, and for every other split.
+ALL_LEVELS, SENTENCES = "1-4", "sentences"  # default levels; word for solutions in sentences
+# Default numbers of generated problems, for train by dataset and for the other splits.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
 
@@ -79,21 +80,28 @@ def load_problems(
     keep_code: bool = False,
     calculator_marks: bool = False,
 ) -> list[Problem]:
-    """Load the problems of `dataset` (see the module's docstring). Only hub names use the network.
+    """Load the problems of a dataset.
+
+    The docstring of the module `rlm.data.loaders` lists the supported values of `dataset`. Only
+    datasets on the hub use the network.
 
     Args:
-        split: the split's name; for a file or hub dataset also a slice of rows, as in test[:200].
-        columns: the field of each column in a file or hub dataset, as in
+        split: the name of the split. For a file or hub dataset, it may include a slice of rows,
+            such as test[:200].
+        max_samples: the maximum number of problems per dataset. None loads all problems; for
+            generated datasets, None means 2000 (word-problems) or 8000 (elementary) problems for
+            train, and 500 problems for the other splits.
+        columns: the names of the columns in a file or hub dataset, such as
             "question=prompt,answer=target".
-        rows: the rows of a file or hub dataset for train and validation, as in train[:500]; None
-            is all of train.
-        max_samples: the most problems per dataset. None is all; of word-problems it is 2000 for
-            train and 500 otherwise, of elementary 8000 and 500.
-        keep_code: OpenMathInstruct: keep solutions that contain code blocks. No code is ever run.
-        calculator_marks: write marks, `<<3+5=8>>`, in solutions of GSM8K and of our generator.
+        rows: the rows of a file or hub dataset to use for train and validation, such as
+            train[:500]; None uses all of train.
+        keep_code: whether to keep solutions of OpenMathInstruct that contain code blocks. The code
+            is never executed.
+        calculator_marks: whether the solutions of GSM8K and of generated problems contain
+            calculator marks such as `<<3+5=8>>`.
 
     Raises:
-        UsageError: the dataset or split is unknown, a file is bad, or the hub does not answer.
+        UsageError: the dataset or split is unknown, a file is invalid, or the hub is not available.
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
@@ -138,68 +146,70 @@ def load_problems(
 
 
 def check_dataset(dataset: str) -> None:
-    """Check that `--dataset` names a known dataset or an existing file, without reading it.
+    """Check that `--dataset` names a known dataset or an existing file, without reading the data.
 
     Raises:
-        UsageError: it names neither; the message suggests similar names.
+        UsageError: the dataset is unknown or the file does not exist; the message suggests similar
+            names.
     """
     for part in dataset_parts(dataset):
         if is_local_file(part) and not Path(part).is_file():
             there = sorted(file.name for file in Path(part).parent.glob("[!.]*"))
             there = [name for name in there if name.lower().endswith((*READERS,))]
             close = difflib.get_close_matches(Path(part).name, there, 1) or there[:3]
-            others = f"; there is {', '.join(close)}" if close else f" (in {Path.cwd()})"
+            others = f"; the folder contains {', '.join(close)}" if close else f" (in {Path.cwd()})"
             raise UsageError(f"--dataset {part}: the file does not exist{others}")
         if not (is_named(part) or is_local_file(part) or is_hub(part)):
             raise _unknown(part)
 
 
 def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
-    """Return the problems of the user's own files, to check them before torch is imported. Large
-    files and other datasets are skipped.
+    """Return the problems of the user's own files, so that they are checked before torch is loaded.
+
+    Large files and other datasets are skipped.
 
     Raises:
-        UsageError: rows are bad.
+        UsageError: a file contains too many invalid rows.
     """
     files = filter(is_local_file, dataset_parts(dataset))
     return [p for file in files for p in peek_file(file, parse_columns(columns), rows)]
 
 
 def dataset_name(dataset: str) -> str:
-    """Return the canonical name of a dataset: "gsm8k:DIR" for "OpenAI/gsm8k:DIR"."""
+    """Return the canonical name of a dataset, such as "gsm8k:DIR" for "OpenAI/gsm8k:DIR"."""
     name, colon, rest = dataset.partition(":")
     return NAMES.get(name.lower(), name) + colon + rest
 
 
 def is_config(name: str, rest: str) -> bool:
-    """Return whether `rest`, the text after NAME and a colon, is a hub config and no local path."""
+    """Return whether `rest`, the text after the name and a colon, is a config and not a path."""
     return rest in CONFIGS.get(name, ()) and not Path(rest).exists()
 
 
 def dataset_parts(dataset: str) -> list[str]:
-    """Return the datasets that `--dataset` joins by +; a + inside a path joins nothing."""
+    """Split the value of `--dataset` at + into datasets; a + inside a path is not a separator."""
     parts = dataset.split("+")
     known = (is_named, is_local_file, is_hub)
     return parts if all(any(is_one(part) for is_one in known) for part in parts) else [dataset]
 
 
 def is_named(dataset: str) -> bool:
-    """Return whether `dataset` is known by name, not a file of the user's own."""
+    """Return whether `dataset` has one of the names in `SPLITS`, with or without a suffix."""
     return dataset_name(dataset).partition(":")[0] in SPLITS
 
 
 def is_local_file(dataset: str) -> bool:
-    """Return whether `dataset` is a file of the user's own, whose test split is the whole file."""
+    """Return whether `dataset` is the user's own file, whose test split is the whole file."""
     if is_named(dataset):
         return False
-    if Path(dataset).is_file():  # with any suffix: an existing file is never a hub name
+    if Path(dataset).is_file():  # an existing file takes precedence over a hub name
         return True
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
     return is_one and dataset.lower().removesuffix(".gz").endswith((*READERS,))
 
 
 def is_hub(dataset: str) -> bool:
-    """Return whether `dataset` is another dataset on the hub, or a directory with its layout."""
+    """Return whether `dataset` is a hub dataset without a name in `SPLITS`, or a copy of one."""
     path, _ = split_config(dataset)
     is_one = Path(path).is_dir() or _HUB_NAME.fullmatch(path) is not None
     return is_one and not is_named(dataset) and not is_local_file(dataset)
@@ -211,7 +221,7 @@ def own_files(dataset: str) -> set[Path]:
 
 
 def needs_hub(dataset: str) -> bool:
-    """Return whether a single dataset comes from the hub: neither generated nor read from disk."""
+    """Return whether a dataset comes from the hub, so that it is neither generated nor local."""
     if is_named(dataset):
         name, _, path = dataset_name(dataset).partition(":")
         return name in HUB and (not path or is_config(name, path))
@@ -219,30 +229,30 @@ def needs_hub(dataset: str) -> bool:
 
 
 def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
-    """Check that all answers are numbers, where only numbers can be verified.
+    """Check that all answers are numbers, for programs that can verify only numbers.
 
     Raises:
-        UsageError: a problem's answer is not a number.
+        UsageError: the answer type of a problem is not "number".
     """
     kinds = {problem.answer_type for problem in problems} - {"number"}
     if kinds:
         raise UsageError(
-            f"--dataset {dataset} has answers of the type {', '.join(sorted(kinds))}; here only "
-            "numbers can be verified (train_grpo.py takes all)"
+            f"--dataset {dataset} has answers of the type {', '.join(sorted(kinds))}; this program "
+            "can verify only numbers (train_grpo.py supports all answer types)"
         )
 
 
 def load_gsm8k(
     split: str = "train", max_samples: int | None = None, path: str | Path | None = None
 ) -> list[Problem]:
-    """Load GSM8K as published, in the file's order: 7,473 problems of train or 1,319 of test.
+    """Load GSM8K as published: 7,473 problems of train or 1,319 of test, in the order of the file.
 
-    "validation" is the first 200 of train. If you validate on it, train on the rest,
-    `load_problems("gsm8k", "train")`, as train_grpo.py does.
+    The split "validation" is the first 200 problems of train. If you validate on these problems,
+    train on the remaining problems with `load_problems("gsm8k", "train")`, as train_grpo.py does.
 
     Args:
-        path: a directory of the published files (JSONL, or the hub's parquet), or one of them; None
-            is the hub.
+        path: the directory of the published files (JSONL, or the hub's parquet files) or one of
+            the files; None loads the dataset from the hub.
     """
     spec = "gsm8k" if path is None else f"gsm8k:{path}"
     split = PUBLISHED_TRAIN if split == "train" else split
@@ -250,13 +260,13 @@ def load_gsm8k(
 
 
 def load_jsonl(path: str | Path) -> list[Problem]:
-    """Load the problems of a UTF-8 file with one JSON object per line, in the file's order.
+    """Load the problems of a UTF-8 file with one JSON object per line, in the order of the file.
 
-    Bad lines are left out with a warning that names them. A line with a repeated id is bad, because
-    seeds and samples would be mixed up. A line without an id gets the id FILE-LINE.
+    Invalid lines are left out, and a warning lists them. A line with a repeated id is invalid,
+    because ids determine seeds and identify samples. A line without an id gets the id FILE-LINE.
 
     Raises:
-        UsageError: the file is unreadable, has no good line, or has more than 5 % bad lines.
+        UsageError: the file cannot be read, has no valid line, or has more than 5 % invalid lines.
     """
     file = Path(path)
     return parse_rows(read_file(file), str(file), file.stem, parse_row, columns={})
@@ -265,7 +275,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
 def _load_own(
     dataset: str, split: str, columns: dict[str, str], rows: str | None, max_samples: int | None
 ) -> list[Problem]:
-    """Load a split of a user's file, a hub dataset, or a directory with the hub's layout."""
+    """Load a split of a user's file, a hub dataset, or a directory with the same layout."""
     if is_local_file(dataset):
         return load_file(dataset, split, columns, rows)
     if is_hub(dataset):
@@ -312,11 +322,13 @@ def _load_published(
 
 
 def _mix(parts: Sequence[list[Problem]], split: str, seed: int) -> list[Problem]:
-    """Join the problems of several datasets: train is shuffled, other splits stay in order."""
+    """Combine the problems of several datasets; train is shuffled, other splits stay in order."""
     problems = [problem for part in parts for problem in part]
     repeated = len(problems) - len({problem.id for problem in problems})
     if repeated:
-        raise UsageError(f"{repeated} ids are in two of the datasets; name the files differently")
+        raise UsageError(
+            f"{repeated} ids are in more than one of the datasets: rename the files or the ids"
+        )
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems
@@ -341,5 +353,5 @@ def _word_problems(
     choice = {"dataset": name, "calculator_marks": calculator_marks, "sentences": sentences}
     try:
         return word_problems.generate_word_problems(split, count, seed, wanted, **choice)
-    except ValueError as error:  # an unknown level, or fewer different problems than asked for
+    except ValueError as error:  # an unknown level, or fewer different problems than requested
         raise UsageError(f"{name}:{levels}: {error}") from error

@@ -16,22 +16,29 @@ from rlm.data.sources import read_dataset, read_file, split_names
 
 logger = logging.getLogger(__name__)
 
-PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in its order
-HELD_OUT = 200  # questions in a held-out validation split; at most a tenth of all questions
-# Number of problems that are read from a larger split on the hub, unless --max-samples is larger;
-# validation is held out of these problems.
+PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in the order of the file
+# Maximum number of questions in a held-out validation split, which gets at most a tenth of all
+# questions.
+HELD_OUT = 200
+# Number of problems that are read from a larger split on the hub, unless --max-samples is larger.
+# The validation split is held out of these problems.
 POOL = 5000
-SMALL_FILE = 2**22  # bytes
+SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
 FILE_SPLITS = ("train", "validation", "test")
 
 
 def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
-    """Load a split of a user's file: test is all of it, validation a tenth, train the rest."""
+    """Load a split of a user's file.
+
+    The test split is the whole file, validation is up to a tenth of it, and train is the rest.
+    """
     (role, bounds), (source, cut) = split_slice(split), split_slice(rows or "train")
     if role not in FILE_SPLITS:
         raise UsageError(f"{dataset} has no split {role!r}; it has {', '.join(FILE_SPLITS)}")
     if source != "train":
-        raise UsageError(f"--split {rows}: a file has one split; write for example train[:500]")
+        raise UsageError(
+            f"--split {rows}: a file has one split, train; pass for example train[:500]"
+        )
     found = read_file(Path(dataset))
     bounds = cut if rows else bounds
     if bounds != (None, None):
@@ -42,7 +49,7 @@ def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | Non
 
 
 def peek_file(dataset: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
-    """Return the problems of a user's file, if it is small enough to be read twice; else none."""
+    """Return the problems of a user's file, or [] if the file is too large to be read twice."""
     path, (_, bounds) = Path(dataset), split_slice(rows or "train")
     if path.stat().st_size > SMALL_FILE:
         return []
@@ -57,13 +64,15 @@ def load_hub(
     rows: str | None,
     max_samples: int | None = None,
 ) -> list[Problem]:
-    """Load a split of a hub dataset, or of a directory laid out as one.
+    """Load a split of a hub dataset, or of a directory with the layout of a hub dataset.
 
-    A dataset without a validation split gets one that is held out of the training rows.
+    If the dataset has no validation split, validation problems are held out of the training rows.
 
     Args:
-        max_samples: the number of problems that are needed. A split of more than POOL rows is then
-            read in a fixed random order, until it has yielded max(POOL, max_samples) problems.
+        columns: field → column (`rename_columns`).
+        rows: the rows to use for train and validation, such as train[:500]; None uses all of train.
+        max_samples: the number of problems needed. If it is given, a split of more than POOL rows
+            is read only until max(POOL, max_samples) problems are found, in a fixed random order.
     """
     path, config = split_config(dataset)
     names = split_names(dataset, path, config)
@@ -73,7 +82,7 @@ def load_hub(
     )
     stored = source if is_carved or role == "train" else role
     if stored not in names:
-        hint = "; --split validation takes problems held out of train" if role == "test" else ""
+        hint = "; --split validation uses problems held out of train" if role == "test" else ""
         raise UsageError(f"{dataset} has no split {stored!r}; it has {', '.join(names)}{hint}")
     arguments = {"path": path, "name": config, "split": stored}
     bounds = cut if rows and stored == source else bounds
@@ -81,7 +90,7 @@ def load_hub(
     quiet, prefix = role == "validation" and is_carved, f"{path.rpartition('/')[2]}-{stored}"
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
-        limit = POOL  # validation must not depend on the size of train
+        limit = POOL  # the validation split must not depend on max_samples
     told = {"limit": limit, "quiet": quiet, "columns": columns}
     problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
     if not is_carved:
@@ -96,8 +105,11 @@ def load_hub(
 
 
 def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[int]:
-    """Return the indices of the rows between two bounds, for a split of `count` rows. More than
-    POOL rows come in a fixed random order, because many datasets are sorted by topic."""
+    """Return the indices of the rows between two bounds in a split of `count` rows.
+
+    If there are more than POOL rows, they are in a fixed random order, because many datasets are
+    sorted by topic.
+    """
     chosen = cut_rows(range(count), bounds)
     return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
 
@@ -113,7 +125,7 @@ def _without_validation(
     kept = [problem for problem in problems if plain_question(problem.question) not in questions]
     if len(kept) < len(problems):
         logger.warning(
-            "%s: %d training problems are validation problems too: left out of training",
+            "%s: %d training problems are also validation problems and are left out of training",
             dataset,
             len(problems) - len(kept),
         )
@@ -121,7 +133,7 @@ def _without_validation(
 
 
 def split_config(dataset: str) -> tuple[str, str | None]:
-    """Split `org/name:CONFIG` or `DIRECTORY:CONFIG` into the name or directory and the config."""
+    """Split `org/name:CONFIG` or `DIRECTORY:CONFIG` into the name or directory, and the config."""
     if Path(dataset).is_dir() or ":" not in dataset:
         return dataset, None
     path, _, config = dataset.rpartition(":")
@@ -129,21 +141,22 @@ def split_config(dataset: str) -> tuple[str, str | None]:
 
 
 def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:
-    """Parse a row like a file's row, but leave it out if its answer cannot be verified."""
+    """Parse a row of a hub dataset; a row whose answer cannot be verified is left out."""
     try:
         return parse_row(row, default_id, first=first)
     except NotAnAnswer as error:
         reason = str(error).partition(": ")[0]
-        raise LeftOut(f"{reason} (--columns answer_type=text takes words)") from error
+        raise LeftOut(f"{reason} (--columns answer_type=text accepts words)") from error
 
 
 def hold_out(
     problems: list[Problem], split: str, source: str, *, in_order: bool = False
 ) -> list[Problem]:
-    """Return all problems for test, else those of train or validation, which share no question.
+    """Return the problems of a split: all problems for test, or those of train or validation.
 
-    Validation gets the questions with the smallest hashes (`in_order`: the first questions). It and
-    test are sorted by these hashes, because many files are sorted by topic or difficulty.
+    Train and validation have no question in common. Validation contains the questions with the
+    smallest hashes, or the first questions if `in_order` is true. Without `in_order`, validation
+    and test are sorted by hash, because many files are sorted by topic or difficulty.
     """
     ordered = (
         problems

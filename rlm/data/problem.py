@@ -1,4 +1,4 @@
-"""`Problem`, a question with its gold answer, and the parsers from a dataset's rows to Problems."""
+"""`Problem`, a question with its gold answer, and the functions that parse rows to Problems."""
 
 from __future__ import annotations
 
@@ -43,51 +43,55 @@ from rlm.grading import (
 
 logger = logging.getLogger(__name__)
 
-# Not passed to rewards as columns: our own fields, and names that a reward's call already takes.
+# Fields that are not passed to rewards as columns: the fields of `Problem`, and names that are
+# already arguments of a reward's call.
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
 TAKEN_FIELDS |= {"reasoning_format", "is_truncated", "strict_verdict"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
 NEEDED = (
-    f"needed are rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
+    f"expected rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
     "Problems"
 )
-# `rlm.data.columns.read_chat` finds the answer in these columns.
+# Columns in which `rlm.data.columns.read_chat` may find the answer.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-HEAD = 1000  # rows that are searched for the number of the first choice
+HEAD = 1000  # maximum number of rows searched for the number of the first choice
 ANOTHER_ANSWER = "with another answer"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its gold answer, which `rlm.grading.READERS[answer_type]` reads. The gold
-    answer of an open question is not used.
+    """A question and its gold answer.
+
+    `rlm.grading.READERS[answer_type]` parses the gold answer. The gold answer of an open question
+    is not used.
     """
 
-    id: str  # unique in its dataset; seeds the sampling for the problem
+    id: str  # unique within the dataset; the seed of the problem's samples depends on the id
     question: str
     answer: str
-    solution: str = ""  # worked, in words; "" if the dataset has none
-    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # for rewards
+    solution: str = ""  # the worked solution in words; "" if the dataset has no solutions
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # passed to rewards
     answer_type: AnswerType = "number"
 
 
 def example_questions(problems: Iterable[Problem], count: int = 3, longest: int = 160) -> list[str]:
-    """Return the first few short questions, to try a model with.
+    """Return the first few short questions, as examples for trying out a model.
 
     Args:
-        longest: most characters per question.
+        count: the maximum number of questions.
+        longest: the maximum length of a question in characters.
     """
     short = dict.fromkeys(p.question for p in problems if len(p.question) <= longest)
     return list(short)[:count]
 
 
 class NotAnAnswer(ValueError):
-    """A reference answer is not of its row's `answer_type`."""
+    """Raised when a reference answer does not match the `answer_type` of its row."""
 
 
 def answer_types(problems: Iterable[Problem]) -> tuple[AnswerType, ...]:
-    """Return the answer types in a dataset, the most frequent first."""
+    """Return the answer types in a dataset, with the most frequent type first."""
     counts = Counter[AnswerType](p.answer_type for p in problems)
     return tuple(kind for kind, _ in counts.most_common())
 
@@ -101,20 +105,23 @@ def parse_rows(
     quiet: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Parse numbered rows and report the bad ones; a row without an id gets PREFIX-NUMBER.
+    """Parse numbered rows to problems, and log how many rows were left out and why.
+
+    A row without an id gets the id PREFIX-NUMBER.
 
     Args:
-        rows: bytes are a line of JSON; a Problem is kept as it is.
-        parse: (row, default id) → its problems; raises ValueError for a bad row, LeftOut for an
-            unwanted row.
-        limit: stop after this many problems.
-        quiet: report nothing, because the same rows were reported before.
-        columns: field → column in a user's own data (`rename_columns`). The report then names the
-            columns that are used, repeated questions, and system messages that are not used, and
-            `parse` gets the number of the `first` choice.
+        rows: the row numbers and rows; bytes are a line of JSON, and a Problem is used unchanged.
+        source: the name of the file or dataset in messages.
+        parse: a function that takes a row and its default id and returns the row's problems. It
+            raises a ValueError for an invalid row and `LeftOut` for an unwanted row.
+        limit: the maximum number of problems.
+        quiet: whether to log nothing, because the same rows were reported before.
+        columns: field → column in a user's own data (`rename_columns`). If given, the report also
+            names the columns used, the repeated questions and the unused system messages, and
+            `parse` receives the number of the first choice as `first`.
 
     Raises:
-        UsageError: there is no good row, or the share of bad rows is above MAX_BAD_SHARE.
+        UsageError: no row is valid, or the share of invalid rows is above MAX_BAD_SHARE.
     """
     first = None
     if columns is not None:
@@ -133,7 +140,7 @@ def parse_rows(
                 if problem.id in problems:
                     raise ValueError(f"duplicate id: {problem.id!r}")
                 problems[problem.id] = problem
-            if columns is not None and isinstance(row, Mapping):  # not a Problem of a user's list
+            if columns is not None and isinstance(row, Mapping):  # a user's list may hold Problems
                 layout = layout or describe_layout(row, columns)
                 with_system += has_system_message(renamed)
         except LeftOut as kind:
@@ -156,7 +163,7 @@ def parse_rows(
         said = [f"{used}, {left_out} left out: {'; '.join(reasons)}" if reasons else used]
         said += _repeats(found) if columns is not None else []
         if with_system:
-            said.append(f"{with_system} with a system message of their own, which is not used")
+            said.append(f"{with_system} with a system message, which is not used")
         said += [layout + "; choices are numbered from 1" * (first == 1)] if layout else []
         is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)
         level = logging.WARNING if is_odd else logging.INFO
@@ -167,14 +174,14 @@ def parse_rows(
 def _first_number(
     rows: Iterator[tuple[int, bytes | Row | Problem]], columns: Mapping[str, str], count: int
 ) -> tuple[int | None, Iterator[tuple[int, bytes | Row | Problem]]]:
-    """Search the first `count` rows for one that shows the number of the first choice.
+    """Infer from the first `count` rows whether choices are numbered from 0 or from 1.
 
     Returns:
-        `first_number` of that row, or None, and an iterator over all rows.
+        The number of the first choice, or None if no row reveals it, and an iterator over all rows.
     """
     head, first = [*itertools.islice(rows, count)], None
     for _, row in head:
-        with suppress(ValueError, RecursionError):  # a bad row is reported when it is parsed
+        with suppress(ValueError, RecursionError):  # an invalid row is reported during parsing
             row = _decode(row) if isinstance(row, bytes) else row
             if not isinstance(row, Problem):
                 first = first_number(rename_columns(row, columns))
@@ -184,7 +191,7 @@ def _first_number(
 
 
 def _repeats(problems: Sequence[Problem]) -> list[str]:
-    """Report how many rows repeat a question, and how many of them have another answer."""
+    """Describe how many rows repeat a question, and how many of these have a different answer."""
     answers: dict[str, str] = {}
     first = [answers.setdefault(plain_question(p.question), p.answer) for p in problems]
     repeated = len(problems) - len(answers)
@@ -194,35 +201,38 @@ def _repeats(problems: Sequence[Problem]) -> list[str]:
 
 
 def plain_question(question: str) -> str:
-    """Normalise a question for comparison: case and white space are ignored."""
+    """Normalise the case and the white space of a question for comparison."""
     return " ".join(question.casefold().split())
 
 
 def _refusal(
     source: str, number: int, error: Exception, how_many: str, row: bytes | Row | Problem
 ) -> str:
-    """Explain in one line why a file is refused; list its columns if a needed one is missing."""
-    text = f"{source}: line {number}: {error} ({how_many} lines are bad; repair these)"
+    """Return the one-line error message for a file with too many invalid rows.
+
+    If a required column is missing, the message lists the columns of the file.
+    """
+    text = f"{source}: line {number}: {error} ({how_many} lines are invalid: fix them)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
     if isinstance(error, NotAnAnswer):
         text += (
-            '; for words or letters add "answer_type": "text" or "choice" (of all rows: --columns '
-            "answer_type=text), for worked text that ends with the answer name its column: "
+            '; for words or letters, add "answer_type": "text" or "choice" (for all rows: '
+            "--columns answer_type=text); for a worked solution that ends with the answer, pass "
             "--columns completion=COLUMN"
         )
     if isinstance(error, MissingColumn) and ANSWER_FIELDS[0] in str(error):
         text += (
-            '; without reference answers add "answer_type": "open" (of all rows: --columns '
-            "answer_type=open), and give a --reward"
+            '; if the data has no reference answers, add "answer_type": "open" (for all rows: '
+            "--columns answer_type=open) and pass a --reward"
         )
     return text
 
 
 def _by_reason(bad: Sequence[tuple[int, Exception]]) -> list[str]:
-    """Count bad lines by what is wrong with them: `2 not a JSON object (line 4; line 7)`.
+    """Group the errors of invalid lines by reason: `2 not a JSON object (line 4; line 7)`.
 
-    A detail, such as the text of an answer, follows the reason after a colon.
+    The text after the first colon of an error, such as the text of an answer, is shown per line.
     """
     places: dict[str, list[str]] = {}
     for number, error in bad:
@@ -238,15 +248,17 @@ def _by_reason(bad: Sequence[tuple[int, Exception]]) -> list[str]:
 
 
 def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list[Problem]:
-    """Convert a list of Problems or dicts, or a `datasets.Dataset`, to problems.
+    """Convert a list of Problems or dicts, or a `datasets.Dataset`, to a list of Problems.
 
-    A row has the same fields as a line of a JSONL file (data/README.md).
+    Rows have the same fields as the lines of a JSONL file (see data/README.md).
 
     Raises:
-        UsageError: `dataset` is empty or of another type, or its rows are bad or lack a field.
+        UsageError: `dataset` is empty or of another type, or its rows are invalid.
     """
     if isinstance(dataset, Mapping):  # a DatasetDict, a column-wise dict
-        raise UsageError(f"{name} is a dict of {', '.join(map(str, dataset))}: give one of these")
+        raise UsageError(
+            f"{name} is a dict of {', '.join(map(str, dataset))}: pass one of its values"
+        )
     if isinstance(dataset, str) or not isinstance(dataset, Iterable):
         raise UsageError(f"{name} is {dataset!r:.60}: {NEEDED} (load_gsm8k, load_problems)")
     rows = list(dataset)
@@ -259,7 +271,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         if not isinstance(row, Problem | Mapping):
             raise UsageError(f"row {number} of {name} is {row!r:.60}: {NEEDED}")
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    # Rows with an answer_type may have no answer: `parse_row` checks each row.
+    # A row with an answer_type may lack an answer; `parse_row` checks each row.
     needed = (QUESTION_FIELDS, {*ANSWER_FIELDS, "answer_type"})
     has_answer_inside = bool(ANSWER_INSIDE & columns.keys())
     if not has_answer_inside and not all(columns.keys() & {*fields} for fields in needed):
@@ -268,7 +280,7 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
 
 
 def _decode(line: bytes) -> Row:
-    """Return a line's JSON object; raise ValueError if it is anything else."""
+    """Parse a line to a JSON object; raise a ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -276,16 +288,21 @@ def _decode(line: bytes) -> Row:
     except json.JSONDecodeError as error:
         if line.strip() == b"{":
             raise ValueError(
-                "not JSON: an object over several lines; write each on one (jq -c . FILE)"
+                "not JSON: an object spans several lines; write one object per line (jq -c . FILE)"
             ) from error
-        raise ValueError(f"not JSON ({error.msg})") from error  # str(error) would say "line 1"
+        # str(error) would contain "line 1", because each line is parsed separately.
+        raise ValueError(f"not JSON ({error.msg})") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     return row
 
 
 def _text(row: Row, *names: str, default: str | None = None) -> str:
-    """Return the first of these fields that is not null, as text; raise ValueError without one."""
+    """Return the first of the named fields that is not null, converted to a string.
+
+    If all fields are null or missing, `default` is returned, or a `MissingColumn` is raised if
+    `default` is None.
+    """
     name = next((name for name in names if row.get(name) is not None), None)
     value = default if name is None else row[name]
     if value is None:
@@ -295,22 +312,23 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     text = str(value).strip() or default
     if text is None:
         raise ValueError(f"{name} is empty")
-    text.encode()  # raises for lone surrogates, which JSON allows and a tokenizer refuses
+    text.encode()  # raises an error for lone surrogates, which JSON allows but tokenizers reject
     return text
 
 
 def parse_row(
     row: Row, default_id: str, calculator_marks: bool = False, first: int | None = None
 ) -> list[Problem]:
-    """Return the problem of a row of GSM8K, AIME or a user's file; data/README.md has the fields.
+    """Parse a row of GSM8K, AIME or a user's file; data/README.md describes the fields.
 
     Args:
+        calculator_marks: whether to keep the calculator marks in GSM8K's solutions.
         first: the number of the first choice, if answers are numbers of choices (`read_choices`).
     """
     row = read_choices(read_answer(read_chat(row)), first)
     kind, solution = _text(row, "answer_type", default="number"), ""
     if kind not in ANSWER_TYPES:
-        raise ValueError(f"answer_type is none of {', '.join(ANSWER_TYPES)}: {kind!r}")
+        raise ValueError(f"answer_type is not one of {', '.join(ANSWER_TYPES)}: {kind!r}")
     has_none = kind == "open" and all(row.get(name) in (None, "") for name in ANSWER_FIELDS)
     answer = "" if has_none else _text(row, *ANSWER_FIELDS)
     if kind == "number" and "####" in answer:
@@ -324,7 +342,11 @@ def parse_row(
 
 
 def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Problem]:
-    """Return the problem of a row of OpenMathInstruct-1, one of many solutions, right or wrong."""
+    """Parse a row of OpenMathInstruct-1, which contains one right or wrong solution of a problem.
+
+    Raises:
+        LeftOut: the solution is wrong, contains code, or has an answer that is not a number.
+    """
     if not isinstance(row.get("is_correct"), bool):
         raise ValueError("is_correct is neither true nor false")
     question, answer = _text(row, "question"), _text(row, "expected_answer")
@@ -339,7 +361,7 @@ def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Proble
 
 
 def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
-    """Return the right rollouts of a line of recipes/experience, as problems with solutions."""
+    """Convert the right rollouts in a line of recipes/experience to problems with solutions."""
     rollouts = row.get("rollouts")
     if not isinstance(rollouts, list) or not rollouts:
         raise ValueError("no rollouts")
@@ -347,10 +369,10 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
     prefix, problems = f"{_text(row, 'problem_id')}-{_text(row, 'generator_id')}", []
     for rollout in rollouts:
         if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
-            raise ValueError("a rollout does not say whether it is correct")
+            raise ValueError("is_correct of a rollout is neither true nor false")
         if rollout["is_correct"]:
             reasoning, text = split_completion(_text(rollout, "solution"))
-            # The text before the answer: the thinking if it was shown, else all but the last line.
+            # The solution is the reasoning block, or else the text without its last line.
             solution = (reasoning or FINAL_LINE.sub("", text)).strip()
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []

@@ -1,8 +1,9 @@
-"""What the model reads and writes: tags, system prompt, the one renderer from text to token ids.
+"""The prompts and completions of the model: tags, system prompt, and rendering to token ids.
 
-SFT, GRPO, evaluation, inference and serving all call `render_prompt`, so they see the same ids.
-The model writes `<think>` itself: nothing is prefilled. The tags are plain text, not new
-vocabulary rows, so an adapter stays small and loads on the unchanged base.
+SFT, GRPO, evaluation, inference and serving all call `render_prompt`, so the model sees the same
+token ids everywhere. The model writes `<think>` itself; the prompt does not contain it. The tags
+are plain text and not new tokens of the vocabulary, so an adapter stays small and can be loaded on
+the unchanged base model.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from rlm.data.problem import Problem
 
 T = TypeVar("T")
-# Some templates write the date: a `date_string` that they get, or transformers' `strftime_now()`,
-# which reads the clock. A fixed date keeps prompts the same on all days. Templates get only data,
-# so a macro replaces `strftime_now`; it looks up the text of each directive.
+# Some chat templates write the current date. They use either the argument `date_string` or the
+# function `strftime_now()` of transformers, which reads the clock. A fixed date makes the prompts
+# the same on all days. Only data can be passed to a template, not a function, so `strftime_now` is
+# replaced by a macro that looks up the text of each directive in `DATES`.
 TODAY = datetime(2024, 7, 26)
 DATES = {f"%{c}": TODAY.strftime(f"%{c}") for c in "aAbBcdDeFfHIjmMpSTUwWxXyYzZ"}
 DATES |= {"%-d": str(TODAY.day), "%-m": str(TODAY.month)}
@@ -37,50 +39,54 @@ STRFTIME_NOW = (
     "{% for directive, text in rlm_dates.items() %}"
     "{% set now.text = now.text.replace(directive, text) %}{% endfor %}{{ now.text }}{% endmacro %}"
 )
-MAX_FILE_NAME = 255  # characters; a longer --system-prompt is text, not a file name
-IGNORE_INDEX = -100  # label of a token without a loss, as in PyTorch's cross-entropy
-# What the system prompt asks for, by the kind of answer.
+MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text, not a file name
+IGNORE_INDEX = -100  # label of tokens that PyTorch's cross-entropy leaves out of the loss
+# The answer that the system prompt requests, by answer type.
 ASKED_FOR: dict[AnswerType, str] = {
     "number": "final number",
     "choice": "letter of your choice",
     "text": "final answer",
     "open": "final answer",
 }
-# Placeholder for a message while the chat template is rendered; no template contains it.
+# Placeholder for the text of a message while the chat template is rendered. It consists of private
+# characters that no template contains.
 _PLACE = "\ue000{}\ue001"
-_NO_TEXT = re.compile("[\ud800-\udfff]")  # Python's decoding of invalid UTF-8 in argv
-# `split_special_tokens` is not an argument but state of the tokenizer that transformers wraps:
-# without a lock, a thread could encode a user's text with the setting of another thread.
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # Python decodes invalid UTF-8 in argv to surrogates
+# transformers stores `split_special_tokens` in the state of the wrapped tokenizer. Without a lock,
+# a thread could therefore encode a user's text with the setting of another thread.
 _ENCODING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Format:
-    """The form of a completion: reasoning in one tag, then an answer of a given type in another.
-
-    own_prompt: a user's system prompt, which replaces the one that asks for the tags.
-    """
+    """The format of a completion: the reasoning inside one tag, then the answer inside another."""
 
     reasoning_tag: str
     answer_tag: str
-    own_prompt: str | None = None
+    own_prompt: str | None = None  # a user's system prompt, which replaces the default
     answer_type: AnswerType = "number"
 
     def with_prompt(self, text: str | None) -> Format:
-        """Return this format with a user's system prompt; "" is no prompt, None the default."""
+        """Return this format with a user's system prompt.
+
+        "" means no system prompt, and None means the default system prompt.
+        """
         return replace(self, own_prompt=text)
 
     def with_answer_type(self, kind: AnswerType) -> Format:
-        """Return this format for another answer type, which changes prompt, grading and vote."""
+        """Return this format for another answer type.
+
+        The answer type affects the system prompt, the grading and the majority vote.
+        """
         return replace(self, answer_type=kind)
 
     def grade(self, completion: str, gold: str | None, *, strict: bool) -> Verdict:
-        """Call `rlm.grading.grade` with these tags and this answer type."""
+        """Grade a completion with the tags and the answer type of this format."""
         return grade(completion, gold, strict=strict, kind=self.answer_type, **self.tags)
 
     @property
     def tags(self) -> dict[str, str]:
-        """Both tags as keyword arguments of `rlm.grading.grade`."""
+        """The two tags as keyword arguments of `rlm.grading.grade`."""
         return {"reasoning_tag": self.reasoning_tag, "answer_tag": self.answer_tag}
 
     @property
@@ -90,7 +96,7 @@ class Format:
 
     @property
     def system_prompt(self) -> str:
-        """The user's own prompt, else one that asks for the tags and the answer type."""
+        """The user's system prompt, or the default, which requests the tags and the answer type."""
         if self.own_prompt is not None:
             return self.own_prompt
         return (
@@ -99,8 +105,9 @@ class Format:
         )
 
     def completion(self, reasoning: str, answer: str) -> str:
-        """Return the text of a perfect completion. Boxes (`\\boxed{}`) in the reasoning are
-        unwrapped, because the answer has its own tag.
+        """Return a completion in exactly this format.
+
+        Boxes (`\\boxed{}`) in the reasoning are unwrapped, because the answer has its own tag.
 
         >>> FORMATS["deepseek"].completion("1 + 1 = 2", "2")
         '<think>\\n1 + 1 = 2\\n</think>\\n<answer>2</answer>'
@@ -127,7 +134,7 @@ FORMATS = Formats(
 )
 
 
-# The end of a template that begins the reply with an opened, or an empty, reasoning block.
+# Matches the end of a template that begins the reply with an open or an empty reasoning block.
 _OPENED = re.compile(
     "|".join(rf"<{f.reasoning_tag}>\s*(?:</{f.reasoning_tag}>\s*)?\Z" for f in FORMATS.values())
 )
@@ -138,8 +145,9 @@ def _render_template(
 ) -> str:
     if not tokenizer.chat_template:
         todo = "use an instruct model"
-        if (Path(tokenizer.name_or_path) / "chat_template.json").is_file():  # from older processors
-            todo = "copy the text in its chat_template.json to chat_template.jinja there"
+        # Processors of older transformers versions stored the template in this file.
+        if (Path(tokenizer.name_or_path) / "chat_template.json").is_file():
+            todo = "copy the text in its chat_template.json to a file chat_template.jinja there"
         raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; {todo}"
         )
@@ -156,15 +164,15 @@ def _render_template(
         )
         return cast("str", rendered)  # a str, because of tokenize=False
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        # A template can refuse messages, such as those of a system role.
+        # A template can reject messages, for example a system message.
         raise UsageError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses our messages ({error}); "
+            f"the chat template of {tokenizer.name_or_path!r} rejects the messages ({error}); "
             "use another instruct model"
         ) from error
 
 
 def read_system_prompt(text: str | None) -> str | None:
-    """Read the value of --system-prompt: a file's text if it names a file, else the text itself.
+    """Return the system prompt for the value of --system-prompt, which is a text or a file name.
 
     Raises:
         UsageError: the named file does not exist or cannot be read as text.
@@ -185,8 +193,12 @@ def read_system_prompt(text: str | None) -> str | None:
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False
 ) -> list[int]:
-    """Return a text's token ids. `special` is for text of ours or of the template: without it,
-    special tokens stay plain text."""
+    """Return the token ids of a text.
+
+    Args:
+        special: whether to encode special tokens in the text as such, rather than as plain text.
+            Use it only for trusted text, such as the text of the chat template.
+    """
     with _ENCODING:
         return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special)
 
@@ -195,15 +207,15 @@ def backend_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Return the tokenizers-library tokenizer that a transformers tokenizer wraps.
 
     Raises:
-        UsageError: it wraps none.
+        UsageError: the transformers tokenizer is not based on the tokenizers library.
     """
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise UsageError(
-            f"the tokenizer of {tokenizer.name_or_path!r} is not supported: it is not of the "
-            "tokenizers library (no tokenizer.json)"
+            f"the tokenizer of {tokenizer.name_or_path!r} is not supported: it is not a tokenizer "
+            "of the tokenizers library (tokenizer.json is missing)"
         )
     return backend
 
@@ -216,22 +228,23 @@ def render_prompt(
     examples: Sequence[tuple[str, str]] = (),
     system_prompt: str | None = None,
 ) -> list[int]:
-    """Return the token ids of the chat up to where the assistant begins to write.
+    """Render a prompt: the token ids of the chat up to the start of the assistant's reply.
 
-    The template is rendered around placeholders, so that each text stays whole, whatever the
-    template does to texts. The ids equal those of `apply_chat_template`, with two exceptions. A
-    reasoning tag that the template opens (DeepSeek-R1) is left out, because the model writes it
-    here. If a text contains a mark of the template (`<|im_end|>`), the texts are encoded
-    separately, so that a user cannot close the turn or open another role.
+    The chat template is rendered with placeholders, so that the texts remain unchanged even if the
+    template modifies the texts of messages. The token ids equal those of `apply_chat_template`,
+    with two exceptions. First, a reasoning tag that the template opens (DeepSeek-R1) is left out,
+    because the model writes the tag itself. Second, if a text contains a special token of the
+    template (`<|im_end|>`), the texts are encoded separately, so that a user cannot close the turn
+    or open another role.
 
     Args:
-        examples: (question, completion) pairs shown as earlier turns (few-shot).
-        system_prompt: replaces the format's own, as plain text like the question; "" leaves it
-            out.
+        examples: few-shot examples as (question, completion) pairs, shown as earlier turns.
+        system_prompt: the text that replaces the system prompt of the format; "" means no system
+            prompt. Like the question, it is encoded as plain text.
 
     Raises:
-        UsageError: the tokenizer has no chat template, the template does not place each text, or a
-            text cannot be encoded as plain text.
+        UsageError: the tokenizer has no chat template, the template does not write each text
+            exactly once, or a text cannot be encoded as plain text.
     """
     if system_prompt is None:
         system_prompt = format.system_prompt
@@ -244,11 +257,11 @@ def render_prompt(
     if any(_NO_TEXT.search(message["content"]) for message in messages):
         raise UsageError("the question or the system prompt is not valid UTF-8 text")
     pieces, texts = _place_texts(tokenizer, messages)
-    if opened := _OPENED.search(pieces[-1]):  # the model writes its tags itself
+    if opened := _OPENED.search(pieces[-1]):  # the model writes the reasoning tag itself
         pieces[-1] = pieces[-1][: opened.start()]
         print_once(
             f"the chat template of {tokenizer.name_or_path!r} begins the reply with "
-            f"{opened[0].split()[0]}: left out, because the model writes it here"
+            f"{opened[0].split()[0]}, which is left out, because the model writes this tag itself"
         )
     by_template = [encode_text(tokenizer, piece, special=True) for piece in pieces]
     marks = _marks(tokenizer, {*chain(*by_template)})
@@ -269,19 +282,23 @@ def render_prompt(
 def _place_texts(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """Return the n + 1 pieces that the template writes around the messages' texts, and the n texts.
+    """Split the rendered chat into the pieces of the template and the texts of the messages.
 
-    If the template has no system role, the system message begins the first user's turn.
+    If the template has no system role, the system message is prepended to the first user message.
+
+    Returns:
+        The n + 1 pieces that the template writes around the texts, and the n texts.
 
     Raises:
-        UsageError: the template refuses the messages, or does not write each text exactly once.
+        UsageError: the template rejects the messages, or does not write each text exactly once.
     """
     name = repr(tokenizer.name_or_path)
     places = [message | {"content": _PLACE.format(i)} for i, message in enumerate(messages)]
     try:
         parts = re.split(_PLACE.format(r"(\d+)"), _render_template(tokenizer, places, True))
         order = [int(i) for i in parts[1::2]]
-        # A system message may be anywhere (Mistral: in the last user's turn); turns stay in order.
+        # The system message may be anywhere (Mistral puts it into the last user turn), but the
+        # other messages must stay in order.
         turns = [i for i in order if messages[i]["role"] != "system"]
         if sorted(order) != [*range(len(messages))] or turns != sorted(turns):
             raise UsageError(
@@ -302,10 +319,13 @@ def _place_texts(
     pieces, texts = parts[::2], [messages[i]["content"] for i in order]
     try:
         usual = _render_template(tokenizer, messages, True)
-    except UsageError:  # the template refuses these texts
+    except UsageError:  # the template rejects these texts
         usual = ""
     if usual != "".join(_alternate(pieces, texts)):
-        print_once(f"the chat template of {name} changes texts; here each is written as it is")
+        print_once(
+            f"the chat template of {name} changes the texts of messages; they are inserted "
+            "unchanged here"
+        )
     return pieces, texts
 
 
@@ -315,8 +335,11 @@ def _alternate(pieces: Sequence[T], texts: Sequence[T]) -> list[T]:
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase, template: Set[int]) -> dict[int, AddedToken]:
-    """Return the added tokens that no text may bring in, by id: all special tokens, and those that
-    the template writes, which are not always special (DeepSeek)."""
+    """Return the added tokens, by id, that the text of a message must not produce.
+
+    These are all special tokens, and the added tokens that the template writes, which some
+    tokenizers (DeepSeek) do not mark as special.
+    """
     return {
         token: added
         for token, added in tokenizer.added_tokens_decoder.items()
@@ -327,10 +350,10 @@ def _marks(tokenizer: PreTrainedTokenizerBase, template: Set[int]) -> dict[int, 
 def _encode_without(
     tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[str]
 ) -> list[int]:
-    """Encode a text in which these tokens stay plain text.
+    """Encode a text so that the given tokens in it become plain text.
 
-    The tokenizer has no option for tokens that are not special, so the text is cut after the
-    first character of each.
+    The tokenizer has no option to split added tokens that are not special, so the text is cut after
+    the first character of each such token and the parts are encoded separately.
     """
     found = re.finditer("|".join(map(re.escape, tokens)), text) if tokens else ()
     cuts = [0, *(match.start() + 1 for match in found), len(text)]
@@ -340,15 +363,15 @@ def _encode_without(
 def render_problem(
     tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format, **options: Any
 ) -> list[int]:
-    """Render a problem's prompt; the system prompt asks for the problem's answer type."""
+    """Render the prompt of a problem, whose answer type determines the default system prompt."""
     format = format.with_answer_type(problem.answer_type)
     return render_prompt(tokenizer, problem.question, format, **options)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that the template writes after an assistant message, else the EOS token.
+    """Return the id of the special token that ends an assistant message, or else the EOS token.
 
-    Instruct models use different ones: `<|im_end|>`, `<|eot_id|>`, `</s>`.
+    Instruct models use different tokens: `<|im_end|>`, `<|eot_id|>`, `</s>`.
     """
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE}]
     rendered = _render_template(tokenizer, messages, add_generation_prompt=False)
@@ -363,10 +386,11 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def render_completion(
     tokenizer: PreTrainedTokenizerBase, reasoning: str, answer: str, format: Format
 ) -> list[int]:
-    """Return token ids of a perfect completion, with the end-of-turn token once, at the end.
+    """Return the token ids of a completion in the given format, ending with the end-of-turn token.
 
     Raises:
-        UsageError: the text does not round-trip (the tokenizer drops the tags).
+        UsageError: decoding the token ids does not restore the text, because the tokenizer drops
+            the tags.
     """
     text = format.completion(reasoning, answer)
     ids = encode_text(tokenizer, text)
@@ -392,14 +416,14 @@ def drop_long_prompts(
     why: str,
     what: str = "problems",
 ) -> list[Problem]:
-    """Keep the problems whose prompts have at most `limit` tokens; print how many are left out.
+    """Return the problems whose prompts have at most `limit` tokens; print the number left out.
 
     Args:
-        why: where the limit comes from, and which option changes it.
-        what: name of the problems in messages.
+        why: the origin of the limit and the option that changes it, for messages.
+        what: the name of the problems in messages.
 
     Raises:
-        UsageError: no prompt fits.
+        UsageError: every prompt exceeds the limit.
     """
     fitting = [problem for problem in problems if len(render(problem)) <= limit]
     if problems and not fitting:
@@ -412,9 +436,11 @@ def drop_long_prompts(
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: object) -> frozenset[int]:
-    """Return all tokens that end a turn: of the tokenizer, the generation config, the template.
+    """Return the ids of all tokens that end a turn.
 
-    If only one is honoured, a model with several (Llama 3, Phi) always seems truncated.
+    They come from the tokenizer, the generation config and the chat template. Some models (Llama 3,
+    Phi) have several such tokens; if only one of them stopped the generation, completions that end
+    with another would run on and count as truncated.
     """
     configured = getattr(generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list | tuple) else [configured]

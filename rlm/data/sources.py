@@ -1,6 +1,6 @@
 """Read rows from JSONL, CSV and parquet files, and from the Hugging Face hub.
 
-`rlm.data.loaders` decides which of these the text after `--dataset` names.
+`rlm.data.loaders` selects the source from the value of `--dataset`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from rlm.data.problem import Row
 
 logger = logging.getLogger(__name__)
 
-HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset, besides the split
-    "gsm8k": {"path": "openai/gsm8k", "name": "main"},  # its other config is socratic
+HUB: dict[str, dict[str, Any]] = {  # arguments of datasets.load_dataset for published datasets
+    "gsm8k": {"path": "openai/gsm8k", "name": "main"},  # the other config is "socratic"
     "openmathinstruct": {
         "path": "nvidia/OpenMathInstruct-1",
         "data_files": {s: f"correct_solutions/{s}.jsonl" for s in ("train", "validation")},
         "streaming": True,
     },
-    "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # its only split
+    "aime2024": {"path": "HuggingFaceH4/aime_2024", "split": "train"},  # the only split
     "aime2025": {"path": "math-ai/aime25"},
 }
-HUB_TIMEOUT = 5.0  # seconds
-MAX_CELL = 2**24  # characters in a field of a CSV file; Python's own limit is 131,072
+HUB_TIMEOUT = 5.0  # time limit for checking that the hub is available, in seconds
+MAX_CELL = 2**24  # maximum length of a CSV field in characters; Python's default is 131,072
 
 
 def find_published(directory: Path, name: str, split: str) -> Path:
-    """Find the file of a published dataset in a directory."""
+    """Return the file in a directory that contains a split of a published dataset.
+
+    Raises:
+        UsageError: the directory contains no such file.
+    """
     names = [f"{name}_{split}.jsonl", f"{split}.jsonl", f"correct_solutions/{split}.jsonl"]
     if name == "gsm8k":
         names[2:] = [f"main/{split}-00000-of-00001.parquet", f"{split}-00000-of-00001.parquet"]
@@ -51,10 +55,10 @@ def find_published(directory: Path, name: str, split: str) -> Path:
 
 
 def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
-    """Yield the rows of a file, numbered from 1; the suffix decides the reader.
+    """Yield the rows of a file, numbered from 1. The suffix of the file determines its format.
 
     Raises (when the rows are read):
-        UsageError: the file cannot be read, or READERS lacks its suffix.
+        UsageError: the file cannot be read, or its suffix is not supported.
     """
     suffix = path.name.lower().removesuffix(".gz")
     if not path.exists():
@@ -86,10 +90,11 @@ def _open(path: Path) -> io.BufferedIOBase:
 
 
 def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
-    """Yield the rows of a JSON file: one object per line, an array of them, or an object with one.
+    """Yield the rows of a JSON file.
 
-    Blank lines and a byte order mark are skipped. Lines are yielded unparsed, so that a bad line
-    costs only its own row.
+    The file contains one object per line, an array of objects, or an object with one such array.
+    Blank lines and a byte order mark are skipped. Lines are yielded unparsed, so that an invalid
+    line does not affect the other rows.
     """
     with _open(path) as stream:
         start = stream.read(64)
@@ -102,7 +107,7 @@ def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
             data = data.removeprefix(codecs.BOM_UTF8)
             rows = _read_whole(data)
             if rows is None and is_array and ".json" in path.suffixes:
-                raise ValueError("no JSON array of objects")
+                raise ValueError("the file is not a JSON array of objects")
             if rows is not None:
                 yield from enumerate(rows, 1)
                 return
@@ -114,8 +119,11 @@ def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
 
 
 def _read_whole(data: bytes) -> list[Row] | None:
-    """Return the rows of a JSON array, of the only array in a JSON object, or of an object of
-    columns or rows, as pandas writes a data frame; None for a file of lines."""
+    """Return the rows of a file that is a single JSON value; None for a file with one row per line.
+
+    The value may be an array of rows, an object that contains one such array, or an object of
+    columns or rows in the form in which pandas writes a data frame.
+    """
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -150,10 +158,11 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a CSV file, numbered from 1, all as text. The first line names the columns.
+    """Yield the rows of a CSV file, numbered from 1. All values are strings.
 
-    The separator (comma, semicolon, tab or bar) is the one that splits the first line most often.
-    The encoding is UTF-8, UTF-16 with a byte order mark, or, if neither fits, Windows' cp1252.
+    The first line contains the names of the columns. The separator is the comma, semicolon, tab or
+    bar that splits the first line into the most columns. The encoding is UTF-8, UTF-16 with a byte
+    order mark, or cp1252 (Windows) if the file is not valid UTF-8.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
@@ -169,11 +178,11 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     head = text.split("\n", 1)[0]
     separator = max(",;\t|", key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
     for number, row in enumerate(csv.DictReader(io.StringIO(text, ""), delimiter=separator), 1):
-        row.pop(None, None)  # cells beyond the last column
+        row.pop(None, None)  # drop the cells beyond the last column
         yield number, row
 
 
-# Reader by file suffix (without .gz).
+# The function that reads each format, by file suffix without .gz.
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
     **dict.fromkeys((".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"), read_json),
     ".csv": read_csv,
@@ -193,13 +202,14 @@ def read_dataset(
     arguments: dict[str, Any],
     choose: Callable[[int], Sequence[int]] | None = None,
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows that `datasets.load_dataset` finds, numbered from 1, one by one.
+    """Yield the rows of a dataset that `datasets.load_dataset` can load, numbered from 1.
 
     Args:
-        name: the dataset's name in messages.
-        arguments: arguments of `load_dataset`; path is a name on the hub, or a directory with the
-            hub's layout.
-        choose: takes the number of rows and returns the indices to read; None reads all.
+        name: the name of the dataset in messages.
+        arguments: the arguments of `load_dataset`; `path` is a name on the hub or a directory with
+            the layout of a hub dataset.
+        choose: a function that takes the number of rows and returns the indices of the rows to
+            read; None reads all rows.
     """
     import datasets
 
@@ -215,7 +225,7 @@ def read_dataset(
 
 
 def split_names(name: str, path: str, config: str | None) -> list[str]:
-    """Return the split names of a dataset on the hub, or in a directory with the hub's layout."""
+    """Return the split names of a dataset on the hub or in a directory with the same layout."""
     import datasets
 
     with _reaching_hub(name, path):
@@ -225,7 +235,7 @@ def split_names(name: str, path: str, config: str | None) -> list[str]:
 
 
 def _is_saved(path: str) -> bool:
-    """Return whether `path` is a directory that `datasets.save_to_disk` has written."""
+    """Return whether `path` is a directory that the `save_to_disk` method of a dataset wrote."""
     return any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -239,7 +249,10 @@ def _saved_splits(path: str) -> dict[str, Any]:
 
 @contextmanager
 def _reaching_hub(name: str, path: str) -> Iterator[None]:
-    """Use the cache at once if the hub does not answer; turn failures into a UsageError."""
+    """Run a block that reads from the hub, and convert its errors to a UsageError.
+
+    If the hub does not respond, the block uses the local cache without further attempts.
+    """
     import httpx2
     from datasets import config, exceptions
     from huggingface_hub import HfApi
@@ -249,8 +262,8 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
         if not Path(path).is_dir():
             try:
                 HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
-            except (OSError, httpx2.HTTPError):  # `yield` raises a refusal again
-                # load_dataset would retry for 23 s before it looks in its cache.
+            except (OSError, httpx2.HTTPError):  # other errors of the hub recur in the block
+                # Without offline mode, load_dataset would retry for 23 s before using its cache.
                 config.HF_HUB_OFFLINE = True
         yield
     except (OSError, ValueError, httpx2.HTTPError, exceptions.DatasetsError) as error:

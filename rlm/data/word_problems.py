@@ -1,9 +1,10 @@
-"""Generator of seeded arithmetic word problems of one to four steps, with worked solutions.
+"""A seeded generator of arithmetic word problems with one to four steps and worked solutions.
 
-The stories are the families of two tables: word_problems.yaml (positive integers), and
-elementary.yaml (plain arithmetic, decimals, fractions, percentages, larger numbers). A problem's
-split is a hash of its family and its numbers, so that no two splits share a problem, for all seeds
-and counts. The held-out families make up a split of their own, which measures transfer.
+Two tables describe families of problems, each with one story: word_problems.yaml (positive
+integers) and elementary.yaml (plain arithmetic, decimals, fractions, percentages, larger numbers).
+The split of a problem is a hash of its family and its numbers, so that no two splits share a
+problem, whatever the seeds and counts are. The held-out families form a separate split, which
+measures transfer to new stories.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ YAML_FILES = {
     "elementary": Path(__file__).with_name("elementary.yaml"),
 }
 
-# The largest value of a step, by level, unless the table sets another. Values are small, because a
-# small model has to learn the arithmetic too.
+# Default for the largest value of a step, by level. The values are small, because a small model has
+# to learn the arithmetic too.
 LARGEST_VALUE = {1: 150, 2: 150, 3: 500, 4: 600}
 
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": Fraction}
@@ -35,7 +36,10 @@ _RANGE = re.compile(rf"{_DECIMAL} to {_DECIMAL}(?: by {_DECIMAL})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Family:
-    """One story: an entry of a table. The comment at the head of the table explains the fields."""
+    """A family of problems with the same story, which is an entry of a table.
+
+    The comment at the top of the table explains the fields.
+    """
 
     name: str
     steps: Sequence[str]
@@ -70,17 +74,17 @@ class Family:
 
 @dataclass(frozen=True)
 class Table:
-    """All of word_problems.yaml or elementary.yaml."""
+    """The content of word_problems.yaml or elementary.yaml."""
 
-    names: Sequence[str]  # people's names
-    nouns: Mapping[str, Sequence[str]]  # plural
+    names: Sequence[str]  # names of people
+    nouns: Mapping[str, Sequence[str]]  # kind of thing → nouns in the plural
     families: Sequence[Family]
     women: Sequence[str] = ()  # the names for which a story uses "she"
-    spelled_rate: float = 0.0  # share of the questions that spell out small numbers
+    spelled_rate: float = 0.0  # share of the questions in which small numbers are spelled out
 
 
 class Shown:
-    """A number in a question: {n} is 2345.5, {n:,} is 2,345.5, {n:$} is 2345.50."""
+    """A number in a question, formatted as {n} (2345.5), {n:,} (2,345.5) or {n:$} (2345.50)."""
 
     def __init__(self, value: int | Fraction) -> None:
         self.value = value
@@ -94,16 +98,16 @@ class Shown:
 
 
 def show_number(value: int | Fraction) -> str:
-    """Write a number of at most six decimals exactly: 12, or 4.5."""
+    """Format a number of at most six decimals exactly, such as 12 or 4.5."""
     return str(value) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0")
 
 
 @cache
 def load_word_problem_table(dataset: str = "word-problems") -> Table:
-    """Read word_problems.yaml or elementary.yaml, once."""
+    """Load word_problems.yaml or elementary.yaml; the result is cached."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
     content = yaml.load(YAML_FILES[dataset].read_text(encoding="utf-8"), loader)
     common, families = {"largest": content.pop("largest", None)}, []
     for entry in content.pop("families"):
@@ -115,7 +119,7 @@ def load_word_problem_table(dataset: str = "word-problems") -> Table:
 
 
 def _options(entry: str | list[int], file: Path) -> Sequence[int | Fraction]:
-    """Parse an entry's numbers: `2 to 12`, `10 to 150 by 5`, `0.5 to 9 by 0.5`, or a list."""
+    """Parse the numbers of an entry: `2 to 12`, `10 to 150 by 5`, `0.5 to 9 by 0.5`, or a list."""
     if isinstance(entry, list):
         return [value if isinstance(value, int) else Fraction(str(value)) for value in entry]
     if (match := _RANGE.fullmatch(str(entry))) is None:
@@ -137,14 +141,14 @@ class Step:
     value: int | Fraction
 
     def equation(self, calculator_mark: bool = False) -> str:
-        """Write the step as `3 + 5 = 8`, or as a mark, `<<3+5=8>>`."""
+        """Format the step as `3 + 5 = 8`, or as a calculator mark, `<<3+5=8>>`."""
         left, right, value = map(show_number, (self.left, self.right, self.value))
         equation = f"{left} {self.operator} {right} = {value}"
         return f"<<{equation.replace(' ', '')}>>" if calculator_mark else equation
 
 
 def solve(steps: Sequence[str], numbers: Mapping[str, int | Fraction]) -> Iterator[Step]:
-    """Work out steps such as ``cost = price * count`` one by one, exactly."""
+    """Yield the exact results of steps such as ``cost = price * count``, one by one."""
     values = dict(numbers)
     for step in steps:
         name, _, left_term, operator, right_term = step.split()
@@ -160,14 +164,16 @@ SPLITS = ("train", "validation", "test", "test_families")
 LEVELS = (1, 2, 3, 4)
 
 TRAIN_PERCENT = 80
-VALIDATION_PERCENT = 10  # The rest is test.
+VALIDATION_PERCENT = 10  # the remaining problems belong to the test split
 
 DISTRACTOR_RATE = 0.25
 DISTRACTOR_NUMBERS = range(6, 31)
 
-# Draws before giving up. The rarest story needs about 30 draws for one usable set of numbers.
+# Maximum number of draws for one set of numbers. The family with the fewest valid combinations
+# needs about 30 draws on average.
 MAX_NUMBER_DRAWS = 10_000
-# A draw is in the wanted split with probability 0.1 or more, so only repeats use up all draws.
+# Maximum number of draws for a new problem. A problem is in the requested split with probability
+# 0.1 or more, so all draws fail only if almost all problems of the family were drawn before.
 MAX_PROBLEM_DRAWS = 2_000
 
 _WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -188,20 +194,22 @@ def generate_word_problems(
     calculator_marks: bool = False,
     sentences: bool = False,
 ) -> list[Problem]:
-    """Make `count` problems with different questions, spread evenly over the families.
+    """Generate `count` problems with different questions, spread evenly over the families.
 
-    The result is a function of the arguments alone, and a smaller count gives a prefix of it. A
-    solution has one line per step; the columns are the family and the level (the number of steps).
+    The result depends only on the arguments, and a smaller count gives a prefix of the same list.
+    Solutions have one line per step. The columns of a problem are its family and its level (the
+    number of steps).
 
     Args:
-        families: names of the families to use; None is all.
+        families: the names of the families to use; None uses all families.
         dataset: "word-problems", whose answers are positive integers, or "elementary".
-        calculator_marks: write the solutions' equations as `<<3+5=8>>`.
-        sentences: solve in sentences, "4 boxes hold 4 * 6 = 24 eggs.", not as `eggs: 4 * 6 = 24`.
+        calculator_marks: whether to write the equations in solutions as `<<3+5=8>>`.
+        sentences: whether to write solutions as sentences ("4 boxes hold 4 * 6 = 24 eggs.") instead
+            of labelled equations (`eggs: 4 * 6 = 24`).
 
     Raises:
-        ValueError: an argument is unknown, nothing is selected, or the selection has fewer than
-            `count` different problems.
+        ValueError: an argument is unknown, no family is selected, or the selected families have
+            fewer than `count` different problems.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -237,10 +245,10 @@ def draw_problem(
     calculator_marks: bool = False,
     sentences: bool = False,
 ) -> tuple[Problem, str]:
-    """Draw one problem of the family; return it and the split that it belongs to.
+    """Draw a problem of a family; return the problem and its split.
 
     Raises:
-        RuntimeError: the family's ranges hardly ever give values that it allows.
+        RuntimeError: the family's ranges of numbers almost never lead to allowed values.
     """
     numbers, solution = _draw_numbers(family, rng)
     words = _draw_words(table, rng)
@@ -250,7 +258,7 @@ def draw_problem(
         wording = _SPELLABLE.sub(lambda slot: spelled.get(slot[0]) or slot[0], wording)
     shown = {name: Shown(value) for name, value in numbers.items()}
     question = wording.format(**words, **shown)
-    # Drawn last, so that a distractor changes nothing but the text.
+    # The distractor is drawn last, so that it does not change the other draws.
     if family.distractors and rng.random() < DISTRACTOR_RATE:
         extra = rng.choice([n for n in DISTRACTOR_NUMBERS if n not in numbers.values()])
         distractor = rng.choice(family.distractors).format(**words, extra=extra)
@@ -274,7 +282,7 @@ def draw_problem(
 
 
 def _draw_words(table: Table, rng: random.Random) -> dict[str, str]:
-    """Draw the two people and the things of a story."""
+    """Draw the words of a story: the names of two people, their pronouns, and the nouns."""
     name, friend = rng.sample(table.names, 2)
     he, his, him = ("she", "her", "her") if name in table.women else ("he", "his", "him")
     words = {"name": name, "friend": friend, "he": he, "his": his, "him": him}
@@ -283,7 +291,7 @@ def _draw_words(table: Table, rng: random.Random) -> dict[str, str]:
 
 
 def split_of(family: Family, numbers: Mapping[str, int | Fraction]) -> str:
-    """Return the split of a problem, which depends only on the family and the stated numbers."""
+    """Return the split of a problem, which depends only on its family and its stated numbers."""
     if family.held_out:
         return "test_families"
     stated = [numbers[name] for name in family.stated]
@@ -298,19 +306,20 @@ def split_of(family: Family, numbers: Mapping[str, int | Fraction]) -> str:
 def _draw_numbers(
     family: Family, rng: random.Random
 ) -> tuple[dict[str, int | Fraction], list[Step]]:
-    """Draw numbers until the family allows the value of every step."""
+    """Draw numbers until the family allows the values of all steps."""
     for _ in range(MAX_NUMBER_DRAWS):
         numbers = {name: rng.choice(options) for name, options in family.numbers.items()}
         solution = []
         for step in solve([*family.setup, *family.steps], numbers):
-            if not family.allows(step.value):  # stop, as the next step could divide by it
+            if not family.allows(step.value):  # stop, because the next step may divide by 0
                 break
             solution.append(step)
         else:
             setup = solution[: len(family.setup)]
             return numbers | {step.name: step.value for step in setup}, solution[len(setup) :]
     raise RuntimeError(
-        f"family {family.name!r}: no usable numbers in {MAX_NUMBER_DRAWS} draws; check its ranges"
+        f"family {family.name!r}: no usable numbers in {MAX_NUMBER_DRAWS} draws; check the ranges "
+        "in its table"
     )
 
 
@@ -320,7 +329,7 @@ def _draw_all(
     rng: random.Random,
     draw: Callable[[Family, random.Random], tuple[Problem, str]],
 ) -> Iterator[Problem]:
-    """Yield new problems of the split, one family after the other; skip exhausted families."""
+    """Yield new problems of a split from each family in turn, without the exhausted families."""
     seen: set[str] = set()
     families = list(families)
     while families:

@@ -1,4 +1,4 @@
-"""Evaluation: sample, grade, accuracy with intervals, paired comparison, tables and records."""
+"""Evaluation of models: sampling, grading, confidence intervals, comparisons and reports."""
 
 import lazy_loader
 

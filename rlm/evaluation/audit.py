@@ -1,8 +1,8 @@
-"""Audit the grader (`eval.py --audit-reward`): find where graders disagree on a run's samples.
+"""Audit the grader (`eval.py --audit-reward`): find the samples on which graders disagree.
 
-A verifier that misses right answers looks like a model that does not learn. Every completion of a
-run's samples.jsonl is graded strictly, leniently, and by math-verify if it is installed.
-math-verify runs in its own process with a time limit, because some texts take it minutes.
+If a verifier rejects right answers, the model only seems not to learn. The audit grades every
+completion in a run's samples.jsonl strictly, leniently, and with math-verify if it is installed.
+math-verify runs in a separate process with a time limit, because some texts take minutes to parse.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlm.data import FORMATS, Format
 from rlm.evaluation.statistics import wilson_interval
 from rlm.runs import read_log, replace_json
 
-TIME_LIMIT = 5.0  # seconds for one answer
-START_LIMIT = 60.0  # seconds that importing sympy may take
-EXAMPLES = 5  # examples kept of each kind of disagreement
-LONGEST = 20_000  # characters handed to math-verify
+TIME_LIMIT = 5.0  # time limit of math-verify for one answer, in seconds
+START_LIMIT = 60.0  # time limit for starting the worker, which imports sympy, in seconds
+EXAMPLES = 5  # number of stored examples of each kind of disagreement
+LONGEST = 20_000  # maximum length of a text passed to math-verify, in characters
 
-# Reads one JSON [gold, text] per line and writes true, false or null. math-verify's own time
-# limits, which use a signal, are off: the parent process limits the time.
+# The worker process reads one JSON list [gold, text] per line and writes true, false or null.
+# math-verify's own time limits use a signal and are disabled; the parent process limits the time.
 WORKER = """
 import json, logging, sys
 logging.disable(logging.CRITICAL)
@@ -49,7 +49,11 @@ for line in sys.stdin:
 
 
 class MathVerify:
-    """math-verify in another process: True, False, or None (it failed or took too long)."""
+    """Runs math-verify in a separate process.
+
+    A call returns whether the text matches the gold answer, or None if math-verify failed or
+    exceeded the time limit.
+    """
 
     def __init__(self, time_limit: float = TIME_LIMIT) -> None:
         self.time_limit, self.timeouts = time_limit, 0
@@ -86,7 +90,7 @@ class MathVerify:
 
 
 def _line(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return the process's next line; "" after a time-out or if it died."""
+    """Return the next output line of the process; "" after a timeout or if the process died."""
     assert process.stdout  # a pipe
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)
@@ -95,18 +99,26 @@ def _line(process: subprocess.Popen[str], seconds: float) -> str:
 
 @dataclass
 class Audit:
-    """How often each grader accepts and each pair of graders disagrees, as in audit.json."""
+    """The content of audit.json: how often each grader accepts and each pair of graders disagrees.
+
+    "strict", "lenient" and "math-verify" are the names of the graders.
+    """
 
     completions: int = 0
-    correct: Counter[str] = field(default_factory=Counter)  # by grader
+    correct: Counter[str] = field(default_factory=Counter)  # accepted completions by grader
     differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
-    reasons: Counter[str] = field(default_factory=Counter)  # strict's reasons if lenient is right
-    reward_differs_from_strict: int = 0  # reward above 0 where strict says wrong, or the reverse
+    # Reasons of strict verdicts for the completions that only the strict grader rejects.
+    reasons: Counter[str] = field(default_factory=Counter)
+    # Completions with a positive reward that the strict grader rejects, or the reverse.
+    reward_differs_from_strict: int = 0
     math_verify_timeouts: int = 0
-    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # examples of `differ`
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # by key of `differ`
 
     def false_negatives(self) -> dict[str, dict[str, float]]:
-        """Return the share of a grader's right answers that strict rejects, with 95 % interval."""
+        """Return, for each other grader, the share of its right answers that strict rejects.
+
+        Each share has a 95 % interval.
+        """
         found = {}
         for name, total in self.correct.items():
             if name != "strict" and total:
@@ -119,7 +131,13 @@ class Audit:
 def audit_samples(
     groups: Iterable[Mapping], format: Format, second: MathVerify | None, limit: int | None
 ) -> Audit:
-    """Grade up to `limit` completions (None: all) with two or three graders."""
+    """Grade completions with the strict and the lenient grader, and with math-verify if available.
+
+    Args:
+        groups: the rows of samples.jsonl.
+        second: math-verify, or None if it is not installed.
+        limit: the maximum number of completions; None grades all completions.
+    """
     result = Audit()
     rollouts = (
         (group, *pair)
@@ -150,7 +168,9 @@ def audit_samples(
 
 
 def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
-    """Audit a run's samples, print figures and examples, write audit.json; return the exit code.
+    """Audit the samples of a run and return the exit code.
+
+    The figures and some examples are printed, and audit.json is written to `output`.
 
     Raises:
         UsageError: the run has no samples.
@@ -158,7 +178,7 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     file, options = run_dir / "samples.jsonl", run_dir / "config.json"
     for needed in (file, options):
         if not needed.is_file():
-            raise UsageError(f"{needed} does not exist; name a run with --run-dir")
+            raise UsageError(f"{needed} does not exist; pass the folder of a run with --run-dir")
     config = json.loads(options.read_text(encoding="utf-8"))
     format = FORMATS[config.get("reasoning_format", "deepseek")]
     third = MathVerify.installed()
@@ -183,18 +203,18 @@ def _show(run_dir: Path, result: Audit) -> None:
     rows = {f"right, {name}": f"{right / n:.1%}" for name, right in result.correct.items()}
     for name, found in result.false_negatives().items():
         share = f"{found['share']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
-        rows[f"missed by strict, of {name}'s right"] = share
+        rows[f"right by {name}, wrong by strict"] = share
     if result.reasons:
         most = result.reasons.most_common(5)
-        rows["why strict says no"] = ", ".join(f"{name} {count}" for name, count in most)
+        rows["reasons of strict"] = ", ".join(f"{name} {count}" for name, count in most)
     rows["reward and strict differ"] = f"{result.reward_differs_from_strict} completions"
     if result.math_verify_timeouts:
-        rows["math-verify gave up"] = f"{result.math_verify_timeouts} completions"
+        rows["math-verify timed out"] = f"{result.math_verify_timeouts} completions"
     terminal.table(f"Audit of {n} completions of {run_dir}", rows)
     for pair, examples in result.examples.items():
         right, wrong = (name.rpartition(" ")[0] for name in pair.split(", "))
         count = result.differ[pair]
-        terminal.line(f"{count} completions: {right} says right, {wrong} says wrong; for example")
+        terminal.line(f"{count} completions are right by {right} but wrong by {wrong}, such as:")
         for example in examples[:2]:
             tail = " ".join(example["completion"][-160:].split())
             terminal.line(f"  reference answer {example['gold']} ({example['strict']}): …{tail}")

@@ -1,4 +1,4 @@
-"""The options of evaluation: what `eval.py --help` lists."""
+"""The config of an evaluation: each field is an option of eval.py."""
 
 from __future__ import annotations
 
@@ -99,12 +99,14 @@ class EvaluateConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete the config from the adapters' run.json; `resolve_config` calls it.
+        """Complete the given options from the run.json files of the adapters.
 
-        The last adapter decides; a default adapter that does not exist gets no row.
+        `resolve_config` calls this method. Missing values come from the last adapter. A default
+        adapter that does not exist is not evaluated.
 
         Raises:
-            UsageError: a named adapter does not exist, no model is known, or the tags differ.
+            UsageError: an adapter that the user named does not exist, there is neither an adapter
+                nor a model to evaluate, or the tags or system prompts of the adapters differ.
         """
         if given.get("audit_reward"):
             return {"max_samples": None, **given}  # all samples of the run
@@ -115,13 +117,15 @@ class EvaluateConfig:
         for name, (option, script) in ({} if base_only else ADAPTERS).items():
             path = values.setdefault(option, getattr(cls, option))
             if option not in given and not path.exists():
-                how = f"{command_of(script)} makes it"
+                how = f"{command_of(script)} creates this adapter"
                 terminal.line(f"no {name} row: {path} does not exist; {how}")
                 values[option] = None
             elif path:
                 infos.append(AdapterInfo.load(check_adapter(path, f"run: {command_of(script)}")))
         if not infos and not (base_only and given.get("model")):
-            raise UsageError("no adapter to evaluate; train one, or --base-only --model NAME")
+            raise UsageError(
+                "no adapter to evaluate: train an adapter, or pass --base-only --model NAME"
+            )
         last = infos[-1] if infos else AdapterInfo(Path())
         asked = given.get("model"), given.get("quantize", "auto")
         values["model"], values["quantize"] = last.resolve_base(*asked)
@@ -149,7 +153,7 @@ class EvaluateConfig:
 
     @property
     def format(self) -> Format:
-        """Tags and system prompt."""
+        """The format of completions: the tags and the system prompt."""
         tags = required(self.reasoning_format, "--reasoning-format")
         return FORMATS[tags].with_prompt(self.system_prompt)
 
@@ -162,24 +166,26 @@ class EvaluateConfig:
 
 
 def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
-    """Return the built-in reward that the last adapter was trained with.
+    """Return the built-in reward that the last adapter was trained with, or None.
 
-    A user's reward is only printed: code must not run just because a file beside an adapter names
-    it.
+    The name of a user's own reward is only printed. Its code is not loaded, because code must not
+    run merely because a file next to an adapter names it.
     """
     trained_with = [info.run.get("config", {}).get("reward") for info in adapters[-1:]]
     reward = next(filter(None, trained_with), None)
     if reward in (None, "steps"):
         return reward
-    terminal.line(f"trained with a reward of its own: --reward {reward} shows its mean, too")
+    terminal.line(
+        f"the adapter was trained with a custom reward: pass --reward {reward} to report its mean"
+    )
     return None
 
 
 def without_hub(dataset: str) -> str:
-    """Leave out the parts of a mixture that come from the hub, and print them.
+    """Remove the datasets that come from the hub from a mixture, and print their names.
 
-    A command without --dataset thus evaluates the same problems with and without a network. If all
-    parts come from the hub, all are kept.
+    A command without --dataset therefore evaluates the same problems with and without network
+    access. If all datasets of the mixture come from the hub, none is removed.
     """
     parts = dataset_parts(dataset)
     here = [part for part in parts if not needs_hub(part)]
@@ -187,14 +193,14 @@ def without_hub(dataset: str) -> str:
         return dataset
     left_out, kept = (", ".join(names) for names in ([p for p in parts if p not in here], here))
     terminal.line(
-        f"evaluated on {kept} alone: {left_out} needs the Hugging Face hub, and "
-        f"--dataset {dataset} takes it too"
+        f"evaluated on {kept} alone: {left_out} needs the Hugging Face hub; pass "
+        f"--dataset {dataset} to evaluate on all of them"
     )
     return "+".join(here)
 
 
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
-    """Return the split that no adapter was trained on."""
+    """Return the default split: test, or validation if an adapter was trained on the file."""
     trained = {file for info in adapters for file in own_files(info.dataset or "")}
     if not own_files(dataset) & trained:
         return "test"
@@ -204,14 +210,15 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
 
 
 def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[tuple[str, str]]:
-    """Return the pairs of rows to compare: each with the row above it.
+    """Return the pairs of rows to compare: each row with the row above it.
 
-    The GRPO row is compared with the SFT row only if GRPO started from that very adapter, as its
-    run.json records; otherwise it is compared with the base, which is printed.
+    The GRPO row is compared with the SFT row only if the run.json of the GRPO adapter records that
+    GRPO started from this SFT adapter. Otherwise the GRPO row is compared with the base model, and
+    a message is printed.
 
     Args:
-        rows: the names of the rows, the base first.
-        adapters: row name → adapter.
+        rows: the names of the rows, beginning with the base model.
+        adapters: row name → folder of the adapter.
     """
     from rlm.model import adapter_hash
 
@@ -222,7 +229,7 @@ def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[
     if AdapterInfo.load(grpo).run.get("start_adapter_hash") == adapter_hash(sft):
         return pairs
     terminal.line(
-        f"GRPO is compared with the base, not with SFT: nothing records that {grpo} was trained "
-        f"from {sft}"
+        f"GRPO is compared with the base model, not with SFT: no run.json records that {grpo} was "
+        f"trained from {sft}"
     )
     return [("base", "GRPO") if pair == ("SFT", "GRPO") else pair for pair in pairs]

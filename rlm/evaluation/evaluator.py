@@ -1,4 +1,4 @@
-"""Evaluate a model on problems: sample completions, grade them both ways, summarize."""
+"""Evaluate a model on problems: sample completions, grade them, and summarize the verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Graded:
-    """A completion with both verdicts."""
+    """A completion with its strict and its lenient verdict."""
 
     text: str
     strict: Verdict
@@ -33,22 +33,21 @@ class Graded:
         return self.strict if strict else self.lenient
 
     def is_flawed(self, strict: bool) -> bool:
-        """Whether the answer is right but an equation of the completion is wrong."""
+        """Return whether the answer is right but an equation of the completion is wrong."""
         return self.verdict(strict).correct and has_wrong_equation(self.text)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Problems and their groups of k graded completions. Every rate is over completions.
+    """Problems with k graded completions each.
 
-    Figures with an interval are dicts of mean, low and high (`summarize_scores`). Accuracy is over
-    the problems that have a reference answer.
-
-    rewards: what a custom reward gave each completion; None if it gave no verdict.
+    All rates are shares of the completions. Figures with an interval are dicts of mean, low and
+    high (`summarize_scores`). The accuracy covers only the problems that have a reference answer.
     """
 
     problems: Sequence[Problem]
-    groups: Sequence[Sequence[Graded]]
+    groups: Sequence[Sequence[Graded]]  # the k completions of each problem
+    # A custom reward's value for each completion; None for a completion without a verdict.
     rewards: Sequence[Sequence[float | None]] | None = None
 
     @property
@@ -66,11 +65,11 @@ class Evaluation:
         return [(problem, group) for problem, group in pairs if problem.answer_type != "open"]
 
     def per_problem(self, strict: bool) -> list[float]:
-        """Return each problem's mean@k; 0 or 1 for k = 1."""
+        """Return the mean@k of each problem, which is 0 or 1 for k = 1."""
         return [fmean(g.verdict(strict).correct for g in group) for _, group in self.comparable]
 
     def reward_per_problem(self) -> list[float | None]:
-        """Return each problem's mean reward; None for a problem without rewards."""
+        """Return the mean reward of each problem; None for a problem without rewards."""
         given = [[r for r in group if r is not None] for group in self.rewards or ()]
         return [fmean(rewards) if rewards else None for rewards in given]
 
@@ -78,7 +77,7 @@ class Evaluation:
         return summarize_scores([r for r in self.reward_per_problem() if r is not None])
 
     def accuracy(self, strict: bool) -> dict[str, float]:
-        """Return mean@k; for k = 1 with `correct` and `total`."""
+        """Return the mean@k over the problems; for k = 1 also `correct` and `total`."""
         return self._summary(self.per_problem(strict))
 
     def pass_at(self, k: int, strict: bool) -> dict[str, float]:
@@ -86,7 +85,7 @@ class Evaluation:
         return summarize_scores([pass_at_k(self.k, c, k) for c in right])
 
     def majority_accuracy(self, strict: bool) -> dict[str, float]:
-        """Return maj@k. Equal numbers are one answer."""
+        """Return maj@k, the accuracy of the majority answer. Equal numbers count as one answer."""
         votes = [[g.verdict(strict) for g in group] for _, group in self.comparable]
         return summarize_scores(list(map(majority_score, votes)))
 
@@ -113,7 +112,7 @@ class Evaluation:
 
     @property
     def format_rate(self) -> float:
-        """Return the share of completions in the strict format, right or wrong."""
+        """The share of completions in the strict format, whether right or wrong."""
         return fmean(g.strict.is_answer for g in self.completions)
 
     @property
@@ -140,22 +139,23 @@ def evaluate(
 ) -> Evaluation:
     """Sample k completions of each problem and grade them strictly and leniently.
 
-    A problem's samples depend on the seed and its id, not on the other problems.
+    The samples of a problem depend only on the seed and the problem's id, not on other problems.
 
     Args:
-        temperature: 0 is greedy and requires k = 1.
-        examples: (question, completion) pairs shown first (few-shot).
-        on_finish: called after each completion, for progress bars.
+        temperature: 0 means greedy decoding and requires k = 1.
+        examples: few-shot examples as (question, completion) pairs, shown before the problem.
+        on_finish: a function called after each completion, for progress bars.
 
     Raises:
-        ValueError: no problems, greedy with k > 1, or an example is one of the problems.
+        ValueError: there are no problems, decoding is greedy with k > 1, or an example is one of
+            the problems.
     """
     from rlm.sampling import SamplingParams, prompt_seed  # imports torch
 
     if not problems:
         raise ValueError("no problems to evaluate on")
     if temperature == 0 and k > 1:
-        raise ValueError(f"greedy decoding gives {k} equal completions; set a temperature")
+        raise ValueError(f"greedy decoding gives {k} equal completions: set a temperature above 0")
     if {question for question, _ in examples} & {problem.question for problem in problems}:
         raise ValueError("an example is one of the problems: the prompt would contain its answer")
     prompts = [render_problem(tokenizer, p, format, examples=examples) for p in problems]

@@ -1,6 +1,7 @@
-"""Record the completions of an evaluation, so that a stopped one can be resumed.
+"""Record the completions of an evaluation, so that an interrupted evaluation can be resumed.
 
-runs/evaluation/completions.jsonl gets a line for each row and kind of decoding once it is complete.
+For each row of the table and each kind of decoding (greedy or sampled), one line is appended to
+runs/evaluation/completions.jsonl as soon as all its completions exist.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from rlm.runs import Journal
 
 
 def open_journal(output: Path, resume: bool) -> Journal:
-    """Open the journal of completions; it is emptied unless --resume.
+    """Open the journal of completions; without --resume, an existing journal is deleted.
 
     Raises:
-        UsageError: nothing to resume, or the directory cannot be written.
+        UsageError: there is no journal to resume, or the directory is not writable.
     """
     from rlm.runs import check_writable
 
-    check_writable("--output", output)  # before hours of work, not after
+    check_writable("--output", output)  # fail now rather than after hours of work
     file = output / "completions.jsonl"
     if not resume:
         file.unlink(missing_ok=True)
@@ -35,24 +36,24 @@ def open_journal(output: Path, resume: bool) -> Journal:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """The completions of one row. Stored completions are graded again.
+    """The stored completions of one row of the table.
 
-    A stored line is used only if adapter, problems and options are the same; otherwise the row is
-    sampled again.
+    A stored line is used only if it was made with the same adapter, problems and options;
+    otherwise the row is sampled again. Stored completions are graded again.
     """
 
     journal: Journal
     name: str
-    made_of: Mapping[str, Any]  # model, adapter, problems, decoding: as JSON
+    made_of: Mapping[str, Any]  # the row's inputs as JSON: model, adapter, problems, decoding
 
     def find(
         self, kind: str, decoding: Mapping[str, Any], problems: Sequence[Problem], format: Format
     ) -> Evaluation | None:
-        """Return the stored completions; None if there are none or their inputs differ.
+        """Return the stored completions; None if none are stored or their inputs differ.
 
         Args:
-            kind: "greedy" or "sampled".
-            decoding: the parameters of this kind.
+            kind: the kind of decoding, "greedy" or "sampled".
+            decoding: the parameters of this kind of decoding.
         """
         key = f"{self.name}, {kind}"
         line = self.journal.rows.get(key)
@@ -65,7 +66,7 @@ class RowRecord:
         if changed:
             terminal.line(f"{key}: evaluated again ({'; '.join(changed)})")
             return None
-        terminal.line(f"{key}: kept from the earlier evaluation ({self.journal.path})")
+        terminal.line(f"{key}: reused from the earlier evaluation ({self.journal.path})")
         groups = [
             [grade_completion(**completion, problem=problem, format=format) for completion in group]
             for problem, group in zip(problems, line["groups"], strict=True)
@@ -73,12 +74,12 @@ class RowRecord:
         return Evaluation(problems, groups)
 
     def add(self, kind: str, decoding: Mapping[str, Any], evaluation: Evaluation) -> None:
-        """Store completions; they are on the disk when this returns.
+        """Store the completions of an evaluation; they are on disk when this method returns.
 
         Raises:
             UsageError: the file cannot be written.
         """
-        from rlm.runs import writing  # imports torch, which --help does not need
+        from rlm.runs import writing  # imported here because it loads torch, which --help must not
 
         groups = [
             [{"text": g.text, "tokens": g.tokens, "truncated": g.truncated} for g in group]

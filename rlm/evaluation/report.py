@@ -21,12 +21,13 @@ GRADINGS = {"strict": True, "lenient": False}
 
 
 def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str = "") -> None:
-    """Print a table with a row for each name and a column for each key, in order.
+    """Print a table with one row per name and one column per key, in their order.
 
     Missing cells are blank.
 
     Args:
-        corner: the heading of the names.
+        rows: row name → column → cell.
+        corner: the heading of the column of names.
     """
     columns = dict.fromkeys(column for cells in rows.values() for column in cells)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -37,14 +38,15 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
         table.add_row(name, *(str(cells.get(column, "")) for column in columns))
     if terminal.console.is_terminal:
         terminal.console.print(table)
-    else:  # lines in a file have no limit
+    else:  # lines in a file may be longer than the terminal is wide
         text = io.StringIO()
         Console(width=200, file=text, highlight=False).print(table)
         terminal.line("\n".join(map(str.rstrip, text.getvalue().splitlines())))
 
 
 def percent(interval: Mapping[str, float]) -> str:
-    """
+    """Format a share and its interval in per cent.
+
     >>> percent({"mean": 0.485, "low": 0.42, "high": 0.55})
     '48.5 (42–55)'
     """
@@ -53,7 +55,8 @@ def percent(interval: Mapping[str, float]) -> str:
 
 
 def points(difference: Mapping[str, float]) -> str:
-    """
+    """Format a difference in percentage points and its interval.
+
     >>> points({"points": 2.5, "low": 0.1, "high": 5})
     '+2.5 (+0.1 to +5.0)'
     """
@@ -67,11 +70,13 @@ def write_report(
     about: dict,
     output: Path,
 ) -> None:
-    """Print tables; write evaluation.json, accuracy.png and failures.jsonl to `output`.
+    """Print the tables and write evaluation.json, accuracy.png and failures.jsonl to `output`.
 
     Args:
-        results: row → "greedy" and optionally "sampled".
-        pairs: (reference row, row) to compare.
+        results: row name → kind of decoding ("greedy" and optionally "sampled") → results.
+        pairs: the pairs (reference row, row) to compare.
+        data: the name of the dataset and split, for titles.
+        about: further entries for evaluation.json.
 
     Raises:
         UsageError: a file cannot be written.
@@ -91,9 +96,7 @@ def write_report(
         show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
         for (a, b), found in zip(known, compared.values(), strict=True):
             same = (
-                " (the two hold the same weights)"
-                if [a, b] in about.get("same_weights", ())
-                else ""
+                " (both have the same weights)" if [a, b] in about.get("same_weights", ()) else ""
             )
             terminal.line(f"  {b} − {a}: {_difference(found)}{same}")
     if note:
@@ -115,7 +118,10 @@ def write_report(
 
 
 def summarize(result: Evaluation) -> dict[str, object]:
-    """Return a row of evaluation.json, with pass@k for k = 1, 2, 4, … and all samples."""
+    """Return a row of evaluation.json.
+
+    It contains pass@k for the powers of two, k = 1, 2, 4, …, and for the number of samples.
+    """
     summary: dict[str, object] = {}
     for name, strict in GRADINGS.items() if result.comparable else ():
         summary[name] = grading = {
@@ -136,7 +142,7 @@ def summarize(result: Evaluation) -> dict[str, object]:
 
 
 def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
-    """Return b minus a, paired by problem, for both gradings and the reward, if any."""
+    """Return b minus a, paired by problem, for both gradings and for the reward if there is one."""
     compared = {}
     if a.rewards is not None and b.rewards is not None:
         pairs = zip(a.reward_per_problem(), b.reward_per_problem(), strict=True)
@@ -180,8 +186,10 @@ def _cells(summary: Mapping) -> dict[str, str]:
 
 
 def failures(results: Mapping[str, Mapping[str, Evaluation]]) -> list[dict[str, object]]:
-    """Return the greedy completions that are not right under strict grading, or for open answers
-    those without an answer."""
+    """Return the greedy completions that the strict grading does not accept.
+
+    A completion of an open question is a failure only if it contains no answer.
+    """
     return [
         {
             "row": row,

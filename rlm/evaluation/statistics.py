@@ -1,7 +1,8 @@
-"""Statistics of an evaluation: 95 % intervals, paired comparison, pass@k. No torch, no scipy.
+"""Statistics of an evaluation: 95 % intervals, paired comparisons and pass@k.
 
-Problems are resampled, because completions of one problem are not independent. scipy has the same
-tests, but its import takes longer than all of them together.
+The bootstrap resamples problems, because the completions of one problem are not independent. The
+module imports neither torch nor scipy: scipy has the same tests, but importing it takes longer than
+computing all of them here.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import numpy as np
 
 
 def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the Wilson interval of correct / total, valid for small samples and for 0 and 1.
+    """Return the Wilson interval of the proportion correct / total.
+
+    The interval is also valid for small samples and for the proportions 0 and 1.
 
     (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)   (Wilson 1927)
     """
     if not 0 <= correct <= total or total == 0:
-        raise ValueError(f"no proportion: {correct} correct of {total}")
+        raise ValueError(f"cannot compute a proportion: {correct} correct of {total}")
     p = correct / total
     scale = 1 + z**2 / total
     centre = (p + z**2 / (2 * total)) / scale
     half = z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2)) / scale
-    # Rounding may push a bound beyond 0 or 1.
+    # Without these special cases, rounding could move a bound outside 0…1.
     low = 0.0 if correct == 0 else centre - half
     high = 1.0 if correct == total else centre + half
     return low, high
@@ -35,9 +38,9 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
 
-    A resample is drawn as multinomial counts of the distinct values: the same distribution as
-    drawing indices, with less memory. Equal values give an interval of width 0, which says
-    nothing about a small sample.
+    A resample is drawn as multinomial counts of the distinct values. This has the same distribution
+    as drawing indices but needs less memory. If all values are equal, the interval has width 0,
+    which is not informative for a small sample.
     """
     if not len(values):
         raise ValueError("no values to resample")
@@ -50,13 +53,14 @@ def bootstrap_interval(
 
 
 def t_quantile(p: float, df: int) -> float:
-    """Return the quantile p ≥ 1/2 of Student's t with `df` degrees of freedom.
+    """Return the quantile p ≥ 1/2 of Student's t distribution with `df` degrees of freedom.
 
-    It bisects the distribution, which for an integer `df` is a finite sum (Abramowitz and Stegun
-    1964, 26.7.3 and 26.7.4). scipy has the same function, but is not a dependency.
+    The quantile is found by bisection of the distribution function, which is a finite sum for an
+    integer `df` (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). scipy has the same function but is
+    not a dependency.
     """
     if df < 1 or not 0.5 <= p < 1:
-        raise ValueError(f"no quantile {p} of Student's t with {df} degrees of freedom")
+        raise ValueError(f"cannot compute Student's t quantile for p={p}, df={df}")
     low, high = 0.0, math.pi / 2  # bounds of θ = atan(t / √df)
     for _ in range(60):
         angle = (low + high) / 2
@@ -73,9 +77,10 @@ def t_quantile(p: float, df: int) -> float:
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the interval mean ± t s / √n of Student's t with n - 1 degrees of freedom.
+    """Return the confidence interval mean ± t s / √n, with t from Student's distribution.
 
-    It is for few values, where the bootstrap is too narrow. One value gives an infinite interval.
+    The distribution has n - 1 degrees of freedom. Use this interval for few values, for which the
+    bootstrap interval is too narrow. The interval of a single value is infinite.
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:
@@ -86,12 +91,12 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[str, float]:
-    """Return mean, low and high of the problems' scores.
+    """Return the mean of the problems' scores and its 95 % interval as `mean`, `low` and `high`.
 
     Args:
-        scores: if empty, the three are NaN.
-        trials: scores are independent and 0 or 1: use Wilson's interval, and add `correct` and
-            `total`.
+        scores: one score per problem; for an empty sequence, all three values are NaN.
+        trials: whether the scores are independent and each is 0 or 1. If so, Wilson's interval is
+            used, and the result also contains `correct` and `total`.
     """
     if not len(scores):
         return dict.fromkeys(("mean", "low", "high"), math.nan)
@@ -105,19 +110,19 @@ def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[s
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that k of n completions, c of them right, include a right one:
-    1 - C(n-c, k) / C(n, k).
+    """Return pass@k: the probability that k random completions out of n include a right one.
 
-    It is unbiased for k ≤ n, unlike 1 - (1 - c/n)^k (Chen et al. 2021, arXiv:2107.03374).
+    The result is 1 - C(n-c, k) / C(n, k), where c is the number of right completions. This
+    estimator is unbiased for k ≤ n, unlike 1 - (1 - c/n)^k (Chen et al. 2021, arXiv:2107.03374).
     """
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} completions, {c} right: needs 0 ≤ c ≤ n and 1 ≤ k ≤ n")
+        raise ValueError(f"pass@k requires 0 ≤ c ≤ n and 1 ≤ k ≤ n, got n={n}, c={c}, k={k}")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """b - a in percentage points, with its interval."""
+    """The difference b - a in percentage points, with its 95 % interval."""
 
     points: float
     low: float
@@ -127,21 +132,29 @@ class Difference:
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """Return b - a in points, from scores in 0…1 of the same problems in the same order.
+    """Return the difference b - a in percentage points, paired by problem.
 
-    The problems' difficulty cancels, so the interval is narrower than two separate ones.
+    The interval is narrower than that of two independent samples, because the difficulty of each
+    problem cancels out.
+
+    Args:
+        a, b: scores between 0 and 1 of the same problems in the same order.
     """
     if len(a) != len(b):
-        raise ValueError(f"not paired: {len(a)} and {len(b)} scores")
+        raise ValueError(f"the scores are not paired: a has {len(a)} and b has {len(b)}")
     points = 100 * (np.asarray(b, dtype=float) - np.asarray(a, dtype=float))
     return Difference(float(points.mean()), *bootstrap_interval(points, resamples, seed))
 
 
 def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Return McNemar's two-sided exact p, from the problems that only one of a and b solves.
+    """Return the two-sided p-value of McNemar's exact test.
 
-    p = min(1, 2 · P(X ≤ m)), X ~ Binomial(n, 1/2), where n is the number of these problems and m
-    the smaller of the two counts (McNemar 1947; exact form: Fagerland et al. 2013). n = 0 gives 1.
+    The test uses the n problems that only one of a and b solves: p = min(1, 2 · P(X ≤ m)) with
+    X ~ Binomial(n, 1/2), where m is the smaller of the two counts (McNemar 1947; exact form:
+    Fagerland et al. 2013). For n = 0, p is 1.
+
+    Args:
+        a, b: whether each problem is solved, for the same problems in the same order.
     """
     only_a = sum(x and not y for x, y in zip(a, b, strict=True))
     only_b = sum(y and not x for x, y in zip(a, b, strict=True))
@@ -151,10 +164,11 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:
 
 
 def holm(p_values: Sequence[float], alpha: float = 0.05) -> list[bool]:
-    """Return which tests are significant by Holm's method (family-wise error rate alpha).
+    """Return which tests are significant by Holm's method with family-wise error rate alpha.
 
-    The smallest p of m must be at most alpha / m, the next alpha / (m - 1), …; after the first
-    failure all others fail (Holm 1979).
+    The smallest of the m p-values must be at most alpha / m, the next smallest at most
+    alpha / (m - 1), and so on. After the first failed test, all tests with larger p-values fail
+    too (Holm 1979).
 
     >>> holm([0.03, 0.01, 0.04])  # 0.01 ≤ 0.05 / 3, but 0.03 > 0.05 / 2
     [False, True, False]

@@ -1,4 +1,4 @@
-"""Grades a completion: finds the final answer and compares it exactly with the gold answer."""
+"""Grading: find the final answer of a completion and compare it exactly with the gold answer."""
 
 import lazy_loader
 

@@ -1,11 +1,12 @@
-"""Final answers: find one in a completion, compare it with the gold exactly, and count votes.
+"""Final answers: find the answer of a completion, compare it with the gold answer, count votes.
 
-Two gradings share one reader (`numbers` for numbers, `read_choice` and `read_text` for letters and
-words). *Strict* is the training reward: the completion is exactly one non-empty `<think>` block,
-then one `<answer>` that contains one number. *Lenient* asks whether the model knows the answer,
-in whatever form it writes it, and is only reported. Both accept at most one value, so a text that
-lists guesses is wrong, and nothing inside the thinking counts. Every pattern is linear and sizes
-are bounded: hostile text takes milliseconds, and no string raises an error.
+There are two gradings. The *strict* grading is the training reward: a completion must consist of
+exactly one non-empty `<think>` block followed by one `<answer>` block that contains one number. The
+*lenient* grading accepts the right answer in any common form and is only reported. Both gradings
+read values with the same functions (`numbers` for numbers, `read_choice` for letters, `read_text`
+for words). Both accept at most one value, so a text that lists guesses is wrong, and both ignore
+everything inside the reasoning block. All patterns run in linear time and all sizes are bounded, so
+hostile text takes only milliseconds, and no text raises an error.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from rlm.grading.numbers import (
     read_number,
 )
 
-# Answer types. An open answer has no reference; only a reward judges it.
+# The answer types. An open answer has no reference answer; only a reward can judge it.
 AnswerType = Literal["number", "choice", "text", "open"]
 ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
-MAX_CHOICE = 1000  # longest text with a choice; the search below is quadratic
+MAX_CHOICE = 1000  # maximum length of a text with a choice; the patterns below may be quadratic
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
     r"([A-Za-z])(?P<end>[)\].:,\"'*_$\s]*)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# A further letter that reads as a choice: "or C", "C)", "C." or a letter alone on its line.
+# Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
 _ANOTHER = re.compile(
     r"\b(?:or|and|unless|maybe|possibly|also|not|be|else|option|choice|answer)\s+\(?[A-J]\b"
     r"|(?<!\w)\(?[A-J][).:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
@@ -46,9 +47,10 @@ _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 
 
 def read_choice(text: str) -> str | None:
-    """Return the letter that a text chooses, in upper case: "B", "(b)", "Option B", "B) Paris".
+    """Return the letter that a text chooses, in upper case.
 
-    Return None without a choice or with several ("B or C").
+    Recognized forms are "B", "(b)", "Option B" and "B) Paris". The result is None if the text
+    contains no choice or several choices ("B or C").
 
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
@@ -64,7 +66,7 @@ def read_choice(text: str) -> str | None:
 
 
 def read_text(text: str) -> str | None:
-    """Normalise a short text for comparison: case, spaces and punctuation at its ends.
+    """Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
@@ -73,7 +75,8 @@ def read_text(text: str) -> str | None:
     return plain or None
 
 
-# Reader of each answer type. It returns a key that equal answers share, or None.
+# The function that reads each answer type. It returns a key that is the same for equal answers, or
+# None if the text is not an answer of this type.
 READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
     "number": parse_number,
     "choice": read_choice,
@@ -83,44 +86,46 @@ READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
 
 
 REASONS: tuple[str, ...] = (
-    "correct",  # one number, equal to the gold
-    "wrong",  # one number, another one
-    "ungraded",  # one answer without a gold to compare it with
-    "gold_unreadable",  # the gold is not one number: never a reward
-    "no_reasoning",  # strict: no opening think tag
-    "unclosed_reasoning",  # the thinking never ends: nothing after it can be an answer
-    "repeated_reasoning",  # strict: more than one opening or closing think tag
-    "empty_reasoning",  # strict: only whitespace between the think tags
-    "answer_in_reasoning",  # strict: an answer tag inside the thinking
-    "text_outside",  # strict: text before the thinking, after it, or after the answer
-    "no_answer",  # strict: no opening answer tag; lenient: no number after the thinking
-    "unclosed_answer",  # strict: an answer tag that never closes
-    "repeated_answer",  # strict: more than one opening or closing answer tag
-    "not_a_number",  # an answer that is no plain number: words, 3 + 4, x > 5, 9^9, 1/0
-    "several_numbers",  # an answer that claims more than one number
-    "not_a_choice",  # multiple choice: an answer that is not one letter
+    "correct",  # the answer equals the gold answer
+    "wrong",  # the answer is valid but differs from the gold answer
+    "ungraded",  # the answer is valid, but there is no gold answer
+    "gold_unreadable",  # the gold answer is not of its answer type; the reward is always 0
+    "no_reasoning",  # strict: the opening think tag is missing
+    "unclosed_reasoning",  # the reasoning block is not closed, so no answer can follow it
+    "repeated_reasoning",  # strict: there is more than one opening or closing think tag
+    "empty_reasoning",  # strict: there is only whitespace between the think tags
+    "answer_in_reasoning",  # strict: an answer tag is inside the reasoning block
+    "text_outside",  # strict: there is text outside the two blocks
+    "no_answer",  # strict: the opening answer tag is missing; lenient: no answer was found
+    "unclosed_answer",  # strict: the answer tag is not closed
+    "repeated_answer",  # strict: there is more than one opening or closing answer tag
+    "not_a_number",  # the answer is not a plain number: words, 3 + 4, x > 5, 9^9, 1/0
+    "several_numbers",  # the answer contains more than one number
+    "not_a_choice",  # multiple choice: the answer is not one letter
 )
 
-_MAX_TEXT = 4000  # characters searched for an answer, counted from the end
+_MAX_TEXT = 4000  # maximum number of characters, at the end of a text, searched for an answer
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of grading. `value` is compared if one answer was given (`is_answer`)."""
+    """The result of grading a completion."""
 
     correct: bool
     reason: str  # one of REASONS
-    answer: str | None  # the candidate text as found (trimmed), None where there is none
-    value: Fraction | str | None = None  # its number, letter or words
+    answer: str | None  # the trimmed text of the candidate answer; None if none was found
+    value: Fraction | str | None = None  # the number, letter or words of the answer
 
     @property
     def is_answer(self) -> bool:
-        """Whether one answer was given, right or not."""
+        """Whether the completion contains exactly one valid answer, right or wrong."""
         return self.reason in ("correct", "wrong", "ungraded")
 
 
 def normalize_answer(answer: str) -> Fraction | str | None:
-    """Return a key for votes that equal answers of unknown kind share: a number, else text.
+    """Return a key for votes that is the same for equal answers, whatever their answer type.
+
+    The key is a number if the answer is a number, else the normalised text.
 
     >>> normalize_answer("0.5") == normalize_answer("1/2")
     True
@@ -129,7 +134,7 @@ def normalize_answer(answer: str) -> Fraction | str | None:
     return read_text(answer) if number is None else number
 
 
-_MARKUP = re.compile(r"</?[A-Za-z_]{1,20}>|<\|[a-z_]{1,20}\|>")  # <b>, <|im_end|>, a tag alone
+_MARKUP = re.compile(r"</?[A-Za-z_]{1,20}>|<\|[a-z_]{1,20}\|>")  # <b>, <|im_end|>, unpaired tags
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
 _BRACKETED = re.compile(r"(?<![\\\w])\[([^\[\]\n]{1,60})\]")
 _HASHES = re.compile(r"(?<!#)####(?!#) {0,3}([^\nA-Za-z]{0,20}\d[^\n]*)")
@@ -137,12 +142,12 @@ _ANSWER_IS = re.compile(
     r"(?i)\banswer\b[^\n.:=\d]{0,40}?(?:\b(?:is|be|equals)\b|:|=)"
     r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
 )
-# From the start of a line to the end of its first sentence with a digit.
+# Matches from the start of a line to the end of the first sentence that contains a digit.
 _SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")
 
 
 def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
-    """Return the brace positions of each balanced box, inner boxes first."""
+    """Return the opening and closing brace of each balanced box; inner boxes come first."""
     stack, pairs = list[re.Match[str]](), []
     for match in _BRACE.finditer(text):
         if match[0] != "}":
@@ -153,7 +158,7 @@ def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
 
 
 def _boxes(text: str) -> list[str]:
-    """Return the contents of the outermost balanced boxes, in order."""
+    """Return the contents of the outermost balanced boxes, in the order of the text."""
     spans: list[tuple[int, int]] = []
     for opening, closing in _brace_pairs(text):
         while spans and spans[-1][0] > opening.end():
@@ -163,7 +168,7 @@ def _boxes(text: str) -> list[str]:
 
 
 def without_boxes(text: str) -> str:
-    r"""Replace each `\boxed{…}` with its contents; a box that never closes stays.
+    r"""Replace each `\boxed{…}` with its contents; unclosed boxes remain unchanged.
 
     >>> without_boxes(r"so \boxed{\frac{1}{2}}.")
     'so \\frac{1}{2}.'
@@ -175,21 +180,25 @@ def without_boxes(text: str) -> str:
 
 
 def _tagged(text: str, tag: str) -> str | None:
-    """Return the contents of the last closed answer tag."""
+    """Return the contents of the last closed answer tag, or None if there is no such tag."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def _read_other(region: str, kind: AnswerType) -> Claim:
-    """Read an answer that is not a number from a region."""
+    """Read an answer that is not a number from a region of the text."""
     value = READERS[kind](region)
     reason = "" if value is not None else "not_a_choice" if kind == "choice" else "no_answer"
     return Claim(value, region.strip(), reason)
 
 
 def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
-    """Like `_find`, for other kinds: tag, last box, "answer is", last line; open: all text."""
+    """Find an answer that is not a number.
+
+    The answer is read from the first region found: an answer tag, the last box, the text after
+    "answer is", or the last line. An open answer without a tag is the whole text.
+    """
     if (inside := _tagged(text, answer_tag)) is not None:
         return _read_other(_MARKUP.sub(" ", inside), kind)
     if kind == "open":
@@ -204,13 +213,17 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
 
 
 def _find(text: str, answer_tag: str) -> Claim:
-    """Return the claim of a text, from the first kind of region that it has."""
+    """Find the number that a text gives as its answer.
+
+    The number is read from the first region found: an answer tag, boxes or brackets, the text after
+    ####, the text after "answer is", or the last number of the text.
+    """
     if (inside := _tagged(text, answer_tag)) is not None:
         return read_number(_MARKUP.sub("\n", inside))
     text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
     bracketed = _BRACKETED.findall(text)[-MAX_CLAIMS:]
     regions = _boxes(text) or [entry for entry in bracketed if parse_number(entry) is not None]
-    if regions:  # the last one counts, unless another claims something else
+    if regions:  # the last region is the answer, unless another region contains another value
         *others, last = map(read_number, regions)
         values = {claim.value for claim in (*others, last)} - {None}
         hedged = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)
@@ -224,10 +237,13 @@ def _find(text: str, answer_tag: str) -> Claim:
 
 
 def split_completion(completion: str, reasoning_tag: str = "think") -> tuple[str | None, str]:
-    """Split into (reasoning or None, text after the last closing tag), neither stripped.
+    """Split a completion into the reasoning and the text after the last closing tag.
 
-    Without an opening tag, the reasoning begins with the text. If the last opening tag is not
-    closed, the second part is empty.
+    If the opening tag is missing, the reasoning begins at the start of the completion. If the last
+    opening tag is not closed, the second part is empty. Neither part is stripped.
+
+    Returns:
+        The reasoning, or None if the completion contains no reasoning tag, and the remaining text.
     """
     opening, closing = f"<{reasoning_tag}>", f"</{reasoning_tag}>"
     first, end = completion.find(opening), completion.rfind(closing)
@@ -278,8 +294,9 @@ def grade(
     """Compare the final answer of a completion with the gold answer.
 
     Args:
-        gold: None if there is none: the verdict then only reports the answer that was given.
-            Ignored for open answers.
+        gold: the gold answer. If it is None, the verdict only reports the answer that was found.
+            The gold answer of an open question is ignored.
+        strict: whether to apply the strict or the lenient grading.
         kind: the answer type.
     """
     compares = gold is not None and kind != "open"
@@ -304,9 +321,13 @@ def grade(
 
 
 def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:
-    """Split GSM8K's answer into (solution without calculator marks, gold)."""
+    """Split the answer field of a GSM8K row into the solution and the gold answer.
+
+    Args:
+        calculator_marks: whether to keep the calculator marks (`<<3+5=8>>`) in the solution.
+    """
     solution, hashes, rest = answer_field.rpartition("####")
-    gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA has one more line
+    gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA adds another line
     if not hashes or parse_number(gold) is None:
         raise ValueError(f"no number after #### in {answer_field[-80:]!r}")
     if calculator_marks:
@@ -318,17 +339,20 @@ _RESULT = re.compile(r"=(\d*)(?:\.(\d*?)0*)?>>(?=(\.\d)?)", re.ASCII)
 
 
 def _as_calculated(result: re.Match[str]) -> str:
-    """Normalise a mark's result as a calculator writes it: .50 becomes 0.5."""
+    """Write the result of a calculator mark in the calculator's format: .50 becomes 0.5."""
     whole, rest = result[1] or "0", result[2]
     return f"={whole}{'.' if rest else ''}{rest or ''}>>{'0' if result[3] else ''}"
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The result of a vote: the distinct answers, most votes first, the earlier one on a tie."""
+    """The result of a vote, with the distinct answers ranked by their number of votes.
 
-    answers: tuple[str | None, ...]  # as they were given; None abstained
-    ranked: tuple[tuple[int, ...], ...]  # for each distinct answer, the indices of its votes
+    Of two answers with equally many votes, the answer that was given first ranks higher.
+    """
+
+    answers: tuple[str | None, ...]  # the given answers; None is an abstention
+    ranked: tuple[tuple[int, ...], ...]  # the indices of the votes for each distinct answer
 
     @property
     def n(self) -> int:
@@ -336,17 +360,17 @@ class Vote:
 
     @property
     def valid(self) -> int:
-        """The number of votes without abstentions."""
+        """The number of votes, not counting abstentions."""
         return sum(map(len, self.ranked))
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Indices of the votes for the winner."""
+        """The indices of the votes for the winner."""
         return self.ranked[0] if self.ranked else ()
 
     @property
     def winner(self) -> str | None:
-        """The winning answer in its first spelling; None if all abstained."""
+        """The winning answer as it was first written; None if all votes are abstentions."""
         return self.answers[self.members[0]] if self.members else None
 
     @property
@@ -356,7 +380,7 @@ class Vote:
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
-        """All answers with as many votes as the winner."""
+        """The indices of the votes for each answer that has as many votes as the winner."""
         return tuple(voters for voters in self.ranked if len(voters) == len(self.members))
 
     @property
@@ -365,29 +389,30 @@ class Vote:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Votes by answer, in its first spelling."""
+        """The number of votes for each answer; the key is the answer as it was first written."""
         return {str(self.answers[voters[0]]): len(voters) for voters in self.ranked}
 
 
 def majority_vote(
     answers: Sequence[str | None], key: Callable[[str], Hashable | None] = normalize_answer
 ) -> Vote:
-    """Find the most frequent answer (None abstains). 0.5 and 1/2 are one answer.
+    """Find the most frequent answer.
 
     Args:
-        key: maps equal answers to one key, such as a reader of `READERS`; by default number or
-            text.
+        answers: the votes; None is an abstention.
+        key: a function that maps equal answers to the same key, such as a function of `READERS`.
+            By default, equal numbers (0.5 and 1/2) and equal texts count as the same answer.
 
     >>> vote = majority_vote(["8", "7", "8.0", None])
     >>> vote.winner, vote.counts, vote.agreement, vote.members
     ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
     """
-    # Wrapped in a tuple, because a key may be None, which would abstain.
+    # Keys are wrapped in tuples, because a key may be None, and None would count as an abstention.
     return _count([None if answer is None else (key(answer),) for answer in answers], answers)
 
 
 def _count(keys: Sequence[Hashable | None], answers: Sequence[str | None]) -> Vote:
-    """Count equal keys; None abstains."""
+    """Count the votes for each key; None is an abstention."""
     voters: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         if key is not None:
@@ -397,9 +422,10 @@ def _count(keys: Sequence[Hashable | None], answers: Sequence[str | None]) -> Vo
 
 
 def majority_score(verdicts: Sequence[Verdict]) -> float:
-    """Return the chance that the majority answer is right, with ties broken at random.
+    """Return the probability that the majority answer is right if ties are broken at random.
 
-    This expected value does not depend on the sampling order. Its mean is maj@k.
+    This expected value does not depend on the order of the samples. Its mean over problems is
+    maj@k.
     """
     values = [verdict.value if verdict.is_answer else None for verdict in verdicts]
     tied = _count(values, [verdict.answer for verdict in verdicts]).tied

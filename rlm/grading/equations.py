@@ -1,10 +1,11 @@
-r"""Exact arithmetic in a text: evaluate an expression, find every `a op b = c` and check it.
+r"""Exact arithmetic in texts: evaluate expressions, and find and check every equation `a op b = c`.
 
-It reads chains of numbers with + - * / × ÷ x, parentheses, `$`, `%` and thousands separators, and
-GSM8K's calculator marks (`3 + 5 = <<3+5=8>>8` makes two claims). It skips expressions with words
-between their numbers, or that begin inside a longer one (`2 apples + 3 * 4 = 14`). The patterns are
-linear, sizes are bounded and nothing is evaluated as code: a parser reads an expression in one
-pass, and hostile text costs milliseconds.
+The left side of an equation is a chain of numbers with + - * / × ÷ x, parentheses, `$`, `%` and
+thousands separators. GSM8K's calculator marks are read too (`3 + 5 = <<3+5=8>>8` contains two
+equations). Expressions with words between their numbers are skipped, and so are chains that are
+only the end of a longer expression (`2 apples + 3 * 4 = 14`). Nothing is evaluated as code: a
+parser reads each expression in one pass. All patterns run in linear time and all sizes are bounded,
+so hostile text takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def evaluate_expression(text: str) -> Fraction:
     parser = _Parser(tokens)
     value = parser.sum()
     if parser.next is not None or text[end:].strip(" \t"):
-        raise ValueError(f"{text!r} has text after its end")
+        raise ValueError(f"unexpected text after the expression in {text!r}")
     return value
 
 
 class _Parser:
-    """Recursive-descent parser; raises ValueError at an unexpected token."""
+    """A recursive-descent parser of expressions; an unexpected token raises a ValueError."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
@@ -81,17 +82,19 @@ class _Parser:
         return sign * value
 
 
-MAX_LENGTH = 200  # characters of one equation; a longer one is not read
+MAX_LENGTH = 200  # maximum length of an equation in characters; longer equations are skipped
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3}){1,6}+(?!\d)|\d++)(?:\.\d++)?+|\.\d++)"
 _OPERAND = rf"[($]{{0,5}}+-?+\$?+{_NUMBER}%?+\){{0,5}}+"
 _SIGN = r"(?:[ \t]*+[-+*/×÷][ \t]*+|[ \t]++x[ \t]++|x(?=[\d(]))"  # "2x - 3 = 5" is algebra
-# Also match a chain without a result, so that it is not searched again from its second number.
+# The pattern also matches a chain without a result, so that the search does not start again at the
+# second number of the chain.
 _CHAIN = re.compile(
     rf"(?<![\w.($])(?P<left>{_OPERAND}(?:{_SIGN}{_OPERAND})++)"
     rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)"
     rf"(?!\d|[., \t]\d|{_SIGN}[($-]*+[\d.]))?"
 )
-# Text which shows that the chain after it is only the end of an expression; bullets do not match.
+# Matches text before a chain which shows that the chain is only the end of a longer expression.
+# Bullets of a list do not match.
 _INSIDE = re.compile(
     r"(?:[^\s*][ \t]*(?:[-+*/×÷–−]|(?<=[ \t\d])x)|[\d)]|(?:[\d%]|half|third|quarter|fifth) of)"
     r"[ \t($]*\Z"
@@ -103,12 +106,12 @@ _PLAIN = str.maketrans({"×": "*", "x": "*", "÷": "/", "$": None, ",": None})
 
 @dataclass(frozen=True)
 class Equation:
-    """A claim that `left` equals `result`."""
+    """An equation in a text, which claims that `left` equals `result`."""
 
-    left: str  # an expression that `evaluate_expression` reads
-    result: str  # a decimal
-    is_percent: bool = False  # whether the result is in %
-    value: Fraction | None = field(init=False)  # the left side; None after a division by zero
+    left: str  # an expression that `evaluate_expression` can evaluate
+    result: str  # a decimal number
+    is_percent: bool = False  # whether a percent sign follows the result
+    value: Fraction | None = field(init=False)  # value of `left`; None if it divides by zero
 
     def __post_init__(self) -> None:
         try:
@@ -119,10 +122,10 @@ class Equation:
 
     @property
     def holds(self) -> bool:
-        """Whether the result is the value, rounded to the result's decimals.
+        """Whether the result equals the value of the left side, rounded to the result's decimals.
 
-        10/3 = 3.33 holds; 2/3 = 0.66 and 10/3 = 3 do not. A percentage may be read as a number,
-        too: 5 / 20 * 100 = 25% holds, as 5 / 20 = 25% does.
+        10/3 = 3.33 holds; 2/3 = 0.66 and 10/3 = 3 do not hold. A percentage may also be meant as a
+        plain number: both 5 / 20 = 25% and 5 / 20 * 100 = 25% hold.
         """
         if self.value is None:
             return False
@@ -138,7 +141,7 @@ class Equation:
 
 
 def find_equations(text: str) -> list[Equation]:
-    """Return all equations of a text: first those in sentences, then in calculator marks.
+    """Return all equations of a text; equations in calculator marks come last.
 
     >>> [(equation.value == 12, equation.holds) for equation in find_equations("cost: 3 * 4 = 13")]
     [(True, False)]
@@ -165,6 +168,6 @@ def _read_chains(text: str) -> list[Equation]:
         result = match["result"].translate(_PLAIN)
         try:
             found.append(Equation(left.removeprefix(around), result, bool(match["percent"])))
-        except ValueError:  # parentheses of the text around the chain
+        except ValueError:  # the chain includes parentheses that belong to the surrounding text
             continue
     return found

@@ -1,15 +1,16 @@
-"""Numbers in text: read one exactly, or find the one that a text claims.
+"""Numbers in texts: parse a number exactly, or find the number that a text gives as its answer.
 
-Reading is lexing. A text becomes a string of token kinds, one character each ("She earns $1,000."
-is `W W $N.`), and what surrounds a number is judged by regular expressions over that string.
-Nothing is evaluated, every pattern is linear, and sizes are bounded: hostile text takes
-milliseconds in any thread, and no string raises an error.
+A lexer converts a text to a string of token kinds with one character per token ("She earns $1,000."
+becomes `W W $N.`). Regular expressions over this string then examine the surroundings of each
+number. Nothing is evaluated as code, all patterns run in linear time, and all sizes are bounded, so
+hostile text takes only milliseconds in any thread, and no text raises an error.
 
-What a number may look like: 1000, 1,000, 1 000, 1'000, 1_000, 1{,}000 (groups of exactly three,
-one separator); 0.5, .5, 1e3; 3/4 (unspaced: "36 / 2" is arithmetic), \\frac{3}{4}, ½ and mixed
-1 1/2; a sign; "1.5 million" is multiplied out. Around it may be currency, %, up to four unit
-words, quotes, brackets ("(5)" is 5), markdown emphasis, LaTeX delimiters and text commands. A
-percent sign is dropped: 20% is 20. Every Unicode decimal digit is a digit; ①, Ⅷ, 万 are not.
+Supported numbers are 1000, 1,000, 1 000, 1'000, 1_000 and 1{,}000 (groups of exactly three digits
+with the same separator); 0.5, .5 and 1e3; 3/4 without spaces ("36 / 2" is arithmetic),
+\\frac{3}{4}, ½ and the mixed number 1 1/2. A number may have a sign, and "1.5 million" is
+multiplied out. A number may be surrounded by a currency, %, up to four unit words, quotes, brackets
+("(5)" is 5), markdown emphasis, LaTeX delimiters and LaTeX text commands. A percent sign is
+ignored: 20% is 20. All Unicode decimal digits are digits, but ①, Ⅷ and 万 are not.
 """
 
 import re
@@ -18,19 +19,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-MAX_NUMBER = 200  # characters of a number with its decoration
-MAX_CLAIMS = 64  # numbers examined, counted from the end
-_MAX_REGION = 1000  # characters of one answer; a longer region is no number
-_MAX_DIGITS = 40  # digits of one number
+MAX_NUMBER = 200  # maximum length of a number including its surroundings, in characters
+MAX_CLAIMS = 64  # maximum number of numbers examined, at the end of a text
+_MAX_REGION = 1000  # maximum length of an answer in characters; a longer text is not a number
+_MAX_DIGITS = 40  # maximum number of digits of a number
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A text's claimed value, or the reason why there is none."""
+    """The value that a text gives as its answer, or the reason why the text has no such value."""
 
-    value: Fraction | str | None  # str: an answer that is not a number
+    value: Fraction | str | None  # a str if the answer type is not "number"
     text: str
-    reason: str = ""  # one of `rlm.grading.answers.REASONS`
+    reason: str = ""  # one of `rlm.grading.answers.REASONS`, or ""
 
 
 _CHARACTERS = {"−": "-", "≈": "=", "≃": "=", "≅": "=", "⁄": "/", "∕": "/", "°": " degrees "}
@@ -60,7 +61,8 @@ def _fraction(match: re.Match[str]) -> str:
     return f"{whole}{match[2] or match[3]}/{match[4] or match[5]} "
 
 
-# Applied in this order. LaTeX that is left afterwards makes an expression, not a number.
+# The rewrites are applied in this order. A text that still contains LaTeX afterwards counts as an
+# expression, not as a number.
 _REWRITES = {
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
@@ -89,10 +91,10 @@ _NUMBER = re.compile(
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-# Token kinds by the letter that stands for them. The order matters: the first match wins.
+# The letter of each token kind and its pattern. The order matters: the first matching pattern wins.
 _KINDS = {
     "N": _NUMBER.pattern,
-    "\n": r"(?<!\$)\n\s*[-*] +|\n\s*",  # with the bullet that may open a line
+    "\n": r"(?<!\$)\n\s*[-*] +|\n\s*",  # including the bullet at the start of a line
     " ": r"\s+",
     "d": r"[{}()\[\]\"'`]|(?<!\w)[*_]+(?=\S)|(?<=\S)[*_]+(?!\w)",  # markup
     "$": r"\$|(?:US(?=\$)|USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|Rs\.?)(?![A-Za-z])",
@@ -100,21 +102,21 @@ _KINDS = {
     "~": r"(?i:not|never)(?!\w)",
     "|": r"(?i:and(?! a half)|or|nor|but|so|then|thus|hence|because|since|if|where|vs)(?!\w)",
     "o": r"(?<=\d)[.:](?=\d)|[<>!]=|=[<>]|[*^<>!_|&#@]|\\[A-Za-z]*|"
-    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",  # whatever makes an expression
+    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",  # other parts of an expression
     "-": r"-|(?i:minus|negative)(?!\w)",
     "+": r"\+",
     "=": r"=",
     "/": r"/",
-    "c": r"(?<=\d),(?=\d)",  # a comma that groups no thousands: 17,18 and 1,00
+    "c": r"(?<=\d),(?=\d)",  # a comma that is not a thousands separator: 17,18 and 1,00
     ",": r"[,;]",
     ":": r":",
     ".": r"[.?]",
-    # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are refused, x = 18 is not.
+    # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is accepted.
     "v": r"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|halves|thirds?|(?:four|fif|six|seven|eigh|nin|"
     r"ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?))(?!\w)",
     "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
-    "w": r"[^\x00-\x7f]+",  # a word (W) in any other script, or a name (i)
+    "w": r"[^\x00-\x7f]+",  # `_lex` replaces this kind by W (a word in another script) or i
     "?": r"[\s\S]",
 }
 _LEXER = re.compile("|".join(f"(?P<k{i}>{p})" for i, p in enumerate(_KINDS.values())), re.ASCII)
@@ -128,7 +130,7 @@ def _lex(text: str) -> tuple[str, list[str]]:
     kinds, tokens = [], []
     for match in _LEXER.finditer(text):
         kind, token = _LETTERS[match.lastgroup or ""], match[0]
-        if kind == "w":  # 万 is a multiplier, ① numbers an item
+        if kind == "w":  # numeric characters such as 万 (a multiplier) and ① are not words
             kind = "i" if any(map(str.isnumeric, token)) or not token.isprintable() else "W"
         kinds.append(kind)
         tokens.append(token)
@@ -152,15 +154,16 @@ def _value(token: str) -> Fraction | None:
 
 
 _ALONE = re.compile(r"[$\n]*([-+]?)[$\n]*N[%$]*(?:/?W\.?){0,4}[$\n]*[.,]?[$\n]*")
-_BREAK = re.compile(r"[,c|~\n]")  # begins a new claim
-_OPERATOR = re.compile(r"[-=o/+v]")  # joins two numbers into one expression
+_BREAK = re.compile(r"[,c|~\n]")  # a token that separates two values
+_OPERATOR = re.compile(r"[-=o/+v]")  # a token that joins two numbers into one expression
 _SIGN = re.compile(r"(?:^|[ ,|~\n=d$.:])([-+])[d$]*$|=[ d$]*([-+])[ d$]*$")
-_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+v]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")  # spoils the number
-_LISTING = re.compile(r"[-+ d$%,c|~\n.]*")  # between two entries of a list
+# Tokens after a number which show that the number is only a part of an expression.
+_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+v]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")
+_LISTING = re.compile(r"[-+ d$%,c|~\n.]*")  # tokens between two entries of a list
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Parse a text that is exactly one number; None for anything else."""
+    """Parse a text that consists of exactly one number; return None for any other text."""
     text = text.strip()
     if len(text) > MAX_NUMBER:
         return None
@@ -171,7 +174,10 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _claim(token: str, before: str, after: str) -> Claim:
-    """Return a number's claim given the token kinds around it: None next to an operator."""
+    """Return the claim of a number token, given the token kinds before and after it.
+
+    The value of the claim is None if the number is next to an operator.
+    """
     sign = _SIGN.search(before)
     mark = (sign[1] or sign[2]) if sign else ""
     rest = before[: max(sign.start(1), sign.start(2))] if sign else before
@@ -182,10 +188,10 @@ def _claim(token: str, before: str, after: str) -> Claim:
 
 
 def _claims(text: str) -> tuple[list[Claim], list[str]]:
-    """Return the values that a text claims, and for each the token kinds since the previous one.
+    """Return the claims of a text, and for each claim the token kinds since the previous claim.
 
-    Numbers joined by operators are one expression. It claims the number to the right of its last
-    equals sign; if there is no such number, it claims None.
+    Numbers that are joined by operators form one expression, which makes one claim. Its value is
+    the number to the right of the last equals sign, or None if there is no such number.
     """
     kinds, tokens = _lex(text)
     where = [-1, *(i for i, kind in enumerate(kinds) if kind == "N")][-MAX_CLAIMS - 1 :]
@@ -205,7 +211,7 @@ def _claims(text: str) -> tuple[list[Claim], list[str]]:
 
 
 def read_number(region: str) -> Claim:
-    """Return the one number that a region claims, or the reason why there is none."""
+    """Return the only number in a region of a text, or the reason why there is no such number."""
     region = region.strip()
     if (value := parse_number(region)) is not None:
         return Claim(value, region)
@@ -219,19 +225,20 @@ def read_number(region: str) -> Claim:
 
 
 def last_number(text: str) -> Claim:
-    """Return the last number of a text, unless it ends a bare list of numbers."""
+    """Return the last number of a text, unless this number is the end of a list of numbers."""
     claims, before = _claims(text.rstrip()[-_MAX_REGION:])
     if not claims:
         return Claim(None, "", "no_answer")
     last = claims[-1]
     if len(claims) > 1 and claims[-2].value != last.value and _LISTING.fullmatch(before[-1]):
         opening = before[-2].rstrip(" d$-+")
-        if "\n" not in before[-1] or opening[-1:] in ("", "\n"):  # a bare line is an entry
+        # A number on a line of its own is also an entry of a list.
+        if "\n" not in before[-1] or opening[-1:] in ("", "\n"):
             return Claim(None, last.text, "several_numbers")
     return last if last.value is not None else Claim(None, last.text, "not_a_number")
 
 
-# A number on its own: 17, 1,080, .5, 1.6e-19, 3/4 and 3.5 km, but not the 2 of step2 or 2nd.
+# Matches 17, 1,080, .5, 1.6e-19, 3/4 and the number in 3.5 km, but not the 2 in step2 or 2nd.
 _NAMED = re.compile(
     r"(?<![A-Za-z0-9])(?<!\d\.)"
     r"(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++)"
@@ -241,7 +248,7 @@ _NAMED = re.compile(
 
 
 def numbers_in(text: str) -> set[Fraction]:
-    """Return the numbers in a text, without signs; a fraction also gives its parts.
+    """Return the numbers in a text without their signs, including the parts of each fraction.
 
     >>> sorted(map(float, numbers_in("Step2 needs 1,080 g, -3.5 km, 3/4 of it and the 2nd.")))
     [0.75, 3.0, 3.5, 4.0, 1080.0]

@@ -1,4 +1,4 @@
-"""Reads an adapter's base and training from its run.json, without loading the adapter."""
+"""Reads the base model and the training settings of an adapter from its run.json file."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ ADAPTER = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make a start adapter
-OUR_FOLDERS = ("weights", "runs")  # a missing path in these is not taken for a hub id
+OUR_FOLDERS = ("weights", "runs")  # a missing path in these folders is never taken for a hub id
 
 
 def check_adapter(path: Path, how_to_make: str) -> Path:
     """Check that the path contains an adapter's files, and return it.
 
     Raises:
-        UsageError: they are missing; the message says what to run.
+        UsageError: a file is missing; the message explains how to get the adapter.
     """
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing and _is_base(path):
-        base = f"{path} is a base model, not an adapter: name it with --model"
-        raise UsageError(f"{base} (and --base, to ask it alone); to make an adapter, {how_to_make}")
+        base = f"{path} is a base model, not an adapter: pass it with --model"
+        raise UsageError(f"{base} (and --base, to use it alone); to make an adapter, {how_to_make}")
     if missing and path.is_dir():
         below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
         if below:
             how_to_make = f"name the folder in it: {', '.join(below)}"
         elif (path / "adapter_model.bin").is_file():
             how_to_make = (
-                "it has adapter_model.bin, which could run code when read; convert it where you "
-                "trust it: PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(NEW)"
+                "it contains adapter_model.bin, which could run code when read; if you trust this "
+                "file, convert it: PeftModel.from_pretrained(BASE, FOLDER).save_pretrained(NEW)"
             )
         elif others := sorted(file.name for file in path.glob("*.safetensors")):
             how_to_make = (
-                f"it has {', '.join(others)}: only {ADAPTER_FILES[1]}, as PEFT's save_pretrained "
-                "writes it, can be read"
+                f"it contains {', '.join(others)}, but only {ADAPTER_FILES[1]}, as written by "
+                "PEFT's save_pretrained, can be read"
             )
         raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
     if path.is_file():
@@ -67,20 +67,22 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 
 
 def _is_base(path: Path) -> bool:
-    """Whether a path without an adapter names a base model: a folder, or a name on the hub."""
+    """Return whether a path without an adapter is a base model: its folder, or its hub id."""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
     return (path / "config.json").is_file() or bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """An adapter's base model and how it was trained; defaults if another tool made it.
+    """The base model and the training settings of an adapter; defaults if another tool made it.
 
-    base_model: read from run.json, else from PEFT's adapter_config.json.
-    quantize: how the base was quantized. reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    system_prompt: the user's; None is the format's. tool: its name for --tool.
-    answer_types: the answer types in training, the most frequent first.
-    run: all of run.json.
+    base_model: the name in run.json, or else the name in PEFT's adapter_config.json.
+    quantize: the quantization of the base model in training.
+    reasoning_format: a name in `rlm.data.prompts.FORMATS`.
+    system_prompt: the user's system prompt; None stands for that of the reasoning format.
+    tool: the name of the tool for --tool.
+    answer_types: the answer types of the training data, the most frequent type first.
+    run: the whole content of run.json.
     """
 
     path: Path
@@ -97,10 +99,10 @@ class AdapterInfo:
 
     @classmethod
     def load(cls, path: Path) -> AdapterInfo:
-        """Read the run.json beside an adapter, and its base's name.
+        """Read the run.json beside an adapter, and the name of the adapter's base model.
 
         Raises:
-            UsageError: the file exists and is not a JSON object, or has unknown answer types.
+            UsageError: the file is not a JSON object, or it contains unknown answer types.
         """
         file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
         if not file.exists():
@@ -116,36 +118,37 @@ class AdapterInfo:
         if kinds := run.get("answer_types"):
             if not isinstance(kinds, list) or not {*kinds} <= {*ANSWER_TYPES}:
                 known = ", ".join(ANSWER_TYPES)
-                raise UsageError(f"{file}: answer_types are {kinds!r:.60}; known are {known}")
+                raise UsageError(f"{file}: answer_types are {kinds!r:.60}; valid types are {known}")
             said["answer_types"] = tuple(kinds)
         return cls(path, run=run, **{k: v for k, v in said.items() if v is not None})
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """A few questions from the training data, as examples."""
+        """A few example questions from the training data."""
         said = self.run.get("questions", ())
         return tuple(q for q in said if isinstance(q, str)) if isinstance(said, list) else ()
 
     def resolve_base(self, model: str | None = None, quantize: str = "auto") -> tuple[str, str]:
-        """Return the base model and its quantization: those of the flags, else those of training.
+        """Return the base model and its quantization, from the flags or else from training.
 
         Raises:
-            UsageError: neither names a base, or the base of training is a missing folder.
+            UsageError: no base model is named, or that of training is a folder that does not exist.
         """
         model = model or self.base_model
         if model is None:
-            raise UsageError(f"{self.path} does not record its base model; name it with --model")
+            raise UsageError(f"{self.path} does not record its base model; pass it with --model")
         if model == self.base_model and Path(model).is_absolute() and not Path(model).exists():
             raise UsageError(
-                f"{self.path} was trained on {model}, which is not here; name its base with --model"
+                f"{self.path} was trained on {model}, which does not exist here; pass the base "
+                "model with --model"
             )
         return model, self.quantize if quantize == "auto" else quantize
 
     def resolve_format(self, asked: str | None = None) -> str:
-        """Return the name of the reasoning format, which must be that of training.
+        """Return the name of the reasoning format, which must be the format of training.
 
         Raises:
-            UsageError: the option names another format.
+            UsageError: the option names a different format.
         """
         was_taught = self.run.get("config", {}).get("reasoning_format")
         if asked and was_taught and asked != was_taught:
@@ -157,12 +160,12 @@ class AdapterInfo:
 
     @property
     def format(self) -> Format:
-        """The tags, the system prompt and the most frequent answer type in training."""
+        """The reasoning format of training, with its system prompt and its main answer type."""
         format = FORMATS[self.reasoning_format].with_prompt(self.system_prompt)
         return format.with_answer_type(self.answer_types[0])
 
     def describe_prompts(self) -> str:
-        """Return the part of a model card with the system prompts of training."""
+        """Return the section of a model card that quotes the system prompts of training."""
         formats = map(self.format.with_answer_type, self.answer_types)
         prompts = dict.fromkeys(format.system_prompt for format in formats)
         what = "this system prompt" if len(prompts) == 1 else "these system prompts"
@@ -170,23 +173,26 @@ class AdapterInfo:
         return "\n\n".join([f"It was trained with {what} and no other:", *blocks]) + "\n"
 
     def resolve_system_prompt(self, asked: str | None = None) -> str | None:
-        """Return the system prompt of the option (a text or a file), else that of training."""
+        """Return the system prompt in the option (a text or a file), or else that of training."""
         return self.system_prompt if asked is None else read_system_prompt(asked)
 
     def resolve_data(self, dataset: str | None, columns: str | None) -> dict[str, str | None]:
-        """Return the dataset and its column map: the adapter's map if the dataset is the same."""
+        """Return the dataset and its column map.
+
+        The column map of training is used only if the dataset is that of training.
+        """
         same = dataset in (None, self.dataset)
         mapped = self.run.get("config", {}).get("columns") if same else None
         return {"dataset": dataset or self.dataset, "columns": columns or mapped}
 
     def resolve_rank(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """Return `lora_r` and `lora_alpha` of the adapter, which training from it cannot change.
+        """Return `lora_r` and `lora_alpha` of the adapter, which further training cannot change.
 
         Args:
-            given: the options that were set.
+            given: the options that the user set.
 
         Raises:
-            UsageError: one of the two was set to another value.
+            UsageError: the user set one of the two options to another value.
         """
         settings = _peft_settings(self.path)
         own = {"lora_r": settings.get("r"), "lora_alpha": settings.get("lora_alpha")}
@@ -194,16 +200,17 @@ class AdapterInfo:
             if value is not None and given.get(name, value) != value:
                 raise UsageError(
                     f"--{name.replace('_', '-')} {given[name]}: the adapter {self.path} has "
-                    f"{value}, and training keeps it; leave the option out, or train a new adapter"
+                    f"{value}, which training cannot change; leave the option out, or train a new "
+                    "adapter"
                 )
         return {name: value for name, value in own.items() if value is not None}
 
     def resolve_tool(self, asked: str = "auto") -> str:
-        """Return the tool's name for --tool; "auto" is that of training.
+        """Return the name of the tool for --tool; "auto" selects the tool of training.
 
         Raises:
-            UsageError: "auto" would run the user's own code just because a file beside an adapter
-                names it.
+            UsageError: "auto" would run a user's own code only because a file beside the adapter
+                names this code.
         """
         if asked != "auto":
             return asked
@@ -216,7 +223,10 @@ class AdapterInfo:
 
 
 def _peft_settings(path: Path) -> dict[str, Any]:
-    """Read adapter_config.json; {} if that fails, because loading the adapter reports the error."""
+    """Return the content of adapter_config.json, or {} if the file cannot be read.
+
+    Loading the adapter reports the error.
+    """
     try:
         return dict(json.loads((path / "adapter_config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -224,7 +234,7 @@ def _peft_settings(path: Path) -> dict[str, Any]:
 
 
 def public_dataset(dataset: str) -> str:
-    """Return a dataset's name without this machine's directories.
+    """Return the name of a dataset without the directories of this machine.
 
     >>> public_dataset("elementary+gsm8k:/home/me/data+/home/me/mine.jsonl")
     'elementary+gsm8k+mine.jsonl'

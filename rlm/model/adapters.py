@@ -1,13 +1,13 @@
-"""Makes and loads LoRA adapters, computes with them, and checks which base an adapter belongs to.
+"""Creates, loads and applies LoRA adapters, and checks which base model an adapter belongs to.
 
-Adapters stay unmerged on the model in training; only safetensors are read or written.
+During training, adapters are not merged into the model. Only safetensors files are read or written.
 """
 
 from __future__ import annotations
 
 from rlm.model.quantize import import_bitsandbytes
 
-import_bitsandbytes()  # must precede peft's import: see its docstring
+import_bitsandbytes()  # must run before peft is imported; its docstring explains why
 
 import hashlib
 import json
@@ -50,9 +50,10 @@ from rlm.model.quantize import dequantized_weight
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
 
-LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # the end of a tensor's name
-# Options of PEFT's LoraConfig that an adapter may set, and the values allowed (None: any). With
-# these an adapter is two matrices for each of some linear layers, and the base is unchanged.
+LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # the end of a LoRA matrix's name
+# Options of PEFT's LoraConfig that an adapter may set, with their allowed values (None: any value).
+# An adapter with only these options consists of two matrices for each adapted linear layer, and the
+# base model stays unchanged.
 ANYTHING = """r lora_alpha use_rslora rank_pattern alpha_pattern lora_dropout fan_in_fan_out
     target_modules exclude_modules layers_to_transform layers_pattern eva_config ensure_weight_tying
     base_model_name_or_path revision inference_mode auto_mapping peft_type peft_version"""
@@ -63,10 +64,11 @@ PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
 
 
 def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
-    """Add a fresh LoRA to every linear layer but the head; its output starts at exactly zero.
+    """Add a newly initialized LoRA adapter to every linear layer except the LM head.
 
-    Routers and experts of a mixture get none, unlike with PEFT's "all-linear": they are not linear
-    layers, or are subclasses that return more than a matmul.
+    The output of the new adapter is exactly zero. Unlike with PEFT's "all-linear", the routers and
+    experts of a mixture-of-experts model get no adapter: they are not linear layers, or they belong
+    to subclasses that return more than a matmul.
 
     Raises:
         UsageError: PEFT does not support this architecture.
@@ -77,14 +79,14 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
-        # excludes routers whose class the architecture defines (phimoe), but not packed layers
+        # Excludes routers with a class of the architecture (phimoe), but not quantized layers.
         and not type(module).__module__.startswith("transformers.models.")
     }
     options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
     try:
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
-        if made.target_parameters:  # PEFT mapped names to experts that once had these names
+        if made.target_parameters:  # PEFT added experts that formerly had these names
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)
             policy = get_peft_model(bare, LoraConfig(target_modules=[*names], **options))
@@ -93,19 +95,22 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 
         raise UsageError(f"{kind} models cannot be trained here (PEFT: {why})") from error
     if any(p.ndim > 2 for p in base_of(policy).parameters()):
         on = ", ".join(sorted(names))
-        print_stderr(f"{kind}: LoRA is on {on}; experts, routers and convolutions stay as they are")
+        print_stderr(f"{kind}: LoRA is on {on}; experts, routers and convolutions are not adapted")
     return policy
 
 
 def take_adapters_off(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Remove all adapters, and return the base as it was before."""
+    """Remove all adapters from a model, and return the original base model."""
     if isinstance(model, PeftModel):
         cast("LoraModel", model.base_model).unload()
     return base_of(model)
 
 
 def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
-    """Make a LoRA of zeros, to be filled and exported, on a base whose weights are on a server."""
+    """Create an adapter of zeros for a base model whose weights are on a server.
+
+    The caller fills the tensors of the adapter with trained values and exports the adapter.
+    """
     policy = new_adapter(load_empty_base(name), r=r, alpha=alpha).eval()
     for layer in lora_layers(policy):
         layer.lora_A.to_empty(device="cpu")
@@ -116,10 +121,10 @@ def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
 
 
 def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -> str:
-    """Return why an adapter does not belong to a base; "" if it does.
+    """Return why an adapter does not belong to a base model, or "" if it does belong to it.
 
     Args:
-        model_hash: the base's hash; None computes it.
+        model_hash: hash of the base model; if None, the hash is computed.
     """
     try:
         check_adapter(adapter, HOW_TO_TRAIN_SFT)
@@ -130,7 +135,7 @@ def adapter_mismatch(adapter: Path, model: str, model_hash: str | None = None) -
 
 
 def adapter_hash(path: Path) -> str:
-    """Hash an adapter's tensors and settings; the path does not count."""
+    """Return a hash of an adapter's tensors and settings; it does not depend on the path."""
     digest = hashlib.sha256()
     for name in ADAPTER_FILES:
         digest.update((path / name).read_bytes())
@@ -138,8 +143,10 @@ def adapter_hash(path: Path) -> str:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    """Whether two adapters have the same tensors in the narrower of their dtypes: GRPO may export
-    in bfloat16 what SFT wrote in float32."""
+    """Return whether two adapters have the same tensors, compared in the narrower dtype.
+
+    GRPO may export weights in bfloat16 that SFT wrote in float32.
+    """
     first, second = (load_file(path / ADAPTER_FILES[1]) for path in (a, b))
 
     def is_same(name: str) -> bool:
@@ -150,19 +157,21 @@ def same_weights(a: Path, b: Path) -> bool:
 
 
 def check_base(adapter: Path, model: str, model_hash: str) -> None:
-    """Refuse an adapter that was trained on other weights (known from its run.json) or on prompts
-    of another chat template (kept beside it).
+    """Check that an adapter was trained on these base weights and with this model's chat template.
+
+    The hash of the base weights is read from the adapter's run.json. The chat template of training
+    is stored beside the adapter.
 
     Raises:
-        UsageError: it was.
+        UsageError: the adapter was trained on other weights or with another chat template.
     """
     info = AdapterInfo.load(adapter)
-    base = info.base_model or "a base that its run.json does not name"
+    base = info.base_model or "a base model that its run.json does not name"
     train = f"{command_of('train_sft')} --model {model}"
-    todo = f"type --model {base}, or train one: {train}"
+    todo = f"pass --model {base}, or train a new adapter: {train}"
     if info.base_hash not in (None, model_hash):
         if info.base_model in (None, model):
-            todo = f"train it again: {train}"
+            todo = f"train the adapter again: {train}"
         raise UsageError(
             f"adapter {adapter} was trained on {base} with other weights than those of "
             f"--model {model}: {todo}"
@@ -176,28 +185,31 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
 
 
 def _chat_template(directory: Path) -> str | None:
-    """Read the template beside a tokenizer; None without one, or without such a directory (a hub
-    model is identified by its commit)."""
+    """Return the chat template beside a tokenizer, or None if there is no template.
+
+    The result is also None if the directory does not exist, as for a model on the hub, which is
+    identified by its commit.
+    """
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     template = settings.get("chat_template")
-    return template if isinstance(template, str) else None  # older files may name several
+    return template if isinstance(template, str) else None  # older files may list several templates
 
 
 def load_adapter(
     model: PreTrainedModel | PeftModel, path: Path, *, trainable: bool, name: str = "default"
 ) -> PeftModel:
-    """Load an adapter onto a base, in eval mode, or beside the adapters that it has.
+    """Load an adapter onto a base model, or onto a model that already has adapters.
 
-    With adapters, modules keep their mode (checkpointed layers are in training mode).
-
-    Every tensor of the file is loaded, and every LoRA matrix of the model comes from the file.
+    A base model is put into eval mode. The modules of a model with adapters keep their mode,
+    because checkpointed layers are in training mode. Every tensor of the file is loaded, and every
+    LoRA matrix of the new adapter comes from the file.
 
     Raises:
         UsageError: the files cannot be read, the adapter is not plain LoRA of linear layers, its
-            tensors are not those of this base, or one of their values is not finite.
+            tensors do not match the base model, or one of their values is not finite.
     """
     try:
         config = _plain_config(path)
@@ -216,10 +228,11 @@ def load_adapter(
         raise
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"adapter {path} does not fit this base: {first_line}") from error
+        raise UsageError(f"adapter {path} does not fit this base model: {first_line}") from error
     if isinstance(base_of(policy).get_output_embeddings(), LoraLayer):
-        raise UsageError(f"adapter {path} changes the language-model head: unsupported")
-    if not trainable and model.device.type == "cuda":  # PEFT made it fp32: slow, and not as trained
+        raise UsageError(f"adapter {path} changes the LM head, which is not supported")
+    # PEFT has converted the adapter to fp32, which is slower than the dtype of training.
+    if not trainable and model.device.type == "cuda":
         for key, tensor in policy.named_parameters():
             if name in key.split("."):
                 tensor.data = tensor.data.to(model.dtype)
@@ -230,10 +243,10 @@ def load_adapter(
 
 
 def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
-    """Copy the tensors of an adapter's file into an existing adapter of exactly these tensors.
+    """Copy the tensors of an adapter file into an existing adapter that has exactly these tensors.
 
     Raises:
-        UsageError: the tensors are not those of this adapter, or not finite.
+        UsageError: the tensors do not match those of the existing adapter, or are not finite.
     """
     tensors = _lora_matrices(path, "cpu")
     _check_places(path, policy.peft_config[name], tensors, exported_tensors(policy, name))
@@ -243,37 +256,37 @@ def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
 def _plain_config(path: Path) -> LoraConfig:
     """Read adapter_config.json, and check that it describes plain LoRA of linear layers.
 
-    Anything else that PEFT can add or replace would change the base that rows, adapters and the KL
-    term share, or the sampler would ignore it. So only the options of `PLAIN_LORA` may be set;
-    every other option of this PEFT must be off.
+    Other features of PEFT would change the base model, which rows, adapters and the KL term share,
+    or the sampler would ignore these features. Therefore only the options in `PLAIN_LORA` may be
+    set; every other option of the installed PEFT version must be off.
 
     Raises:
-        UsageError: the file cannot be read, or another option is on.
+        UsageError: the file cannot be read, or it describes more than plain LoRA.
     """
     file = path / ADAPTER_FILES[0]
     try:
         settings = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        message = f"adapter {path} does not fit this base: {file.name}: {error}"
+        message = f"adapter {path} does not fit this base model: {file.name}: {error}"
         raise UsageError(message) from error
     if str(kind := settings.get("peft_type")).upper() != "LORA":
         raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")
     for name in ("r", "lora_alpha"):
         if not isinstance(value := settings.get(name, 8), int | float):  # 8: PEFT's default
             what = f"{name} of {file.name} is {value!r}"
-            raise UsageError(f"adapter {path}: {what}, which is no number")
+            raise UsageError(f"adapter {path}: {what}, which is not a number")
     plain, known = LoraConfig().to_dict(), {}
     for name, value in settings.items():
         says_no = value in (None, False, "none", "", [], {})
         if name not in plain:
             if not says_no:
-                left_out = f"PEFT {version('peft')} does not know {name} of {file.name}: left out"
+                left_out = f"PEFT {version('peft')} ignores {name} in {file.name}: unknown option"
                 print_once(f"adapter {path}: {left_out}")
             continue
         known[name] = value
         allowed = PLAIN_LORA.get(name, [plain[name]])
         if not says_no and allowed is not None and value not in allowed:
-            way_out = "; merge it with PEFT (merge_and_unload), and name the result with --model"
+            way_out = "; merge it with PEFT (merge_and_unload), and pass the result with --model"
             if name == "task_type":
                 way_out = ""
             if name == "init_lora_weights":
@@ -289,17 +302,19 @@ def _plain_config(path: Path) -> LoraConfig:
 
 
 def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Read the tensors under PEFT's names, without the adapter's name that some tools leave there.
+    """Read the tensors of an adapter, and return them under the names that PEFT expects.
+
+    Some tools write the name of the adapter into the names of the tensors, where it is removed.
 
     Raises:
-        UsageError: a tensor is not a LoRA matrix of a linear layer (PEFT would write it into the
-            base), or has a value that is not finite.
+        UsageError: a tensor is not a LoRA matrix of a linear layer (PEFT would write the tensor
+            into the base model), or has a value that is not finite.
     """
     file = path / ADAPTER_FILES[1]
     if is_lfs_pointer(file):
         raise UsageError(
-            f"adapter {path}: {file.name} is a pointer of Git LFS, not the weights: run git lfs "
-            "pull where it came from"
+            f"adapter {path}: {file.name} is a Git LFS pointer, not the weights: run git lfs "
+            "pull in the repository that the file came from"
         )
     try:
         tensors = load_file(file, device=device)
@@ -310,8 +325,8 @@ def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
     if others:
         raise UsageError(
             f"adapter {path} is more than plain LoRA of linear layers: {len(others)} of its "
-            f"{len(tensors)} tensors are no LoRA matrices ({others[0]}{' …' * (len(others) > 1)}): "
-            "unsupported"
+            f"{len(tensors)} tensors are not LoRA matrices "
+            f"({others[0]}{' …' * (len(others) > 1)}): unsupported"
         )
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
@@ -325,10 +340,10 @@ def _check_places(
     tensors: Mapping[str, torch.Tensor],
     places: Mapping[str, torch.Tensor],
 ) -> None:
-    """Refuse an adapter unless its tensors are exactly the base's LoRA matrices.
+    """Check that the tensors of an adapter file are exactly the LoRA matrices of the base model.
 
     Raises:
-        UsageError: they differ; the message says how many do.
+        UsageError: the tensors differ; the message gives the number of differences.
     """
     surplus, missing = [*(tensors.keys() - places)], [*(places.keys() - tensors)]
     shapes = [
@@ -339,31 +354,33 @@ def _check_places(
     said = [
         f"{len(names)} of {total} {what} ({min(names)}{' …' * (len(names) > 1)})"
         for names, total, what in (
-            (surplus, len(tensors), "tensors of the file have no place in it"),
-            (missing, len(places), "LoRA matrices of the base are not in the file"),
+            (surplus, len(tensors), "tensors of the file do not exist in the base model"),
+            (missing, len(places), "LoRA matrices of the base model are not in the file"),
             (shapes, len(tensors), "tensors have another shape"),
         )
         if names
     ]
     if said:
         base = config.base_model_name_or_path
-        made_for = f"; {ADAPTER_FILES[0]} says that it was made for {base}" if base else ""
-        raise UsageError(f"adapter {path} does not fit this base: {', '.join(said)}{made_for}")
+        made_for = f"; according to {ADAPTER_FILES[0]}, it was made for {base}" if base else ""
+        raise UsageError(
+            f"adapter {path} does not fit this base model: {', '.join(said)}{made_for}"
+        )
 
 
 def adapter_tensors(policy: PeftModel) -> dict[str, nn.Parameter]:
-    """Return the tensors that training changes, by name: the fp32 LoRA matrices of "default"."""
+    """Return the trainable tensors by name: the fp32 LoRA matrices of the adapter "default"."""
     return {name: tensor for name, tensor in policy.named_parameters() if tensor.requires_grad}
 
 
 def exported_tensors(policy: PeftModel, name: str = "default") -> dict[str, torch.Tensor]:
-    """Return the tensors that PEFT writes for an adapter, by the names in its file."""
+    """Return the tensors that PEFT writes for an adapter, by their names in the adapter file."""
     tensors = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def active_lora_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
-    """Return the LoRA matrices that forward passes now use, by name; {} without an adapter."""
+    """Return the LoRA matrices that a forward pass would use, by name; {} without an adapter."""
     return {
         f"{name}.{side}.{adapter}": getattr(module, side)[adapter].weight
         for name, module in model.named_modules()
@@ -381,9 +398,10 @@ def lora_layers(model: nn.Module) -> list[LoraLayer]:
 
 @torch.no_grad()
 def merged_weight(linear: nn.Module) -> torch.Tensor:
-    """Merge a linear layer's weight, (out, in), with its active adapters, in a new tensor.
+    """Return a linear layer's weight (out, in), merged with the active adapters, as a new tensor.
 
-    Quantized weights are dequantized. The sum is in fp32, so it is rounded once, not per adapter.
+    Quantized weights are dequantized. The sum is computed in fp32, so that it is rounded only once
+    and not after each adapter.
     """
     lora = isinstance(linear, LoraLayer)
     weight = dequantized_weight(linear.get_base_layer() if lora else linear)
@@ -399,10 +417,11 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
 
 
 def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool) -> None:
-    """If wanted, save only each layer's input, and recompute the rest in the backward pass.
+    """Turn gradient checkpointing on or off.
 
-    transformers does so in training mode only. We train in eval mode (no dropout), so only the
-    layers are put into training mode, not the modules inside them.
+    With checkpointing, only the input of each layer is saved, and the backward pass recomputes the
+    rest. transformers checkpoints a layer only in training mode. We train in eval mode (without
+    dropout), so only the layers are put into training mode, not the modules inside the layers.
     """
     if wanted:
         base_of(policy).activation_checkpointing_enable({"use_reentrant": False})
@@ -413,7 +432,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool
 
 @contextmanager
 def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Let the policy compute with one of its adapters, frozen; None is the bare base."""
+    """Make the policy compute with one of its adapters, frozen; None selects the base model."""
     if adapter is None:
         with policy.disable_adapter():
             yield
@@ -427,10 +446,10 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Let the policy compute as the reference of the KL term: as it was when training started.
+    """Make the policy compute as the reference model of the KL term: the policy before training.
 
-    After SFT the reference is the frozen SFT adapter, kept as a second adapter; if training started
-    without one, the bare base.
+    After SFT, the reference model uses the SFT adapter, loaded as a second and frozen adapter. If
+    training started without an adapter, the reference model is the base model alone.
     """
     if start_adapter is not None and "reference" not in policy.peft_config:
         load_adapter(policy, start_adapter, trainable=False, name="reference")

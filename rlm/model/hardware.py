@@ -1,4 +1,4 @@
-"""Chooses device, dtype, model and data for this machine."""
+"""Selects the device, the dtype, the model and the data for this machine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rlm.ops import learning_dtype
 
 EMBEDDED_MODEL = "smollm2-135m"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Minimum GB of a GPU → the largest base that trains there in 16 bits, with the memory for
-# sampling; its licence; its download in GB.
+# Minimum GPU memory in GB → the largest base model that can be trained with it in 16 bits, with the
+# memory for sampling included; the licence of the model; its download size in GB.
 GPU_MODELS = {
     38: ("Qwen/Qwen2.5-7B-Instruct", "Apache 2.0", 15.2),
     15: ("Qwen/Qwen2.5-3B-Instruct", "Qwen Research: not for commercial use", 6.2),
@@ -41,7 +41,7 @@ CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2 of this process's container
 
 @dataclass(frozen=True)
 class Device:
-    """The device and dtype in which the model computes, and why."""
+    """The device and the dtype in which the model computes, and the reason for this selection."""
 
     type: str
     dtype: torch.dtype
@@ -52,10 +52,10 @@ class Device:
 
 
 def pick_device(dtype: str = "auto") -> Device:
-    """Choose the accelerator if there is one, and the dtype that this hardware computes fast.
+    """Select an accelerator if there is one, and the dtype that is fastest on this hardware.
 
     Args:
-        dtype: "auto", or the name of the dtype to compute in.
+        dtype: "auto", or the name of a dtype, which is then used.
     """
     if dtype != "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,14 +72,17 @@ def pick_device(dtype: str = "auto") -> Device:
 
 
 def why_no_gpu() -> str:
-    """Return why PyTorch cannot use this machine's NVIDIA GPU; "" if it can, or there is none."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user hid it
+    """Return the reason why PyTorch cannot use this machine's NVIDIA GPU.
+
+    The reason is "" if PyTorch can use the GPU, or if there is no GPU.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user hid the GPU
     if hidden or torch.cuda.is_available() or not (driver := _nvidia_driver()):
         return ""
     if torch.version.cuda is None:
         return (
             f"there is an NVIDIA GPU (driver {driver}), but PyTorch {torch.__version__} is built "
-            "without CUDA: install a build with it, see https://pytorch.org"
+            "without CUDA: install a build with CUDA, see https://pytorch.org"
         )
     return (
         f"there is an NVIDIA GPU, but its driver {driver} does not work with PyTorch "
@@ -89,7 +92,7 @@ def why_no_gpu() -> str:
 
 
 def _nvidia_driver() -> str | None:
-    """Return the version of the loaded driver, if any (under WSL only nvidia-smi knows it)."""
+    """Return the version of the NVIDIA driver, if any (under WSL only nvidia-smi reports it)."""
     if DRIVER.is_file():
         found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text(encoding="utf-8"))
         return found[0] if found else "of unknown version"
@@ -104,10 +107,10 @@ def _nvidia_driver() -> str | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model and data that a training script uses when no flag names them.
+    """The model and the data that a training script uses if no flag names them.
 
-    reason: the property of this machine, or of the start adapter, that decides.
-    about_model, about_dataset: a further reason for each.
+    reason: the property of this machine, or of the start adapter, that determined the selection.
+    about_model, about_dataset: an additional reason for the model and for the dataset.
     """
 
     model: str
@@ -119,8 +122,11 @@ class Setup:
 
 
 def default_setup() -> Setup:
-    """Choose GSM8K and the largest base that fits the GPU, if both are reachable, or else what is
-    installed."""
+    """Select the default model and data for this machine.
+
+    With a GPU and a reachable hub, these are GSM8K and the largest base model that fits the GPU.
+    Otherwise they are the embedded model and word problems, which need no download.
+    """
 
     def embedded(reason: str) -> Setup:
         came = "the 135M model came with the installation"
@@ -143,9 +149,12 @@ def default_setup() -> Setup:
 
 
 def model_download(name: str) -> str:
-    """Describe licence and size of a base that `default_setup` may choose; "" for others."""
+    """Describe the licence and the size of a base model that `default_setup` may select.
+
+    The result is "" for other models.
+    """
     known = {model: about for model, *about in GPU_MODELS.values()}
-    return "licence {}; a download of {} GB once".format(*known[name]) if name in known else ""
+    return "licence {}; a one-time download of {} GB".format(*known[name]) if name in known else ""
 
 
 def hub_base(info: AdapterInfo) -> str:
@@ -154,7 +163,7 @@ def hub_base(info: AdapterInfo) -> str:
 
 
 def licence_of(name: str) -> str:
-    """Return the licence of a base that is known here; "" for others."""
+    """Return the licence of a base model, or "" if the licence is not known here."""
     known = {model: licence for model, licence, _ in GPU_MODELS.values()}
     known |= dict.fromkeys((EMBEDDED_MODEL, "Qwen/Qwen2.5-0.5B-Instruct"), "Apache 2.0")
     return known.get(name, "")
@@ -163,13 +172,14 @@ def licence_of(name: str) -> str:
 def default_values(
     given: Mapping[str, Any], start: AdapterInfo | None, gpu_defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Choose model and data if none are given, print why, and add them to the values.
+    """Select a model and data if none are given, print the reasons, and add them to the values.
 
     Args:
-        given: the values that a preset, YAML and the command line set. The script's config has the
-            fields model, dataset and quantize.
-        start: the adapter that training starts from; the model and data of its run win.
-        gpu_defaults: other values that change when a GPU's model is chosen.
+        given: the values set by a preset, a YAML file and the command line. The script's config has
+            the fields model, dataset and quantize.
+        start: the adapter from which training starts; its model and dataset take precedence over
+            the defaults of this machine.
+        gpu_defaults: the defaults of other options that apply if a model for a GPU is selected.
     """
     values: dict[str, Any] = {
         k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")
@@ -179,7 +189,7 @@ def default_values(
     if values.keys() >= {"model", "dataset"}:
         return values
     setup = default_setup()
-    if start and not start.run:  # an adapter of another tool
+    if start and not start.run:  # another tool made this adapter
         start = None
     if start:
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
@@ -199,22 +209,25 @@ def default_values(
 
 
 def pick_quantization(quantize: str) -> str:
-    """Resolve "auto", and print a line if it is "none"; other values stay as they are."""
+    """Replace the quantization "auto" with "4bit" on a GPU, or else with "none".
+
+    A message is printed if "auto" becomes "none". Other quantizations are returned unchanged.
+    """
     if quantize != "auto":
         return quantize
     if torch.cuda.is_available():
         return "4bit"
     terminal.line(
         f"no CUDA GPU here, so the base is loaded without quantization ({pick_device()}); "
-        "--quantize 4bit does it all the same, slowly"
+        "--quantize 4bit also works on a CPU, but slowly"
     )
     return "none"
 
 
 def hub_reachable() -> bool:
-    """Check within three seconds whether the hub (or its mirror, HF_ENDPOINT) answers at all.
+    """Return whether the hub, or its mirror in HF_ENDPOINT, answers within three seconds.
 
-    Behind a proxy only the hub's own libraries can find out, so this returns True.
+    Behind a proxy, only the hub's own libraries can test the connection, so the result is True.
     """
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if hub.scheme in urllib.request.getproxies():
@@ -228,31 +241,33 @@ def hub_reachable() -> bool:
 
 
 def prepare_process() -> None:
-    """Silence libraries, and let the allocator keep what it frees. Every script calls this first.
+    """Silence libraries, and configure memory allocation. Every script calls this function first.
 
-    Every layer allocates temporaries of a few megabytes. If they are mapped anew each time, page
-    faults take a tenth of a training step on a CPU. glibc is told to keep freed blocks of up to
-    32 MB; larger ones still go back to the system, so memory stays bounded. oneDNN would keep its
-    code for 1,024 shapes of matmuls, a megabyte each; 64 are as fast (docs/log.md).
+    Every layer allocates temporary buffers of a few megabytes. If glibc mapped these buffers anew
+    each time, page faults would take a tenth of a training step on a CPU. Therefore glibc is
+    configured to reuse freed blocks of up to 32 MB; larger blocks are still returned to the
+    system, so memory stays bounded. By default oneDNN caches its code for 1,024 shapes of
+    matmuls, with about a megabyte per shape; a cache of 64 shapes is as fast (docs/log.md).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first matmul
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    # Libraries announce their own renamings, about which a user of the script can do nothing.
+    # Users of a script cannot act on the deprecation warnings of these libraries.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\b")
     if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tune
+        with contextlib.suppress(OSError, AttributeError):  # another C library without mallopt
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(ctypes.c_int(-3), ctypes.c_int(32 * 2**20))  # M_MMAP_THRESHOLD
             libc.mallopt(ctypes.c_int(-1), ctypes.c_int(512 * 2**20))  # M_TRIM_THRESHOLD
 
 
 def release_memory() -> None:
-    """Return free memory to the system (or to other users of the GPU), between two kinds of work.
+    """Return free memory to the system, or to other users of the GPU, between two kinds of work.
 
-    Without it a step's peak would be the sum of sampling and training, not the larger of the two.
+    Otherwise the peak memory of a step would be the sum of the peaks of sampling and training, and
+    not the larger of the two peaks.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -262,9 +277,9 @@ def release_memory() -> None:
 
 
 def available_memory(device_type: str) -> int:
-    """Return the bytes that can still be taken: of the GPU, or of this machine (or container)."""
+    """Return the available memory in bytes: of the GPU, or of this machine or its container."""
     if device_type == "cuda":
-        # Memory that PyTorch has reserved but not allocated can be used, too.
+        # Memory that PyTorch has reserved but not allocated is also available.
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + held
     available = psutil.virtual_memory().available
@@ -279,8 +294,8 @@ def available_memory(device_type: str) -> int:
 
 
 def peak_memory_gb() -> float:
-    """Return the most memory this process has held: on the GPU if it used one, else resident."""
+    """Return the peak memory of this process in GB: on the GPU if it used one, else resident."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, kilobytes here
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, else kilobytes

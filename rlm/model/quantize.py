@@ -1,7 +1,8 @@
-"""Quantizes frozen bases to 4 or 8 bits (bitsandbytes), on a GPU or a CPU.
+"""Quantizes frozen base models to 4 or 8 bits with bitsandbytes, on a GPU or a CPU.
 
-Only the linear layers of the stack are packed; embeddings and head stay as they are. The packed
-weights are never changed: adapters stay beside them, and merging unpacks a copy.
+Only the linear layers of the decoder are quantized; the embeddings and the LM head are not. The
+quantized weights are never changed: an adapter is computed separately, and merging an adapter
+dequantizes a copy of the weights.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ QUANTIZATIONS = ("none", "4bit", "8bit")
 
 
 def import_bitsandbytes() -> None:
-    """Import bitsandbytes, before another library does, without its search for `kernels`.
+    """Import bitsandbytes before another library does, without its search for `kernels`.
 
-    On CPUs with AVX512-BF16 the import would download compiled code from the hub if the package
-    `kernels` is installed, and warn if it is not. Nothing here uses that code.
+    On CPUs with AVX512-BF16 importing bitsandbytes would download compiled code from the hub if
+    the package `kernels` is installed, and would print a warning if it is not installed. Nothing
+    here uses that code.
     """
     if "bitsandbytes" in sys.modules:
         return
-    for name in ("backends.cpu.ops", "autograd._functions"):  # the second: 8 bit casts to fp16
+    # The second logger warns that 8-bit matmuls cast their input to fp16.
+    for name in ("backends.cpu.ops", "autograd._functions"):
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
     kernels = sys.modules.pop("kernels", None)
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # makes its import fail
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # makes importing it fail
     try:
         import bitsandbytes  # noqa: F401
     finally:
@@ -43,10 +46,10 @@ def import_bitsandbytes() -> None:
 
 
 def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Make transformers' settings that quantize weights as they are loaded; None for "none".
+    """Return the config with which transformers quantizes loaded weights; None for "none".
 
     Args:
-        dtype: dtype of the matmuls; 8-bit matmuls keep outliers in it.
+        dtype: dtype of the matmuls; 8-bit matmuls compute outliers in this dtype.
     """
     from transformers import BitsAndBytesConfig
 
@@ -61,14 +64,15 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
 
 
 def freeze_packed_weights(model: PreTrainedModel) -> None:
-    """Keep forward passes from rewriting packed weights, and set the dtype that layers unpack to.
+    """Prevent forward passes from rewriting quantized weights, and set their dequantized dtype.
 
-    On CPUs with AVX512-BF16, bitsandbytes rearranges 4-bit weights in place for a matmul that has
-    no backward pass, whenever a layer is in eval mode. We train in eval mode (no dropout).
+    On CPUs with AVX512-BF16, bitsandbytes rearranges the 4-bit weights of a layer in eval mode, in
+    place, for a matmul that has no backward pass. We train in eval mode (without dropout).
 
     Raises:
-        UsageError: 4-bit rows are not whole blocks, which bitsandbytes 0.50 unpacks wrongly on CPUs
-            with AVX-512 (silently, by 40 % of their norm), or 8-bit matmuls are wrong on this CPU.
+        UsageError: the rows of 4-bit weights do not consist of whole blocks, or 8-bit matmuls are
+            wrong on this CPU. On CPUs with AVX-512, bitsandbytes 0.50 silently dequantizes such
+            rows wrongly, by 40 % of their norm.
     """
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 
@@ -83,11 +87,11 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
             width, block = module.in_features, _quant_state(module).blocksize
-            assert block  # set when it was packed
+            assert block  # set when the layer was quantized
             if width % block and module.weight.device.type == "cpu":
                 raise UsageError(
-                    f"bitsandbytes unpacks 4-bit rows of {width} weights wrongly on a CPU (they "
-                    f"are no multiple of {block}): use --quantize 8bit or none"
+                    f"bitsandbytes dequantizes 4-bit rows of {width} weights wrongly on a CPU, as "
+                    f"{width} is not a multiple of {block}: use --quantize 8bit or none"
                 )
         if isinstance(module, Linear4bit | Linear8bitLt):
             module.compute_dtype = model.dtype  # pyright: ignore[reportArgumentType]  # torch's stub
@@ -97,14 +101,15 @@ def _quant_state(linear: Linear4bit) -> QuantState:
     from bitsandbytes.nn.modules import Params4bit
 
     assert isinstance(linear.weight, Params4bit)
-    assert linear.weight.quant_state  # set when it was loaded
+    assert linear.weight.quant_state  # set when the layer was loaded
     return linear.weight.quant_state
 
 
 def multiplies_int8_exactly() -> bool:
     """Return whether torch's 8-bit matmul, which bitsandbytes calls, is exact on this CPU.
 
-    Without VNNI, oneDNN adds pairs of products in 16 bits, which overflow silently (torch 2.13).
+    Without VNNI, oneDNN sums pairs of products in 16 bits, and these sums overflow silently (torch
+    2.13).
     """
     import torch
 
@@ -114,7 +119,7 @@ def multiplies_int8_exactly() -> bool:
 
 
 def dequantized_weight(linear: nn.Module) -> torch.Tensor:
-    """Return a linear layer's weight (out, in), unpacked as in its matmul if it is packed."""
+    """Return a linear layer's weight (out, in), dequantized as in its matmul if quantized."""
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt
 
@@ -124,6 +129,7 @@ def dequantized_weight(linear: nn.Module) -> torch.Tensor:
         return functional.dequantize_4bit(weight.data, state).to(linear.compute_dtype)
     if isinstance(linear, Linear8bitLt):
         assert isinstance(weight, Int8Params)
-        scales = weight.SCB if linear.state.SCB is None else linear.state.SCB  # forward moves SCB
+        # The forward pass moves SCB from the weight to the state.
+        scales = weight.SCB if linear.state.SCB is None else linear.state.SCB
         return functional.int8_vectorwise_dequant(weight.data, scales).to(linear.compute_dtype)
     return weight.detach()

@@ -1,6 +1,7 @@
-"""One interface to what sampling and training compute: matmuls, attention, sampling, scoring.
+"""The operations of sampling and training: matmuls, attention, sampling and scoring.
 
-`ops_for(model)` returns `Kernels`, C code compiled for this CPU, or `TorchOps`, the same in torch.
+`ops_for(model)` returns either `Kernels`, which calls C code compiled for this CPU, or `TorchOps`,
+which implements the same operations in torch.
 """
 
 import lazy_loader

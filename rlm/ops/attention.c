@@ -1,19 +1,21 @@
 /* Attention of a training pass, and its gradients: softmax(scale · q kᵀ) v over visible keys.
  *
- * It works on blocks of 16 tokens. The queries of a block, of all heads that share a key-value head,
- * attend to the blocks of keys that any of these queries sees. Packed rollouts see only their prompt
- * and themselves, so most blocks are skipped. Scores are stored as (keys, queries): the softmax then
- * runs over whole vectors of queries, and the gradients of keys and values need no transposition.
+ * The code works on blocks of 16 tokens. The queries of a block, of all heads that share a
+ * key-value head, attend to the blocks of keys that are visible to any of these queries. A packed
+ * rollout sees only its prompt and itself, so most blocks are skipped. Scores are stored as (keys,
+ * queries): the softmax then runs over whole vectors of queries, and the gradients of keys and
+ * values need no transposition.
  *
- * Sums are taken in fp32; attention weights and their gradients are rounded to the dtype before the
- * next matmul. Nothing is saved for the backward pass: it recomputes the scores. A sum over queries
- * is split into PARTS for any number of threads, so results do not depend on that number.
+ * Sums are computed in fp32; attention weights and their gradients are rounded to the dtype before
+ * the next matmul. Nothing is saved for the backward pass, which recomputes the scores. A sum over
+ * queries is split into PARTS for any number of threads, so the results do not depend on the number
+ * of threads.
  */
 #include "numbers.h"
 
-/* In bf16, pairs are multiplied if the CPU has a fast instruction for it. On CPUs with AMX tiles that
- * instruction is slow: on them, and on CPUs without it, numbers are widened before they are
- * multiplied. */
+/* In bf16, pairs of numbers are multiplied if the CPU has a fast instruction for pairs. This
+ * instruction is slow on CPUs with AMX tiles. On these CPUs, and on CPUs without the instruction,
+ * numbers are widened to fp32 before they are multiplied. */
 #if defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #include <immintrin.h>
 #define IN_PAIRS
@@ -24,7 +26,7 @@
 #define ROWS 8
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 4 /* AVX has 16 registers, the others 32 */
+#define ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
 #else
 #define LANES 4
 #define ROWS 8
@@ -60,20 +62,22 @@ static inline floats multiply_add(floats sum, operand x, operand y) { return sum
 
 enum {
     Q = QUERIES, /* query heads per key-value head */
-    D = WIDTH,   /* of a head */
-    TOKENS = 16, /* per block */
+    D = WIDTH,   /* width of a head */
+    TOKENS = 16, /* tokens per block */
     R = Q * TOKENS,            /* queries per block: head · TOKENS + token */
-    W = (D + 15) / 16 * 16,    /* width of a head, padded with zeros */
+    W = (D + 15) / 16 * 16,    /* D, rounded up to whole vectors and padded with zeros */
     TOGETHER = 4 / sizeof(element), /* elements multiplied at a time */
     PARTS = 4,
 };
 
-/* Vectors of columns multiplied at a time: the sums of three fill the registers. */
+/* Maximum number of column vectors multiplied at a time: the sums of three vectors fill the
+ * registers. */
 enum { MOST = 3 };
 
-/* sums (ROWS, columns) += left · right, for `vectors` (a constant) of the columns. The inner
- * dimension comes in pieces of `inner`: piece p of left begins at pieces[p] · size, with a row every
- * `stride` elements; the pieces of right, (inner / TOGETHER, columns, TOGETHER), are contiguous. */
+/* Computes sums (ROWS, columns) += left · right for as many column vectors as `vectors` (a
+ * constant). The inner dimension is divided into pieces of `inner` elements. Piece p of left begins
+ * at pieces[p] · size, and its rows are `stride` elements apart. The pieces of right, (inner /
+ * TOGETHER, columns, TOGETHER), are contiguous. */
 static inline __attribute__((always_inline)) void
 tile(const int vectors, const element *left, int64_t stride, const int32_t *pieces, int64_t count,
      int64_t size, int64_t inner, const element *right, int64_t columns, float *sums) {
@@ -95,7 +99,7 @@ tile(const int vectors, const element *left, int64_t stride, const int32_t *piec
         for (int j = 0; j < vectors; j++) *(floats *)(sums + i * columns + j * LANES) = sum[i][j];
 }
 
-/* The same for all columns and for `rows` rows, a multiple of ROWS. */
+/* Does the same as `tile` for all columns and for `rows` rows, a multiple of ROWS. */
 static void multiply_add_to(int64_t rows, const element *left, int64_t stride,
                             const int32_t *pieces, int64_t count, int64_t size, int64_t inner,
                             const element *right, int64_t columns, float *sums) {
@@ -115,9 +119,10 @@ static void multiply_add_to(int64_t rows, const element *left, int64_t stride,
         }
 }
 
-/* Queries (batch, tokens, heads · Q, D); keys and values (batch, tokens, heads, D); hidden (batch or
- * 1, padded keys, padded queries) of bytes, not 0 where a query does not see a key; seen (batch
- * or 1, blocks of queries, blocks of keys), not 0 where any query of a block sees any key. */
+/* The arguments of attention. Queries are (batch, tokens, heads · Q, D); keys and values are
+ * (batch, tokens, heads, D). `hidden` (batch or 1, padded keys, padded queries) is not 0 where a
+ * key is hidden from a query. `seen` (batch or 1, blocks of queries, blocks of keys) is not 0 where
+ * any query of a block sees any key of a block. */
 typedef struct {
     const number *queries, *keys, *values;
     const uint8_t *hidden, *seen;
@@ -127,8 +132,8 @@ typedef struct {
 
 static inline int64_t blocks_of(const attention *a) { return (a->tokens + TOKENS - 1) / TOKENS; }
 
-/* Copies one head's keys or values, unless NULL, to rows (padded tokens, D) and to turned
- * (blocks, W, TOKENS). */
+/* Copies the keys or values of one head to `rows` (padded tokens, D) and to `turned` (blocks, W,
+ * TOKENS), unless the respective target is NULL. */
 static void copy_head(const attention *a, const number *from, int64_t b, int64_t head,
                       element *rows, element *turned) {
     int64_t padded = blocks_of(a) * TOKENS;
@@ -144,9 +149,10 @@ static void copy_head(const attention *a, const number *from, int64_t b, int64_t
     }
 }
 
-/* Copies a block of queries, or of the gradient of their output, as a right factor: with D as the
- * inner dimension to by_width (D / TOGETHER, R, TOGETHER), and unless NULL, with R as the inner
- * dimension to by_row (R / TOGETHER, W, TOGETHER). */
+/* Copies a block of queries, or a block of the gradients of their output, as a right factor of
+ * matmuls. The copy in by_width (D / TOGETHER, R, TOGETHER) has D as its inner dimension. The copy
+ * in by_row (R / TOGETHER, W, TOGETHER) has R as its inner dimension; it is omitted if by_row is
+ * NULL. */
 static void copy_queries(const attention *a, const number *from, int64_t b, int64_t head,
                          int64_t block, element *by_width, element *by_row) {
     for (int r = 0; r < R; r++) {
@@ -161,7 +167,8 @@ static void copy_queries(const attention *a, const number *from, int64_t b, int6
     }
 }
 
-/* Writes sums (W, R), times a factor and rounded, to the places of the queries in out. */
+/* Multiplies sums (W, R) by a factor, rounds them, and writes them to the places of the queries in
+ * out. */
 static void put_queries(const attention *a, const float *sums, float factor, int64_t b,
                         int64_t head, int64_t block, number *out) {
     int64_t left = a->tokens - block * TOKENS, n = left < TOKENS ? left : TOKENS;
@@ -173,10 +180,10 @@ static void put_queries(const attention *a, const float *sums, float factor, int
         }
 }
 
-/* A thread's memory for one block of queries and all keys. */
+/* The memory of one thread for one block of queries and all keys. */
 typedef struct {
     int32_t *visible; /* the visible blocks of keys */
-    element *queries, *query_rows, *grads, *grad_rows; /* right factors of both kinds */
+    element *queries, *query_rows, *grads, *grad_rows; /* right factors */
     float *weights, *grad_weights, *sums;              /* (keys, R), (keys, R), (W, R) */
     element *narrow, *pairs;                           /* (keys, R) as a left and right factor */
 } room;
@@ -187,7 +194,7 @@ static void *taken(char **from, int64_t bytes) {
     return here;
 }
 
-/* Lays out the room at `memory`, and returns how many bytes it takes. */
+/* Places the buffers of the room at `memory`, and returns their total size in bytes. */
 static int64_t make_room(room *s, int64_t blocks, char *memory) {
     char *at = memory;
     int64_t scores = blocks * TOKENS * R;
@@ -204,7 +211,7 @@ static int64_t make_room(room *s, int64_t blocks, char *memory) {
     return at - memory;
 }
 
-/* out (visible keys, R) = rows of the visible blocks · a block of queries. */
+/* Computes out (visible keys, R) = the rows of the visible blocks · a block of queries. */
 static void score(const element *rows, const int32_t *visible, int64_t count,
                   const element *queries, float *out) {
     const int32_t whole = 0;
@@ -214,7 +221,8 @@ static void score(const element *rows, const int32_t *visible, int64_t count,
                         out + j * TOKENS * R);
 }
 
-/* Rounds (keys, R) to a left factor, and to a right factor with keys as the inner dimension. */
+/* Rounds (keys, R), and stores the result as a left factor, and as a right factor with the keys as
+ * its inner dimension. */
 static void narrow(const float *from, int64_t keys, element *left, element *right) {
     for (int64_t c = 0; c < keys; c += TOGETHER)
         for (int j = 0; j < TOGETHER; j++)
@@ -225,8 +233,8 @@ static void narrow(const float *from, int64_t keys, element *left, element *righ
             }
 }
 
-/* Computes the attention weights of a block of queries, (visible keys, R). Returns how many blocks of
- * keys it sees. */
+/* Computes the attention weights (visible keys, R) of a block of queries. Returns the number of
+ * blocks of keys that are visible to these queries. */
 static int64_t weigh(const attention *a, int64_t b, int64_t block, const element *keys, room *s) {
     int64_t blocks = blocks_of(a), mask = a->masks > 1 ? b : 0, count = 0;
     const uint8_t *seen = a->seen + (mask * blocks + block) * blocks;
@@ -239,7 +247,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
         int64_t key = s->visible[c / TOKENS] * TOKENS + c % TOKENS;
         const uint8_t *hidden = a->hidden + (mask * blocks * TOKENS + key) * blocks * TOKENS;
         float *row = s->weights + c * R, off[TOKENS];
-        /* A query that sees nothing gets equal weights, which are finite and never read. */
+        /* A query without visible keys gets equal weights, which are finite and never read. */
         for (int t = 0; t < TOKENS; t++) off[t] = hidden[block * TOKENS + t] ? -1e30f : 0;
         for (int q = 0; q < Q; q++)
             for (int t = 0; t < TOKENS; t++) {
@@ -254,7 +262,8 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
             float exponent = row[r] - most[r];
             row[r] = exponent < NOTHING ? NOTHING : exponent;
         }
-        /* In the loop above, GCC would compile the comparison to a jump, without vectors. */
+        /* If this were part of the loop above, GCC would not vectorize it: it would compile the
+         * comparison to a jump. */
         for (int r = 0; r < R; r++) sum[r] += row[r] = power_of_two(row[r]);
     }
     for (int r = 0; r < R; r++) sum[r] = 1 / sum[r];
@@ -263,7 +272,7 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
     return count;
 }
 
-/* Computes out, laid out like the queries. Returns 1 if there is not enough memory. */
+/* Computes the output, in the layout of the queries. Returns 1 if there is not enough memory. */
 int attention_forward(const attention *a, number *out, int threads) {
     int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;
     int64_t bytes = make_room(&(room){0}, blocks, NULL);
@@ -303,8 +312,8 @@ int attention_forward(const attention *a, number *out, int threads) {
     return failed;
 }
 
-/* Sets grad_queries of a block of queries, and adds the block's share of its head's grad_keys and
- * grad_values, (padded tokens, W). */
+/* Computes grad_queries for a block of queries, and adds the contributions of the block to
+ * grad_keys and grad_values (padded tokens, W) of its head. */
 static void block_backward(const attention *a, const number *grad_out, int64_t b, int64_t head,
                            int64_t block, const element *keys, const element *turned_keys,
                            const element *values, room *s, number *grad_queries, float *grad_keys,
@@ -335,8 +344,8 @@ static void block_backward(const attention *a, const number *grad_out, int64_t b
     put_queries(a, s->sums, a->scale, b, head, block, grad_queries);
 }
 
-/* Computes the gradients of queries, keys and values, laid out like them, from grad_out. Returns 1 if
- * there is not enough memory. */
+/* Computes the gradients of queries, keys and values from grad_out. Each gradient has the layout of
+ * its input. Returns 1 if there is not enough memory. */
 int attention_backward(const attention *a, const number *grad_out, number *grad_queries,
                        number *grad_keys, number *grad_values, int threads) {
     int64_t blocks = blocks_of(a), padded = blocks * TOKENS, pairs = a->batch * a->heads;

@@ -1,11 +1,13 @@
-"""Attention for training on a CPU: one block of queries at a time, with only the keys it sees.
+"""Attention for training on a CPU, computed for a block of queries and its visible keys at a time.
 
-Packed rollouts see only their prompt and themselves. torch's fused kernel for CPUs (2.13) also
-computes what the mask hides, and in bf16 it sums the gradients of keys and values in bf16.
-attention.c skips what is hidden, and so do the matmuls that replace it where it is not compiled.
-Attention weights are not saved: the backward pass recomputes them.
+A packed rollout attends only to its prompt and to itself. torch's fused kernel for CPUs (2.13)
+also computes scores that the mask hides, and in bf16 it sums the gradients of keys and values in
+bf16. attention.c skips hidden keys. If attention.c is not compiled, the matmuls in this file are
+used instead, and the matmuls skip hidden keys, too. Attention weights are not saved, because the
+backward pass recomputes them.
 
-Letters: B sequences, S tokens, Q query heads per key-value head, H key-value heads, D head width.
+Shapes use these letters: B sequences, S tokens, Q query heads per key-value head, H key-value
+heads, D head width.
 """
 
 from __future__ import annotations
@@ -34,16 +36,17 @@ ATTN_IMPLEMENTATION = "rlm_products"  # for transformers' `attn_implementation`
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernels: Kernels | None = None
 ) -> Tensor:
-    """Compute softmax(scale · q kᵀ + mask) v, softmax in fp32, with gradients for q, k and v.
+    """Compute softmax(scale · q kᵀ + mask) v, with the softmax in fp32; q, k and v get gradients.
 
     Args:
         q: (B, H·Q, S, D).
         k: (B, H, S, D); v has the same shape.
-        mask: (B or 1, 1, S, S) of the same dtype: 0, or the dtype's minimum for a hidden key.
-        kernels: compiled code for these shapes, if any.
+        mask: (B or 1, 1, S, S) of the same dtype: 0 for a visible key, the dtype's minimum for a
+            hidden key.
+        kernels: the compiled code for these shapes, if any.
 
     Returns:
-        (B, H·Q, S, D), laid out as (B, S, H·Q, D).
+        The output (B, H·Q, S, D), stored in memory as (B, S, H·Q, D).
     """
     if kernels is None:
         return _BlockAttention.apply(q, k, v, mask, scale)
@@ -52,7 +55,10 @@ def block_attention(
 
 
 class _CompiledAttention(torch.autograd.Function):
-    """Attention by attention.c, with heads after tokens, as the projections return them."""
+    """Attention computed by attention.c.
+
+    The tensors have the heads after the tokens, as the projections return them.
+    """
 
     @staticmethod
     def forward(
@@ -77,8 +83,10 @@ class _CompiledAttention(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=1)
 def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `hidden` and `seen` of `Kernels.attention` for a mask. The result for the latest mask
-    is cached, because all layers get the same mask."""
+    """Return the arguments `hidden` and `seen` of `Kernels.attention` for a mask.
+
+    The result for the latest mask is cached, because all layers get the same mask.
+    """
     visible = mask[:, 0] > torch.finfo(mask.dtype).min  # (B, queries, keys)
     missing = -visible.shape[-1] % ATTENTION_BLOCK
     visible = F.pad(visible, (0, missing, 0, missing))
@@ -122,7 +130,7 @@ class _BlockAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of queries of a sequence, and the keys that any of them sees."""
+    """A block of queries of a sequence, and the keys that are visible to any of these queries."""
 
     rows: slice
     columns: Tensor
@@ -132,7 +140,11 @@ class _Block:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, block: _Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute a block's attention weights: queries from q (H·Q, S, D), keys from k (H, S, D).
+    """Compute the attention weights of a block of queries.
+
+    Args:
+        q: queries of the whole sequence, (H·Q, S, D).
+        k: keys of the whole sequence, (H, S, D); v has the same shape.
 
     Returns:
         The scaled queries, the keys and values, and the weights (H, Q·rows, columns).
@@ -146,22 +158,24 @@ def _attend(
 
 @functools.lru_cache(maxsize=1)
 def _blocks(mask: Tensor) -> list[list[_Block]]:
-    """Split each sequence into blocks. The result for the latest mask is cached, because all layers
-    get the same mask."""
+    """Split each sequence into blocks of queries.
+
+    The result for the latest mask is cached, because all layers get the same mask.
+    """
     lowest = torch.finfo(mask.dtype).min
     found: list[list[_Block]] = [[] for _ in mask]
     for blocks, visible in zip(found, mask[:, 0], strict=True):
         for part in range(0, len(visible), QUERY_BLOCK):
             rows = slice(part, min(part + QUERY_BLOCK, len(visible)))
             columns = (visible[rows].amax(0) > lowest).nonzero()[:, 0]
-            if not len(columns):  # padding: its result is never read, but must be finite
+            if not len(columns):  # padding, whose result is never read but must be finite
                 columns = torch.zeros(1, dtype=torch.long)
             blocks.append(_Block(rows, columns, visible[rows].index_select(1, columns)))
     return found
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
-    """Reshape (H·Q, S, D) to (H, Q·S, D): the queries of a key-value head form one matrix."""
+    """Reshape (H·Q, S, D) to (H, Q·S, D), one matrix of queries for each key-value head."""
     return x.reshape(len(k), -1, x.shape[-1])
 
 
@@ -175,9 +189,13 @@ def attention_forward(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; its result has heads and tokens swapped."""
+    """Compute the attention of a layer; transformers calls this function.
+
+    Returns:
+        The output (B, S, H·Q, D), and None in place of the attention weights.
+    """
     if dropout or attention_mask is None:
-        raise UsageError("this model's attention needs dropout, or no mask: unsupported")
+        raise UsageError("attention with dropout or without a mask is not supported")
     scale = softmax_scale(query, scaling, options)
     return block_attention(query, key, value, attention_mask, scale).transpose(1, 2), None
 
@@ -186,17 +204,19 @@ def softmax_scale(query: Tensor, scaling: float | None, options: Mapping[str, ob
     """Return the scale of the scores from the arguments that transformers passes.
 
     Raises:
-        UsageError: the model needs more than softmax(scale · q kᵀ + mask) v.
+        UsageError: the attention of the model is not softmax(scale · q kᵀ + mask) v.
     """
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise UsageError(f"this model's attention needs {name}: unsupported")
+            raise UsageError(f"this model is not supported: its attention needs {name}")
     return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 def attention_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes that this attention takes for a block's weights and scores and their
-    gradients; 0 if the config names another attention."""
+    """Return the memory in bytes for the weights and scores of a block, and for their gradients.
+
+    The result is 0 if the config names another attention implementation.
+    """
     if config._attn_implementation != ATTN_IMPLEMENTATION:
         return 0
     return 4 * config.num_attention_heads * min(tokens, QUERY_BLOCK) * tokens * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Compiles the C files for this CPU, and caches the library on disk for the next process."""
+"""Compiles the C files for this CPU, and caches the library on disk for later processes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ FOLDER = Path(__file__).parent
 SOURCES = [
     FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")
 ]
-# Nothing reads errno or floating-point traps, so GCC may vectorize loops with conversions.
+# The kernels read neither errno nor FP traps, so GCC may vectorize loops with conversions.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-# Without this option GCC uses 256-bit vectors. GCC for ARM rejects it.
+# Without this option GCC uses 256-bit vectors. GCC for ARM rejects the option.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
-# Lines of CPU_INFO that -march=native depends on; others change while the machine runs.
+# Lines of CPU_INFO on which -march=native depends. Other lines change while the machine runs.
 CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
 
 
 class BuildError(Exception):
-    """There is no compiler, or its library cannot be loaded."""
+    """The kernels cannot be compiled, or the compiled library cannot be loaded."""
 
 
 def load_library(macros: Sequence[str]) -> ctypes.CDLL:
-    """Load the library for these macros, and compile it unless an earlier process did.
+    """Load the library for these macros, and compile it first unless it is cached on disk.
 
-    CC names the compiler, and RLM_MARCH the architecture (default: this CPU's).
+    The environment variable CC names the compiler, and RLM_MARCH names the target architecture
+    (default: that of this CPU).
 
     Raises:
-        BuildError: it cannot be compiled or loaded; the message is one line.
+        BuildError: the library cannot be compiled or loaded; the message has one line.
     """
     compiler, command = _command(macros)
     kept = _cached_file(compiler, command)
     if kept and kept.exists():
-        with contextlib.suppress(OSError):  # perhaps truncated by a full disk: compile again
+        with contextlib.suppress(OSError):  # if a full disk truncated the file, compile it again
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(dir=kept and kept.parent) as scratch:
         library = Path(scratch) / "kernels.so"
@@ -50,10 +51,10 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
                 [*command, "-o", str(library), *map(str, SOURCES), "-lm"],
                 check=True, capture_output=True, text=True, timeout=60,
             )  # fmt: skip
-            # The kernels share torch's OpenMP threads: torch has loaded OpenMP already.
+            # torch has already loaded OpenMP, so the kernels share torch's OpenMP threads.
             loaded = ctypes.CDLL(str(library))
             if kept:
-                library.replace(kept)  # complete or not at all
+                library.replace(kept)  # atomic: other processes see a complete file
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or ["no reason given"]
             first = next((line for line in lines if "error" in line), lines[0])
@@ -64,8 +65,11 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
 
 
 def kernels_digest() -> str:
-    """Return a digest of what the kernels' speed depends on: sources, compiler, flags and CPU;
-    "none" without a compiler."""
+    """Return a digest of everything that determines the speed of the kernels.
+
+    The digest covers the sources, the compiler, its flags and the CPU. It is "none" without a
+    compiler.
+    """
     try:
         return _digest(*_command(()))
     except (OSError, subprocess.SubprocessError):
@@ -73,17 +77,17 @@ def kernels_digest() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return the first CPU's lines of /proc/cpuinfo on which -march=native depends.
+    """Return the lines of /proc/cpuinfo, for the first CPU, on which -march=native depends.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file cannot be read.
     """
     first_cpu = CPU_INFO.read_text().split("\n\n")[0].splitlines()
     return [line for line in first_cpu if line.startswith(CPU_FEATURES)]
 
 
 def _command(macros: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the compiler, and its command for a library, still without file names."""
+    """Return the compiler, and the command that compiles a library, without file names."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     flags = [*FLAGS, f"-march={os.environ.get('RLM_MARCH') or 'native'}"]
     flags += X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()
@@ -101,9 +105,10 @@ def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:
 
 
 def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
-    """Return the path for the library of this compiler, command, source and CPU.
+    """Return the path of the cached library for this compiler, command, source code and CPU.
 
-    None if the path cannot be determined, or if another user could write to its folder.
+    The result is None if the path cannot be determined, or if another user could write to its
+    folder.
     """
     folder = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm")) / "kernels"
     try:

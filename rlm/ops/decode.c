@@ -1,17 +1,17 @@
 /* The operations between the matmuls of a decoding step, for CPUs; compiled by build.py.
  *
- * Attention: a row (one completion) has one new token. Its keys and values are stored; then its
- * queries attend to the row's three segments: the prefix that all prompts share, the rest of its
- * prompt, and its completion. As matmuls this takes a dozen passes, and oneDNN first copies a bf16
- * matrix into another layout, which costs more than the matmul. Here keys and values are read once,
- * in place.
+ * Attention: each row is one completion and has one new token. The keys and values of the new token
+ * are stored first. Then the queries of the token attend to the three segments of the row: the
+ * prefix that all prompts share, the rest of the row's prompt, and the completion. With matmuls,
+ * this attention would take a dozen passes, and oneDNN would first copy a bf16 matrix into another
+ * layout, which takes longer than the matmul. Here the keys and values are read once, in place.
  *
- * Rotary embedding takes one pass. torch needs half a dozen, each of which takes a few microseconds
- * to start. The norm is in learn.c.
+ * Rotary embedding takes one pass. torch needs half a dozen passes, each of which takes a few
+ * microseconds to start. The norm is in learn.c.
  *
- * Everything is computed in fp32 and rounded once. The compiler gets -DQUERIES (query heads per
- * key-value head), -DWIDTH (of a head) and, for bf16, -DBF16. Vectors are those of GCC and Clang; with
- * loops of constant length, arrays of vectors become registers.
+ * Every result is computed in fp32 and rounded once. build.py defines the macros QUERIES (query
+ * heads per key-value head), WIDTH (of a head) and, for bf16, BF16. The code uses the vector types
+ * of GCC and Clang; in loops of constant length, the compiler keeps arrays of vectors in registers.
  */
 #include "numbers.h"
 
@@ -28,13 +28,14 @@ enum {
     PAIR = 2 * LANES,   /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     LINE = 64 / sizeof(number), /* numbers in a cache line */
-    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* numbers of a head whose sums fit the registers */
+    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* numbers of a head with sums that fit the registers */
 };
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-/* PAIR numbers, widened. fp32 numbers stay in order. bf16 numbers are split into the even and the odd
- * ones, which takes a shift and a mask; widening them in order takes three times that. */
+/* PAIR numbers, widened to fp32. fp32 numbers stay in order. bf16 numbers are split into those with
+ * even and those with odd indices, which takes a shift and a mask; widening the numbers in order
+ * would take three times as many instructions. */
 typedef struct {
     floats one, other;
 } pair;
@@ -62,31 +63,31 @@ static inline pair load(const number *from) {
 static inline void store(float *to, pair sums) { memcpy(to, &sums, sizeof sums); }
 #endif
 
-/* Keys (layers, slots, heads, D, tokens) and values (layers, slots, heads, tokens, D). */
+/* A cache: keys (layers, slots, heads, D, tokens) and values (layers, slots, heads, tokens, D). */
 typedef struct {
     number *keys, *values;
     int64_t slots, tokens;
-    const int64_t *slot, *length; /* per row: where it reads, and how many tokens */
+    const int64_t *slot, *length; /* per row: the slot it reads, and how many tokens */
 } segment;
 
-enum { SEGMENTS = 3 }; /* the last one has the completions, with the new tokens */
+enum { SEGMENTS = 3 }; /* the last segment contains the completions and the new tokens */
 
 typedef struct {
     int64_t rows, heads;
     segment parts[SEGMENTS];
 } step;
 
-/* Returns where the keys or values of a turn begin; a turn is row · heads + head. */
+/* Returns the index at which the keys or values of a turn begin; a turn is row · heads + head. */
 static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t turn) {
     int64_t slot = part->slot[turn / s->heads], head = turn % s->heads;
     return ((layer * part->slots + slot) * s->heads + head) * D * part->tokens;
 }
 
-/* out[q][t] = queries[q] · keys[:, t] for t < length; keys (D, tokens). Prefetches the `next`
- * keys: they lie in short runs, which the CPU would not prefetch by itself. */
+/* Computes out[q][t] = queries[q] · keys[:, t] for t < length, with keys (D, tokens). Prefetches
+ * the `next` keys: these keys lie in short runs, which the CPU would not prefetch by itself. */
 static void score(const float *queries, const number *keys, int64_t tokens, int64_t length,
                   float *out, int64_t stride, const number *next) {
-    number last[BLOCK] = {0}; /* a block that the stored tokens do not fill */
+    number last[BLOCK] = {0}; /* for a block with fewer than BLOCK stored tokens */
     for (int64_t t = 0; t < length; t += BLOCK) {
         pair sum[Q][BLOCK / PAIR] = {0};
         int64_t stored = tokens - t, n = length - t < BLOCK ? length - t : BLOCK;
@@ -111,7 +112,8 @@ static void score(const float *queries, const number *keys, int64_t tokens, int6
     }
 }
 
-/* Adds weights[q][t] values[t] over t < length to the sums; values (tokens, D); `next` as above. */
+/* Adds weights[q][t] values[t] for all t < length to the sums, with values (tokens, D). Prefetches
+ * the `next` values. */
 static void add(const float *weights, int64_t stride, const number *values, int64_t length,
                 const number *next, pair sums[Q][D / PAIR]) {
     for (int part = 0; part < D / PAIR; part += PART / PAIR) {
@@ -132,7 +134,7 @@ static void add(const float *weights, int64_t stride, const number *values, int6
     }
 }
 
-/* Turns scores, exponents of 2, into weights, and returns their sum. */
+/* Replaces scores, which are exponents of 2, by weights, and returns the sum of the weights. */
 static float exponentials(float *scores, int64_t n) {
     float most = scores[0], sum = 0;
 #pragma omp simd reduction(max : most)
@@ -143,7 +145,8 @@ static float exponentials(float *scores, int64_t n) {
     return sum;
 }
 
-/* Attends with one row's queries of one key-value head, after storing its new token if needed. */
+/* Computes the attention of one row for the queries of one key-value head. First stores the key and
+ * the value of the new token, unless the key is NULL. */
 static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
                         const number *queries, const number *key, const number *value,
                         float *weights, int64_t stride, number *out) {
@@ -181,9 +184,9 @@ static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
     }
 }
 
-/* Queries (rows, heads · Q, D); new keys and values (rows, heads, D), or NULL if they are stored
- * already, each with its stride between rows; out (rows, heads · Q, D). Returns 1 if there is not
- * enough memory for the scores. */
+/* Computes the attention of all rows, with queries and out (rows, heads · Q, D). The new keys and
+ * values are (rows, heads, D), or NULL if they are stored already. Each stride is the distance
+ * between rows. Returns 1 if there is not enough memory for the scores. */
 int decode_attention(const step *s, int64_t layer, float scale, const number *queries,
                      int64_t query_stride, const number *keys, int64_t key_stride,
                      const number *values, int64_t value_stride, number *out, int threads) {
@@ -212,8 +215,8 @@ int decode_attention(const step *s, int64_t layer, float scale, const number *qu
     return failed;
 }
 
-/* Applies rotary position embedding in place: x (rows, heads, D), rows `stride` numbers apart; cos and
- * sin (rows, D). */
+/* Applies rotary position embedding in place to x (rows, heads, D), whose rows are `stride` numbers
+ * apart. cos and sin are (rows, D). */
 void rotary_embedding(number *x, const number *cos, const number *sin, int64_t rows, int64_t heads,
                       int64_t stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * heads * D >= WORTH_THREADS)

@@ -1,8 +1,8 @@
-"""Chooses fp32 or bf16 on a CPU by measuring, because CPU flags do not say which is faster.
+"""Selects fp32 or bf16 on a CPU by measurement: the CPU flags do not show which dtype is faster.
 
 Some CPUs with AVX512-BF16 multiply bf16 at half the speed of fp32. Each kind of work is timed in
-both dtypes until two timings agree. The result is cached on disk; its key has all that the timings
-depend on.
+both dtypes until two timings agree. The result is cached on disk, under a key that contains
+everything on which the timings depend.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING
 from rlm.cli import terminal
 from rlm.ops.build import cpu_features, kernels_digest
 
-if TYPE_CHECKING:  # options import DTYPES, and --help must not load torch
+if TYPE_CHECKING:  # the options need DTYPES, and --help must not import torch
     import torch
 
 DTYPES = ("float32", "bfloat16")
-# How many times as fast bf16 must be. At equal speed fp32 is chosen, because it rounds less.
+# Minimum speed of bf16 relative to fp32. At equal speed fp32 is selected, because it rounds less.
 MARGIN = 1.1
-# Values of ONEDNN_MAX_CPU_ISA without bf16 matmuls.
+# Values of ONEDNN_MAX_CPU_ISA that disable bf16 matmuls.
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 ROWS, WIDTH, INNER = 1024, 576, 1536  # sizes of the timed matmuls
-ROUNDS, SECONDS = 3, 0.04  # each dtype is timed for so many turns of at least so many seconds
+ROUNDS, SECONDS = 3, 0.04  # turns for each dtype, and minimum seconds per turn
 # Two timings agree if their speed ratios of bf16 to fp32 differ by less than a factor of AGREEMENT.
-# Other programs make timings disagree, so there are at most TIMINGS of them.
+# Other programs can make all timings disagree, so at most TIMINGS of them are made.
 AGREEMENT, TIMINGS = 1.2, 6
-# Environment variables that decide which instructions oneDNN, torch and our own matmuls use.
+# Environment variables that determine which instructions oneDNN, torch and our matmuls use.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
@@ -43,14 +43,14 @@ def fast_dtype(
     """Return the dtype in which this CPU does a kind of work faster, and a short reason.
 
     Args:
-        kind: name of the work, under which the result is cached.
-        work: makes the function to time for a dtype.
+        kind: name of the kind of work, under which the result is cached.
+        work: returns, for a dtype, the function that is timed.
     """
     import torch
 
     held_down = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if held_down in WITHOUT_BF16:
-        return torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} has no bf16"
+        return torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} disables bf16"
     if not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
         return torch.float32, "this CPU has no bf16 units"
     seconds = _measured(kind, work)
@@ -65,7 +65,7 @@ def learning_dtype() -> tuple[torch.dtype, str]:
 
 
 def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) -> dict[str, float]:
-    """Return the seconds of the work by dtype, from the cache file if it has them.
+    """Return the seconds per call of the work for each dtype, from the cache file if possible.
 
     If no two timings agree, nothing is cached, and a warning is printed.
     """
@@ -82,22 +82,22 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
     seconds, apart = _time_until_two_agree(functions)
     if apart:
         terminal.line(
-            f"warning: which dtype is faster for {kind} could not be measured, because other "
-            f"programs use the CPU (bf16 was {apart[0]:.2g} to {apart[1]:.2g} times as fast as "
-            "fp32): the next run measures again; --dtype chooses one"
+            f"warning: could not measure which dtype is faster for {kind}, because other programs "
+            f"use the CPU (bf16 was {apart[0]:.2g} to {apart[1]:.2g} times as fast as fp32): the "
+            "next run measures again; --dtype selects a dtype"
         )
         return seconds
-    with suppress(OSError):  # an unwritable home: the next run measures again
+    with suppress(OSError):  # if the cache is not writable, the next run measures again
         cache.mkdir(parents=True, exist_ok=True)
         scratch = file.with_name(f".{file.name}.{os.getpid()}")
         all_known = (known if isinstance(known, dict) else {}) | {key: seconds}
         scratch.write_text(json.dumps(all_known, indent=2), encoding="utf-8")
-        scratch.replace(file)  # atomic: no reader sees half a file
+        scratch.replace(file)  # atomic: no reader sees an incomplete file
     return seconds
 
 
 def _key(kind: str) -> str:
-    """Return the cache key of a measurement, with all that it depends on."""
+    """Return the cache key of a measurement: everything on which its result depends."""
     import torch
 
     try:
@@ -119,8 +119,12 @@ def _key(kind: str) -> str:
 def _time_until_two_agree(
     functions: dict[str, Callable[[], object]],
 ) -> tuple[dict[str, float], tuple[float, float] | None]:
-    """Return the seconds per call of each function, and None. If no two of TIMINGS agree, the
-    lowest and highest speed ratio of bf16 to fp32 replace the None."""
+    """Time the functions until two timings agree.
+
+    Returns:
+        The seconds per call of each function, and None. If no two of TIMINGS timings agree, the
+        second value is instead the lowest and the highest speed ratio of bf16 to fp32.
+    """
     timings: list[dict[str, float]] = []
     for _ in range(TIMINGS):
         seconds = _time_in_turns(functions)
@@ -134,7 +138,7 @@ def _time_until_two_agree(
 
 
 def _times_as_fast(seconds: dict[str, float]) -> float:
-    """Return how many times as fast bf16 is as fp32."""
+    """Return the speed ratio of bf16 to fp32."""
     return seconds["float32"] / seconds["bfloat16"]
 
 
@@ -146,7 +150,7 @@ def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, floa
     for _ in range(ROUNDS):
         for name, function in functions.items():
             with torch.inference_mode():
-                function()  # to warm up
+                function()  # warm-up
                 calls, begin = 0, time.perf_counter()
                 while (passed := time.perf_counter() - begin) < SECONDS:
                     function()
@@ -156,7 +160,7 @@ def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, floa
 
 
 def _learning_products(dtype: torch.dtype) -> Callable[[], object]:
-    """Make a function that runs a layer's matmuls: forward, and backward to its input."""
+    """Build a function that runs a layer's matmuls, forward and for the gradient of its input."""
     import torch
 
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(INNER, WIDTH, dtype=dtype)

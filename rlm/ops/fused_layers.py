@@ -1,5 +1,8 @@
-"""Fused LoRA, norms, gating and attention for training: the results of transformers and PEFT, with
-fewer passes over the activations and less saved for the backward pass."""
+"""Fused LoRA, norms, gating and attention for training.
+
+The results equal those of transformers and PEFT. The fused layers make fewer passes over the
+activations, and they save fewer tensors for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,12 @@ Module = Any  # a module of transformers or PEFT, whose attributes are not decla
 
 
 def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
-    """Use fused adapters in the policy and, where they can be compiled, fused norms, gating and
-    attention. Norms must be frozen, and LoRA dropout 0."""
+    """Replace layers of the policy by fused layers.
+
+    Adapters are always replaced. Norms, gating and attention are replaced if the kernels can be
+    compiled and the architecture is supported. The norms must be frozen, and the LoRA dropout must
+    be 0.
+    """
     module: Module
     for module in policy.modules():
         if hasattr(module, "lora_A"):
@@ -51,9 +58,9 @@ def _lora(self: Module, x: Tensor) -> Tensor:
 
 
 def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
-    """Apply several layers with their adapters to one input.
+    """Apply several layers with their adapters to the same input.
 
-    Unquantized layers with at most one adapter each run as one autograd function.
+    All layers run as one autograd function if none of them is quantized or has several adapters.
     """
     parts, factors = [], []
     for layer in layers:
@@ -61,7 +68,8 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
             break
         base, active = layer.get_base_layer(), layer.active_adapters
         names = [] if layer.disable_adapters else [n for n in active if n in layer.lora_A]
-        # In SFT the adapter is fp32 on a bf16 base; autograd converts its gradients back to fp32.
+        # In SFT the adapter is in fp32 and the base model in bf16; autograd converts the gradients
+        # of the adapter back to fp32.
         adapter = [
             m[name].weight.to(x.dtype) for name in names for m in (layer.lora_A, layer.lora_B)
         ]
@@ -75,10 +83,10 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
 
 
 def _add_adapters(self: Module, x: Tensor) -> Tensor:
-    """Apply a layer with its adapters in torch: the fallback for any dtypes and adapters.
+    """Apply a layer with its adapters in torch; this fallback supports all dtypes and adapters.
 
-    Outputs of quantized layers may not be changed in place (autograd refuses it for 8 bits), so
-    adding an adapter to them makes a new tensor.
+    The output of a quantized layer must not be changed in place (autograd rejects this for 8 bits),
+    so the output of an adapter is added to it in a new tensor.
     """
     result = self.base_layer(x)
     if self.disable_adapters:
@@ -95,11 +103,12 @@ def _add_adapters(self: Module, x: Tensor) -> Tensor:
 
 
 class _Projections(torch.autograd.Function):
-    """Several linear layers of one input, each with its adapter: y = x Wᵀ + b + (s x Aᵀ) Bᵀ.
+    """Several linear layers with the same input, each with its adapter.
 
-    PEFT scales and adds in separate passes over every output, and autograd sums the gradients of
-    x in as many. Here matmuls accumulate in place. One function also avoids autograd nodes, each of
-    which costs about as much as a small matmul.
+    Each layer computes y = x Wᵀ + b + (s x Aᵀ) Bᵀ. PEFT scales and adds in separate passes over
+    every output, and autograd sums the gradients of x in separate passes, too. Here the matmuls
+    accumulate in place. A single function also saves autograd nodes, each of which takes about as
+    long as a small matmul.
     """
 
     @staticmethod
@@ -163,7 +172,7 @@ def _attention(
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     if (
-        self.config._attn_implementation != ATTN_IMPLEMENTATION  # the sampler sets its own
+        self.config._attn_implementation != ATTN_IMPLEMENTATION  # the sampler sets its own value
         or attention_mask is None
         or past_key_values is not None
         or (self.training and self.attention_dropout)
@@ -184,7 +193,10 @@ def _attention(
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary position embedding (Su et al., arXiv 2104.09864); backward rotates the other way."""
+    """Rotary position embedding (Su et al., arXiv 2104.09864).
+
+    The backward pass rotates the gradient in the opposite direction.
+    """
 
     @staticmethod
     def forward(
@@ -207,14 +219,14 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Copy (B, S, heads, D) to a new (B·S, heads, D)."""
+    """Copy a tensor (B, S, heads, D) into a new tensor (B·S, heads, D)."""
     return x.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 class _Norm(torch.autograd.Function):
-    """weight · x / rms(x) over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
+    """RMS norm: weight · x / rms(x) over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
 
-    Saves x for backward in its own dtype; transformers saves it in fp32.
+    The input x is saved for the backward pass in its own dtype; transformers saves x in fp32.
     """
 
     @staticmethod
@@ -239,7 +251,10 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gating(torch.autograd.Function):
-    """silu(gate) · up. Saves both for backward; transformers saves silu(gate) as well."""
+    """SiLU gating: silu(gate) · up.
+
+    Only gate and up are saved for the backward pass; transformers also saves silu(gate).
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:

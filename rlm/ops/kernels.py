@@ -1,9 +1,9 @@
 """Calls the compiled C functions on tensors; `_SIGNATURES` lists their arguments.
 
-products.c has the matmuls, logits.c sampling and scoring. decode.c has the other operations of a
-decoding step, learn.c and attention.c those of a training pass.
-Without a compiler, `TorchOps` computes the same in many small passes, with oneDNN's matmuls: equal
-up to rounding, and slower.
+products.c contains the matmuls, and logits.c contains sampling and scoring. decode.c contains the
+other operations of a decoding step; learn.c and attention.c contain those of a training pass.
+Without a compiler, `TorchOps` is used instead. Its results are equal up to rounding, but it is
+slower because it makes many small passes and uses oneDNN's matmuls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-ATTENTION_BLOCK = 16  # tokens; the same as TOKENS in attention.c
+ATTENTION_BLOCK = 16  # tokens per block; equals TOKENS in attention.c
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # The argument types of each C function, except the last one: the number of threads.
@@ -93,13 +93,15 @@ def num_key_value_heads(config: PretrainedConfig) -> int:
 
 
 def ops_for(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> Ops:
-    """Return the ops for a model of these shapes: compiled kernels on a CPU, else torch.
+    """Return the operations for a model: compiled kernels on a CPU, or else torch.
 
     Args:
-        dtype: to compute in (None: the model's).
+        dtype: dtype of the computation; None selects the dtype of the model.
     """
     if model.device.type != "cpu":
-        return TorchOps(f"no code for {model.device.type}", "matmuls on a GPU depend on it")
+        return TorchOps(
+            f"{model.device.type} is not supported", "the results of GPU matmuls depend on it"
+        )
     config = model.config.get_text_config()
     queries = config.num_attention_heads // num_key_value_heads(config)
     return load_ops(dtype or model.dtype, queries, head_dim(config))
@@ -110,10 +112,10 @@ def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
     """Compile and load the kernels for a dtype and a head shape; return `TorchOps` if that fails.
 
     Args:
-        queries: query heads per key-value head.
+        queries: number of query heads per key-value head.
     """
     if dtype not in (torch.float32, torch.bfloat16):
-        return TorchOps(f"no code for {str(dtype).removeprefix('torch.')}")
+        return TorchOps(f"{str(dtype).removeprefix('torch.')} is not supported")
     macros = [f"QUERIES={queries}", f"WIDTH={head_dim}", f"DRAWN={VOCAB_BLOCK}"]
     if dtype == torch.bfloat16:
         macros.append("BF16")
@@ -138,8 +140,8 @@ class Kernels:
         # Whether matmuls are compiled for this CPU and dtype.
         self.has_linear = self._columns > 0
         self.has_tiles = bool(library.uses_tiles())  # whether matmuls use AMX
-        self._inputs_together = library.inputs_together()  # inputs whose weights are adjacent
-        self.logit_bytes = dtype.itemsize  # per logit while sampling: no copy is made
+        self._inputs_together = library.inputs_together()  # inputs with adjacent weights
+        self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, without a copy
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name != "linear" or self.has_linear:
@@ -147,12 +149,12 @@ class Kernels:
 
     @property
     def batch_note(self) -> str | None:
-        """Why a row's results may depend on other rows; None if they do not, bit for bit."""
+        """The reason why a row's results may depend on other rows; None if they never do."""
         if self.has_linear:
             return None
         return (
-            "matmuls are not compiled: this CPU has no fused multiply-add, or its system allows "
-            "no AMX tiles"
+            "matmuls are not compiled: this CPU has no fused multiply-add, or its system does "
+            "not allow AMX tiles"
         )
 
     def linear(
@@ -161,13 +163,15 @@ class Kernels:
         biases: Sequence[Tensor] | None,
         epsilon: float | None = None,
     ) -> LinearFunction:
-        """Make a linear layer's function: x (rows, inputs)[, residual] → (rows, outputs).
+        """Build the function of a linear layer, which maps x (rows, inputs) to (rows, outputs).
 
-        It adds the residual (rows, outputs), if there is one.
+        If the function receives a residual (rows, outputs) as its second argument, it adds the
+        residual to the result.
 
         Args:
-            weights: one or two (outputs, inputs), copied. Two give silu(first(x)) · second(x).
-            biases: (outputs,) for each weight.
+            weights: one or two matrices (outputs, inputs), which are copied. With two matrices, the
+                function computes silu(first(x)) · second(x).
+            biases: a vector (outputs,) for each matrix.
             epsilon: if given, each row of x is first divided by its root mean square.
         """
         if not self.has_linear or weights[0].shape[1] % self._inputs_together:
@@ -178,7 +182,7 @@ class Kernels:
         what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
         what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
-        what.alive = kept, shifts  # `what` has only their addresses
+        what.alive = kept, shifts  # `what` stores only the addresses of these tensors
         call = self._library.linear
 
         def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -194,9 +198,12 @@ class Kernels:
         return multiply
 
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Reshape matrices (outputs, inputs) to (blocks, matrices, inputs / n, columns, n), where n
-        inputs are multiplied at once."""
-        # These n numbers are moved as one integer.
+        """Rearrange matrices (outputs, inputs) into the blocks that the compiled matmul reads.
+
+        The result is (blocks, matrices, inputs / n, columns, n): the matmul multiplies n inputs at
+        a time.
+        """
+        # The n numbers of a group are moved as one integer.
         size = 8 * self._inputs_together * self.dtype.itemsize
         together = {16: torch.int16, 32: torch.int32}[size]
         groups = [matrix.contiguous().view(together) for matrix in matrices]
@@ -204,22 +211,23 @@ class Kernels:
         return blocks.view(self.dtype)
 
     def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
-        """Reshape (outputs, …) to (blocks, parts, columns, …); the last block is zero-padded."""
+        """Rearrange (outputs, …) to (blocks, parts, columns, …), padded with zeros at the end."""
         missing = -len(parts[0]) % self._columns
         whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
         return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
 
     def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a key or value cache, uninitialized: only what rows have written is read."""
+        """Allocate an uninitialized key or value cache; only entries written by rows are read."""
         return torch.empty(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
         self, stores: Sequence[Store], slots: Sequence[int], tokens: int, prefix: int
     ) -> AttentionFunction:
-        """Make the attention that prefills prompts; see `TorchOps.prefill_attention`.
+        """Build the attention function that prefills prompts; see `TorchOps.prefill_attention`.
 
-        It runs the decoding kernel, with each token of a prompt as a row. So a token's attention is
-        summed in one order, wherever its shared prefix ends and whatever is prefilled with it.
+        The function runs the decoding kernel, with each token of a prompt as a row. Therefore the
+        attention of a token is always summed in the same order, independent of the length of the
+        shared prefix and of the other prompts that are prefilled.
         """
         before, (keys, values) = stores
         where, rows = torch.tensor(slots), len(slots) * tokens
@@ -244,13 +252,14 @@ class Kernels:
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
     ) -> Callable[[int, Tensor, Tensor | None, Tensor | None, float], Tensor]:
-        """Make the attention for rows with one new token; see `TorchOps.decode_attention`.
+        """Build the attention function for decoding; see `TorchOps.decode_attention`.
 
-        There are three segments. If k and v are None, those of the new tokens are stored already.
+        There must be three segments. The attention function may be called with None for k and v if
+        the keys and values of the new tokens are already in the cache.
         """
         numbers = [[torch.tensor(part) for part in parts] for parts in (slots, lengths)]
         step = _Step(rows=len(slots[0]), heads=stores[0][0].shape[2])
-        step.alive = stores, numbers  # `step` has only their addresses
+        step.alive = stores, numbers  # `step` stores only the addresses of these tensors
         for part, (keys, values), slot, length in zip(step.parts, stores, *numbers, strict=True):
             part.keys, part.values = keys.data_ptr(), values.data_ptr()
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
@@ -261,7 +270,7 @@ class Kernels:
             layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
         ) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
-            # One token per row: (N, heads, D), whose rows need not be contiguous.
+            # There is one token per row: (N, heads, D). The rows need not be contiguous.
             parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
             rows = [
                 value
@@ -276,7 +285,12 @@ class Kernels:
         return attend
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply rotary position embedding to (rows, heads, D), in place; cos and sin (rows, D)."""
+        """Apply rotary position embedding in place.
+
+        Args:
+            x: (rows, heads, D).
+            cos, sin: (rows, D).
+        """
         x, cos, sin = _heads_together(x), cos.contiguous(), sin.contiguous()
         self._call("rotary_embedding", x, cos, sin, *x.shape[:2], x.stride(0))
         return x
@@ -284,11 +298,14 @@ class Kernels:
     def sample(
         self, logits: Tensor, uniform: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Sample a token per row: ids (N,) and log-probabilities; None if a logit is not finite.
+        """Sample one token per row.
 
         Args:
-            logits: (N, V), of the dtype that this was compiled for.
-            uniform: (N,), in [0, 1).
+            logits: (N, V), in the dtype for which the kernels were compiled.
+            uniform: random numbers (N,) in [0, 1).
+
+        Returns:
+            The token ids (N,) and their log-probabilities (N,), or None if a logit is not finite.
         """
         assert logits.dtype == self.dtype
         logits, uniform = logits.contiguous(), uniform.double().contiguous()
@@ -300,18 +317,21 @@ class Kernels:
     def token_logprobs(
         self, logits: Tensor, targets: Tensor, temperature: float, gradients: bool
     ) -> tuple[Tensor, Tensor]:
-        """Score each row: the target's log-probability and the entropy, two (M,) in fp32.
+        """Compute the log-probability of each row's target, and the entropy of each row.
 
         Args:
-            logits: (M, V), of the dtype that this was compiled for.
-            gradients: overwrite the logits with the gradient of the log-probability, times the
-                temperature.
+            logits: (M, V), in the dtype for which the kernels were compiled.
+            gradients: whether to overwrite the logits with the gradient of the log-probability,
+                multiplied by the temperature.
+
+        Returns:
+            The log-probabilities (M,) and the entropies (M,), in fp32.
 
         Raises:
             IndexError: a target is outside the vocabulary.
         """
         if len(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[1]:
-            raise IndexError(f"a target is not among {logits.shape[1]} tokens")
+            raise IndexError(f"a target is outside the vocabulary of {logits.shape[1]} tokens")
         assert logits.is_contiguous()
         assert logits.dtype == self.dtype
         targets = targets.contiguous()
@@ -321,7 +341,7 @@ class Kernels:
         return logprobs, entropy
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """Compute weight · x / rms(x) for each row of (rows, width); None is a weight of 1."""
+        """Compute weight · x / rms(x) for each row of (rows, width); a weight of None means 1."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._pass("rms_norm", x, weight, out, *x.shape, float(epsilon))
@@ -357,8 +377,10 @@ class Kernels:
         Args:
             q: (B, S, H·Q, D), contiguous.
             k: (B, S, H, D), and v, contiguous.
-            hidden: (B or 1, S of keys, S of queries) of bool, both S padded to whole blocks.
-            seen: (B or 1, blocks of queries, blocks of keys) of bool: whether any key is visible.
+            hidden: whether a key is hidden from a query, (B or 1, keys, queries) of bool, with
+                keys and queries padded to whole blocks.
+            seen: whether any key of a block is visible to any query of a block, (B or 1, query
+                blocks, key blocks) of bool.
         """
         out = torch.empty_like(q)
         self._attend_all("attention_forward", (q, k, v), hidden, seen, scale, out)
@@ -401,19 +423,19 @@ class Kernels:
             raise MemoryError("not enough memory for the attention scores")
 
     def _pass(self, name: str, *values: Tensor | float | None) -> int:
-        """Run `_call` after checking that all tensors are contiguous and of this dtype."""
+        """Run `_call` after checking that all tensors are contiguous and have the right dtype."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
         return self._call(name, *values)
 
     def _call(self, name: str, *values: object) -> int:
-        """Call a C function with tensor addresses, numbers, and last the number of threads."""
+        """Call a C function with tensor addresses, numbers and, at the end, the thread count."""
         passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
         return getattr(self._library, name)(*passed, torch.get_num_threads())
 
 
 def _heads_together(rows: Tensor) -> Tensor:
-    """Return (N, heads, D) with the heads of a row contiguous in memory."""
+    """Return rows (N, heads, D) in which the heads of each row are contiguous in memory."""
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 

@@ -1,10 +1,11 @@
-/* The operations between the matmuls of a training pass: norms (also of a decoding step), gating, and
- * their gradients. The backward pass recomputes what it needs from the forward pass.
+/* The operations between the matmuls of a training pass: norms (also those of a decoding step),
+ * gating, and their gradients. The backward pass recomputes the intermediate results of the forward
+ * pass.
  */
 #include "numbers.h"
 
-/* out = weight · x / rms(x); x and out are (rows, width). A weight of NULL is 1. As in transformers,
- * x / rms(x) is rounded, too. */
+/* Computes out = weight · x / rms(x), where x and out are (rows, width). If the weight is NULL, it
+ * counts as 1. As in transformers, x / rms(x) is also rounded. */
 void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
               float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= WORTH_THREADS)
@@ -19,7 +20,7 @@ void rms_norm(const number *x, const number *weight, number *out, int64_t rows, 
     }
 }
 
-/* The gradient of x from grad_out: f (g - x f^2 mean(g x)), with f = 1 / rms(x) and
+/* Computes the gradient of x from grad_out: f (g - x f^2 mean(g x)), with f = 1 / rms(x) and
  * g = weight · grad_out. */
 void rms_norm_backward(const number *x, const number *weight, const number *grad_out,
                        number *grad_x, int64_t rows, int64_t width, float epsilon, int threads) {
@@ -37,14 +38,14 @@ void rms_norm_backward(const number *x, const number *weight, const number *grad
     }
 }
 
-/* out = silu(gate) · up. */
+/* Computes out = silu(gate) · up. */
 void silu_and_mul(const number *gate, const number *up, number *out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
     for (int64_t i = 0; i < n; i++)
         out[i] = rounded(widened(rounded(silu_of(widened(gate[i])))) * widened(up[i]));
 }
 
-/* The gradients of gate and up, with s the logistic function of the gate:
+/* Computes the gradients of gate and up. If s is the logistic function of the gate, then
  * silu' = s + silu (1 - s). */
 void silu_and_mul_backward(const number *gate, const number *up, const number *grad_out,
                            number *grad_gate, number *grad_up, int64_t n, int threads) {

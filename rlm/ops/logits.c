@@ -1,5 +1,6 @@
-/* Sampling from logits and scoring tokens. Both read the logits two or three times, while they are in
- * the CPU's cache, and allocate nothing of their size.
+/* Sampling from logits and scoring of tokens. Both functions read the logits two or three times
+ * while the logits are in the CPU's cache, and neither allocates a buffer of the size of the
+ * logits.
  */
 #include "numbers.h"
 
@@ -14,7 +15,8 @@ static float highest(const number *from, int64_t n) {
     return most;
 }
 
-/* Computes a block's exponents of 2, (logit - most) · factor; NOTHING beyond the vocabulary. */
+/* Computes the exponents of 2 of a block, (logit - most) · factor. Exponents beyond the vocabulary
+ * are NOTHING. */
 static void exponents(const number *logits, int64_t vocabulary, int64_t block, float most,
                       float factor, float out[DRAWN]) {
     const number *from = logits + block * DRAWN;
@@ -26,7 +28,7 @@ static void exponents(const number *logits, int64_t vocabulary, int64_t block, f
     for (int64_t i = n; i < DRAWN; i++) out[i] = NOTHING;
 }
 
-/* Computes a block's powers of two, and returns their sum. */
+/* Computes the powers of two of a block, and returns the sum of these powers. */
 static float masses(const number *logits, int64_t vocabulary, int64_t block, float most,
                     float factor, float powers[DRAWN]) {
     exponents(logits, vocabulary, block, most, factor, powers);
@@ -37,8 +39,9 @@ static float masses(const number *logits, int64_t vocabulary, int64_t block, flo
     return sum;
 }
 
-/* Returns the index of the mass with which the running sum exceeds `wanted`; `before` becomes the sum
- * before it. If rounding puts `wanted` at the total, this is the last mass above 0. */
+/* Returns the index of the first mass with which the running sum exceeds `wanted`, and sets
+ * `before` to the sum before this mass. If rounding makes `wanted` equal the total, the index is
+ * that of the last mass above 0. */
 static int64_t hit(const double *mass, int64_t n, double wanted, double *before) {
     int64_t last = 0;
     double sum = *before;
@@ -51,9 +54,10 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
     return last;
 }
 
-/* Samples a token, with its log-probability, from each row of logits (rows, vocabulary), as in
- * torch_ops.py: by the running sum over blocks of the vocabulary, then inside the block that is hit.
- * If `cold`, takes the first of the likeliest tokens. Returns 1 if a row's logits are not finite. */
+/* Samples a token from each row of logits (rows, vocabulary), and computes its log-probability. The
+ * method is that of torch_ops.py: the running sum over blocks of the vocabulary selects a block,
+ * and the running sum inside this block selects the token. If `cold`, the first of the likeliest
+ * tokens is selected. Returns 1 if the logits of a row are not finite. */
 int sample(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
            const double *uniform, int64_t *tokens, float *logprobs, int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
@@ -62,7 +66,7 @@ int sample(const number *logits, int64_t rows, int64_t vocabulary, float tempera
     for (int64_t row = 0; row < rows; row++) {
         const number *from = logits + row * vocabulary;
         float most = highest(from, vocabulary), powers[DRAWN], factor = LOG2_E / temperature;
-        double sums[blocks], total = 0; /* single precision would blur rare tokens */
+        double sums[blocks], total = 0; /* double: float would distort rare tokens */
         for (int64_t b = 0; b < blocks; b++)
             total += sums[b] = masses(from, vocabulary, b, most, factor, powers);
         int64_t token = 0;
@@ -83,9 +87,9 @@ int sample(const number *logits, int64_t rows, int64_t vocabulary, float tempera
     return failed;
 }
 
-/* The log-probability of each row's target under softmax(logits / temperature), and the entropy of
- * that distribution. With `gradients`, the logits (rows, vocabulary) are overwritten with the
- * log-probability's gradient times the temperature: 1[v = target] - p_v, rounded once. */
+/* Computes the log-probability of each row's target under softmax(logits / temperature), and the
+ * entropy of that distribution. With `gradients`, the logits (rows, vocabulary) are overwritten
+ * with the log-probability's gradient times the temperature: 1[v = target] - p_v, rounded once. */
 void token_logprobs(number *logits, int64_t rows, int64_t vocabulary, const int64_t *targets,
                     float temperature, int64_t gradients, float *logprobs, float *entropies,
                     int threads) {
@@ -94,7 +98,7 @@ void token_logprobs(number *logits, int64_t rows, int64_t vocabulary, const int6
     for (int64_t row = 0; row < rows; row++) {
         number *from = logits + row * vocabulary, *target = from + targets[row];
         float most = highest(from, vocabulary), factor = LOG2_E / temperature, powers[DRAWN];
-        double total = 0, moment = 0; /* sums of masses, and of masses times exponents */
+        double total = 0, moment = 0; /* the sums of masses, and of masses times exponents */
         for (int64_t b = 0; b < blocks; b++) {
             exponents(from, vocabulary, b, most, factor, powers);
             float sum = 0, first = 0;

@@ -1,6 +1,6 @@
-/* The dtype of all compiled code, and functions that several files need.
+/* The dtype of all compiled code, and functions that several files use.
  *
- * Numbers are fp32, or bf16 with -DBF16; everything is computed in fp32 and rounded once.
+ * Numbers are fp32, or bf16 with -DBF16. Every result is computed in fp32 and rounded once.
  */
 #include <math.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 
 static const float LOG2_E = 1.44269504f; /* e^x = 2^(x log2 e) */
-static const int64_t WORTH_THREADS = 16384; /* numbers; for fewer, threads cost more than they save */
+static const int64_t WORTH_THREADS = 16384; /* threads cost more than they save for fewer numbers */
 
 #ifdef BF16
 typedef uint16_t number;
@@ -19,7 +19,7 @@ static inline float widened(number x) {
     memcpy(&wide, &bits, sizeof wide);
     return wide;
 }
-static inline number rounded(float x) { /* to the nearest, ties to even; a NaN stays NaN */
+static inline number rounded(float x) { /* rounds to nearest, ties to even; a NaN stays NaN */
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -33,25 +33,26 @@ static inline number rounded(float x) { return x; }
 
 static const float NOTHING = -150; /* 2 to this power is 0 in fp32 */
 
-/* 2^x for x <= 0, to a relative 2e-7: the power of the nearest integer, times a series for the rest. */
+/* Returns 2^x for x <= 0, with a relative error of 2e-7: the power of the nearest integer, times a
+ * series for the rest. */
 static inline float power_of_two(float x) {
     int32_t whole = (int32_t)(x - 0.5f), exponent = whole + 127;
     float rest = x - whole;
     float series = 1 + rest * (0.69314718f + rest * (0.24022651f + rest * (0.05550411f +
                    rest * (0.00961813f + rest * (0.00133336f + rest * 0.00015404f)))));
-    uint32_t bits = (uint32_t)(exponent > 0 ? exponent : 0) << 23; /* below 2^-126: 0 */
+    uint32_t bits = (uint32_t)(exponent > 0 ? exponent : 0) << 23; /* 0 for powers below 2^-126 */
     float power;
     memcpy(&power, &bits, sizeof power);
     return series * power; /* a NaN stays NaN */
 }
 
-/* x times its logistic function. */
+/* Returns x times the logistic function of x. */
 static inline float silu_of(float x) {
     float power = power_of_two(-fabsf(x) * LOG2_E);
     return x * (x < 0 ? power : 1) / (1 + power);
 }
 
-/* 1 / rms(x). */
+/* Returns 1 / rms(x). */
 static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)

@@ -1,13 +1,14 @@
-/* The matmuls of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM); compiled by
- * build.py. In bf16, AVX512-BF16 multiplies pairs and AMX multiplies whole tiles; elsewhere numbers
- * are widened to fp32 as they are read.
+/* The matmuls of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM); compiled
+ * by build.py. In bf16, CPUs with AVX512-BF16 multiply pairs of numbers, and CPUs with AMX multiply
+ * whole tiles; on other CPUs, numbers are widened to fp32 when they are read.
  *
- * With 64 rows, multiplying a block of weights takes about as long as loading it from memory, and
- * oneDNN does one after the other. Here the next block is prefetched while one is multiplied. RMS
- * norm, bias, SiLU gating and residual are applied to the sums before they are rounded.
+ * With 64 rows, multiplying a block of weights takes about as long as loading the block from
+ * memory, and oneDNN first loads and then multiplies. Here the next block is prefetched while the
+ * current block is multiplied. RMS norm, bias, SiLU gating and residual are applied to the sums
+ * before they are rounded.
  *
- * Every sum is taken in the order of its inputs, so a row's result depends neither on the other rows
- * nor on the number of threads.
+ * Every sum is computed in the order of its inputs, so the result of a row depends neither on the
+ * other rows nor on the number of threads.
  */
 #include "numbers.h"
 
@@ -26,7 +27,7 @@
 #define ROWS 8
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 4 /* AVX has 16 registers, the others 32 */
+#define ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
 #else
 #define LANES 4
 #define ROWS 8
@@ -53,13 +54,13 @@ enum {
     COLUMNS = LANES * VECTORS,
     WORDS = COLUMNS * DEPTH,       /* weights of DEPTH inputs */
     LINE = 64 / sizeof(number),    /* numbers in a cache line */
-    TASKS = 4, /* per thread at least, if there are enough rows: no thread then waits long */
+    TASKS = 4, /* minimum number of tasks per thread, if there are enough rows: limits waiting */
 };
 
-/* The next block of weights, prefetched a few inputs at a time. */
+/* The next block of weights, which is prefetched a few inputs at a time. */
 typedef struct {
     const number *weights;
-    int64_t every, wait; /* turns from one prefetch to the next, and turns left */
+    int64_t every, wait; /* turns between prefetches, and turns until the next one */
 } request;
 
 static inline void ask(request *next) {
@@ -75,7 +76,8 @@ static inline void ask(request *next) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux lets a process use tiles after it requests them: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
+/* Linux allows a process to use tiles only after a request:
+ * arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). */
 static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #endif
 
@@ -85,19 +87,20 @@ int inputs_together(void) { return TOGETHER; }
 
 typedef struct {
     uint8_t palette, start, reserved[14];
-    uint16_t bytes[16]; /* per row */
+    uint16_t bytes[16]; /* bytes per row */
     uint8_t rows[16];
 } tile_shapes;
 
-/* Keeps GCC from delaying earlier stores: it does not know which memory tile instructions read. */
+/* Prevents GCC from delaying earlier stores, as GCC does not know what tile instructions read. */
 static inline void written(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
-/* Tiles 0 to 3 hold the sums of 2 · 16 rows and 2 · 16 columns; 4 and 5 hold rows, 6 and 7 weights. */
+/* Configures the tiles. Tiles 0 to 3 contain the sums of 2 · 16 rows and 2 · 16 columns, tiles 4
+ * and 5 contain rows, and tiles 6 and 7 contain weights. */
 static void shape_tiles(int64_t rows) {
     tile_shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         int64_t first = i < 4 ? i / 2 * 16 : i < 6 ? (i - 4) * 16 : 0;
-        int64_t left = i < 6 ? rows - first : 16; /* a tile of weights holds 16 pairs of inputs */
+        int64_t left = i < 6 ? rows - first : 16; /* a tile of weights has 16 pairs of inputs */
         if (left <= 0) continue;
         shapes.rows[i] = left < 16 ? left : 16;
         shapes.bytes[i] = 64;
@@ -106,10 +109,11 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-/* Context switches of a thread that holds tiles are slower. */
+/* Releases the tiles, because context switches of a thread with tiles in use are slower. */
 static inline void release_tiles(void) { _tile_release(); }
 
-/* Adds the products of DEPTH inputs to the sums; x is (rows, DEPTH), its rows `width` bytes apart. */
+/* Adds the products of DEPTH inputs to the sums. x is (rows, DEPTH), and its rows are `width` bytes
+ * apart. */
 static inline __attribute__((always_inline)) void
 add_products(const int two, const number *x, int64_t width, const number *weights) {
     _tile_loadd(6, weights, 4 * COLUMNS);
@@ -124,8 +128,8 @@ add_products(const int two, const number *x, int64_t width, const number *weight
     }
 }
 
-/* sums[i][j] = x[i] · weights[:, j] for the rows that tiles are shaped for, more than 16 if `two`;
- * weights are (inputs / TOGETHER, COLUMNS, TOGETHER). */
+/* Computes sums[i][j] = x[i] · weights[:, j] for the rows for which the tiles are configured; these
+ * are more than 16 rows if `two`. The weights are (inputs / TOGETHER, COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
 multiply_rows(const int two, int64_t rows, const number *x, const number *weights, int64_t inputs,
               request *next, float sums[ROWS][COLUMNS]) {
@@ -140,7 +144,7 @@ multiply_rows(const int two, int64_t rows, const number *x, const number *weight
         ask(next);
         add_products(two, x + k, inputs * sizeof *x, weights + k * COLUMNS);
     }
-    if (rest) { /* zeros fill up the last tile */
+    if (rest) { /* pad the last tile with zeros */
         number last[ROWS][DEPTH] = {{0}}, last_weights[WORDS] = {0};
         for (int64_t i = 0; i < rows; i++)
             memcpy(last[i], x + i * inputs + whole, rest * sizeof *x);
@@ -168,7 +172,7 @@ int uses_tiles(void) { return 0; }
 int block_columns(void) { return COLUMNS; }
 int inputs_together(void) { return TOGETHER; }
 
-/* There are no tiles to shape or release. */
+/* Without AMX there are no tiles to configure or release. */
 static inline void shape_tiles(int64_t rows) { (void)rows; }
 static inline void release_tiles(void) {}
 
@@ -179,7 +183,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 
 #ifdef PAIRS
 typedef __m512bh operand;
-typedef number input; /* of rows in the inner loop */
+typedef number input; /* type of the rows in the inner loop */
 
 static inline operand same(const input *x) {
     int32_t pair;
@@ -200,7 +204,7 @@ static inline operand same(const input *x) { return *x - (floats){0}; }
 static inline operand weights_at(const void *weights) {
 #if defined(BF16) && defined(__AVX512F__)
     return (operand)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(weights)), 16);
-#elif defined(BF16) && defined(__AVX2__) /* GCC itself would widen in five instructions */
+#elif defined(BF16) && defined(__AVX2__) /* GCC's own code needs five instructions */
     return (operand)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(weights)), 16);
 #elif defined(BF16)
     typedef number numbers __attribute__((vector_size(2 * LANES)));
@@ -218,8 +222,8 @@ static inline floats multiply_add(floats sum, operand x, operand weights) {
 #endif
 typedef floats stored_floats __attribute__((aligned(4), may_alias));
 
-/* sums[i][j] = x[i] · weights[:, j] for the first `rows` rows (a constant); weights are
- * (inputs / TOGETHER, COLUMNS, TOGETHER). */
+/* Computes sums[i][j] = x[i] · weights[:, j] for the first `rows` rows (a constant). The weights
+ * are (inputs / TOGETHER, COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
 tile(const int rows, const input *x, const number *weights, int64_t inputs, request *next,
      float sums[ROWS][COLUMNS]) {
@@ -270,10 +274,11 @@ static inline void scale_and_shift(float *sums, float factor, const float *bias)
         for (int j = 0; j < COLUMNS; j++) sums[j] += bias[j];
 }
 
-/* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with an
- * optional bias (blocks, COLUMNS). If `gated`, there are twice as many blocks: those of the gate
- * alternate with those that it gates. If `normed`, each row of x is divided by its root mean square.
- * An optional residual (rows, outputs) is added. The result is out (rows, outputs). */
+/* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with
+ * an optional bias (blocks, COLUMNS). If `gated`, there are twice as many blocks: each block of the
+ * gate is followed by the block that it gates. If `normed`, each row of x is divided by its root
+ * mean square. An optional residual (rows, outputs) is added. The result is stored in out (rows,
+ * outputs). */
 typedef struct {
     const number *x, *weights;
     const float *bias;
@@ -284,7 +289,7 @@ typedef struct {
     float epsilon;
 } product;
 
-/* Computes rows from…to of a block of columns. */
+/* Computes the rows from `from` up to, but not including, `to` for a block of columns. */
 static void multiply_block(const product *p, int64_t block, int64_t from, int64_t to,
                            const float *factors, const number *next) {
     int64_t size = p->inputs * COLUMNS, kinds = p->gated ? 2 : 1, column = block * COLUMNS;
@@ -293,7 +298,7 @@ static void multiply_block(const product *p, int64_t block, int64_t from, int64_
     const float *bias = p->bias ? p->bias + block * kinds * COLUMNS : NULL;
     int64_t tiles = (to - from + ROWS - 1) / ROWS;
     request ahead = {next, tiles, 1};
-    int64_t shaped = 0; /* rows that tiles are shaped for */
+    int64_t shaped = 0; /* number of rows for which the tiles are configured */
     for (int64_t row = from; row < to; row += ROWS) {
         float sums[ROWS][COLUMNS], gates[ROWS][COLUMNS];
         int64_t rows = to - row < ROWS ? to - row : ROWS;
@@ -319,7 +324,7 @@ static void multiply_block(const product *p, int64_t block, int64_t from, int64_
 void linear(const product *p, int threads) {
     int64_t blocks = (p->outputs + COLUMNS - 1) / COLUMNS, tiles = (p->rows + ROWS - 1) / ROWS;
     int64_t block_size = p->inputs * COLUMNS * (p->gated ? 2 : 1);
-    int64_t parts = (TASKS * threads + blocks - 1) / blocks; /* into which rows are split */
+    int64_t parts = (TASKS * threads + blocks - 1) / blocks; /* number of parts of the rows */
     parts = parts < tiles ? parts : tiles;
     float factors[p->normed ? p->rows : 1];
 #pragma omp parallel num_threads(threads)
@@ -342,6 +347,6 @@ void linear(const product *p, int threads) {
 
 #else
 int uses_tiles(void) { return 0; }
-int block_columns(void) { return 0; } /* there are no matmuls */
+int block_columns(void) { return 0; } /* no matmuls are compiled */
 int inputs_together(void) { return 1; }
 #endif

@@ -1,7 +1,7 @@
-"""Sampling and scoring in torch, on any device. `Kernels` has the same operations, compiled.
+"""Sampling and scoring in torch, on any device. `Kernels` runs the same operations in C code.
 
-Letters: N rows, V vocabulary. In caches: L layers, P prompt slots, H key-value heads, Q queries
-per such head, D head width, T tokens.
+Shapes use these letters: N rows, V tokens of the vocabulary. Shapes of caches also use: L layers, P
+prompt slots, H key-value heads, Q query heads per key-value head, D head width, T tokens.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ LinearFunction = Callable[..., Tensor]
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 # Keys (L, slots, H, D, T) and values (L, slots, H, T, D).
 Store = tuple[Tensor, Tensor]
-# Tokens per block: a vocabulary has about as many blocks as a block has tokens.
+# Tokens per block of the vocabulary. A vocabulary has about as many blocks as a block has tokens.
 VOCAB_BLOCK = 256
-# Rows converted to fp32 at a time on a CPU: 16 × 49,152 × 4 bytes = 3 MB stay in the cache, and the
-# allocator reuses such a block. It often maps a block of 25 MB anew, with many page faults.
+# Rows that are converted to fp32 at a time on a CPU. 16 rows × 49,152 logits × 4 bytes = 3 MB stay
+# in the CPU's cache, and the allocator reuses a block of this size. A block of 25 MB would often be
+# mapped anew, with many page faults.
 WIDE_ROWS = 16
-PACKED_FOR_ROWS = 64  # only a hint for oneDNN's layout: any number of rows works
+PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows works
 
 
 class TorchOps:
     """Matmuls, attention, sampling and scoring in torch."""
 
-    has_linear = False  # whether our own matmuls run, which sum each row independently
+    has_linear = False  # whether our own matmuls run, in which rows are independent
     has_tiles = False
-    logit_bytes = 3 * 4  # per logit while sampling: fp32 logits, exponentials, running sums
+    logit_bytes = 3 * 4  # bytes per logit in sampling: fp32 logits, exponentials, running sums
 
-    def __init__(self, reason: str = "torch was asked for", batch_note: str | None = None) -> None:
-        """
+    def __init__(self, reason: str = "torch was requested", batch_note: str | None = None) -> None:
+        """Create the operations, and record why torch runs them.
+
         Args:
-            reason: why nothing is compiled.
-            batch_note: why a row's results may depend on other rows (None: the same reason).
+            reason: why the kernels are not compiled.
+            batch_note: why a row's results may depend on other rows; None repeats `reason`.
         """
         self.description = f"kernels not compiled: {reason}"
         self.batch_note = batch_note or self.description
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        """Compute weight · x / rms(x), the quotient in fp32; None is a weight of 1."""
+        """Compute weight · x / rms(x), with the quotient in fp32; a weight of None means 1."""
         wide = x.float()
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         unit = (wide * (square_sum / x.shape[-1] + epsilon).rsqrt_()).to(x.dtype)
         return unit if weight is None else unit * weight
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply rotary position embedding (Su et al., arXiv 2104.09864), paired as in Llama.
+        """Apply rotary position embedding (Su et al., arXiv 2104.09864) to pairs as in Llama.
 
         Args:
             x: (rows, heads, D).
@@ -65,22 +67,26 @@ class TorchOps:
         biases: Sequence[Tensor] | None,
         epsilon: float | None = None,
     ) -> LinearFunction:
-        """Make a linear layer's function; see `Kernels.linear`."""
+        """Build the function of a linear layer; see `Kernels.linear`."""
         return packed_linear(weights, biases, epsilon, self.rms_norm)
 
     def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a key or value cache of zeros, because matmuls also read masked entries, where
-        0 · NaN would be NaN."""
+        """Allocate a key or value cache of zeros.
+
+        Matmuls also read masked entries, and 0 · NaN would be NaN.
+        """
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
         self, stores: Sequence[Store], slots: Sequence[int], tokens: int, prefix: int
     ) -> AttentionFunction:
-        """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
+        """Build the attention function that prefills right-padded prompts into cache slots.
 
         Args:
-            stores: the store of the shared prefix, and the store to write to.
-            prefix: tokens of the shared prefix that stand before the prompts (0 for none).
+            stores: the cache of the shared prefix, and the cache to which prompts are written.
+            slots: the slot of each prompt.
+            tokens: the length of the padded prompts.
+            prefix: the length of the shared prefix that precedes the prompts; 0 without a prefix.
         """
         (before_keys, before_values), (keys, values) = stores
         where = torch.tensor(slots, device=keys.device)
@@ -100,7 +106,7 @@ class TorchOps:
                 for old, new in zip(before, (k, v), strict=True)
             ]
             shares = q.shape[1] // k.shape[1]
-            if q.is_cuda and shares > 1:  # no fused CUDA kernel takes a mask and grouped heads
+            if q.is_cuda and shares > 1:  # no fused CUDA kernel supports a mask with grouped heads
                 parts, shares = [part.repeat_interleave(shares, 1) for part in parts], 1
             return F.scaled_dot_product_attention(
                 q, *parts, attn_mask=seen, scale=scale, enable_gqa=shares > 1
@@ -114,15 +120,16 @@ class TorchOps:
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
     ) -> AttentionFunction:
-        """Make the attention for rows with one new token each.
+        """Build the attention function for rows with one new token each.
 
-        A slot that rows share is multiplied with the queries of all its rows in one matmul.
+        If several rows share a slot, a single matmul computes the queries of all these rows.
 
         Args:
-            stores: the store of each segment. Keys and values of a new token are written to the
-                last one, at position length - 1.
-            slots: for each segment, the slot that each row reads; in the last, slots 0…N-1.
-            lengths: for each segment, how many tokens each row reads.
+            stores: the cache of each segment. The keys and values of a new token are written to the
+                last cache, at position length - 1.
+            slots: for each segment, the slot that each row reads. In the last segment, row i reads
+                slot i.
+            lengths: for each segment, the number of tokens that each row reads.
         """
         own_keys, own_values = stores[-1]
         device, heads = own_keys.device, own_keys.shape[2]
@@ -136,8 +143,8 @@ class TorchOps:
         # The matmul of each segment with queries (N·H, Q, D) and with weights (N·H, Q, T).
         products = [_shared_product(where, heads, device) for where in slots[:-1]]
         products.append(torch.bmm)
-        # Views of all layers are made at once, because a thousand views per step take as long as
-        # some matmuls. For each layer: keys (P·H, D, T) and values (P·H, T, D).
+        # The views of all layers are created at once, because creating a thousand views per step
+        # takes as long as some matmuls. For each layer: keys (P·H, D, T) and values (P·H, T, D).
         segments = []
         for product, store, where, size in zip(products, stores, slots, sizes, strict=True):
             if size:
@@ -165,14 +172,15 @@ class TorchOps:
     def sample(
         self, logits: Tensor, uniform: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Sample a token per row: ids (N,) and log-probabilities; None if a logit is not finite.
+        """Sample one token per row; see `Kernels.sample`.
 
-        Inverse transform sampling: one uniform number per row, scaled by the total mass, is looked
-        up in the running sum. That sum is taken over blocks of the vocabulary, then inside the one
-        block that is hit, so it costs about as much as reading the logits. (`torch.multinomial`
-        draws N × V random numbers on one thread.)
+        The method is inverse transform sampling: one uniform number per row is scaled by the total
+        mass and looked up in the running sum of the masses. The running sum is computed over blocks
+        of the vocabulary, and then inside the selected block, so sampling takes about as long as
+        reading the logits. (`torch.multinomial` draws N × V random numbers on one thread.)
 
-        On a GPU a check would have to wait, so the log-probabilities are not finite instead.
+        On a GPU, testing for finite logits would require a synchronization. The result is therefore
+        never None, but log-probabilities that are not finite.
         """
         logits = logits.float()
         if temperature == 0:
@@ -187,7 +195,8 @@ class TorchOps:
         missing = -vocabulary % VOCAB_BLOCK
         mass = F.pad(probabilities, (0, missing)) if missing else probabilities
         mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
-        # Sums are in double precision: single would blur rare tokens in a vocabulary of 150,000.
+        # The sums are in double precision, because single precision would distort the probabilities
+        # of rare tokens in a vocabulary of 150,000.
         blocks = mass.sum(-1).double()
         before = blocks.cumsum(-1)
         total = before[:, -1:]
@@ -197,8 +206,8 @@ class TorchOps:
         block = _search(before, wanted)
         wanted = wanted - (before.gather(-1, block) - blocks.gather(-1, block))
         inside = mass[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(-1)
-        # If sums are not finite, use the last index until that is noticed: an index beyond it
-        # would crash a GPU.
+        # If the sums are not finite, the search may return an index beyond the vocabulary, which
+        # would crash a GPU. The last token is used until the caller detects the error.
         tokens = (block * VOCAB_BLOCK + _search(inside, wanted)).clamp(max=vocabulary - 1)
         chosen = probabilities.gather(-1, tokens) / total  # the total is 1 up to rounding
         return tokens.squeeze(-1), chosen.log().squeeze(-1).float()
@@ -206,7 +215,7 @@ class TorchOps:
     def token_logprobs(
         self, logits: Tensor, targets: Tensor, temperature: float, gradients: bool
     ) -> tuple[Tensor, Tensor]:
-        """Score each row; see `Kernels.token_logprobs`."""
+        """Compute log-probabilities and entropies; see `Kernels.token_logprobs`."""
         rows = WIDE_ROWS if logits.device.type == "cpu" else len(logits)
         logprobs, entropies = [], []
         for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
@@ -216,7 +225,7 @@ class TorchOps:
             wide = wide.log_softmax(-1)  # log-probabilities of all tokens
             logprobs.append(wide.gather(-1, wanted[:, None]).squeeze(-1))
             probabilities = wide.exp()
-            # A dot product per row, which needs no further (rows, V) tensor.
+            # One dot product per row, which avoids another (rows, V) tensor.
             entropies.append(-torch.bmm(probabilities[:, None], wide[..., None]).flatten())
             if gradients:
                 coefficients = probabilities.neg_()
@@ -228,15 +237,18 @@ class TorchOps:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    This limits the number of shapes: oneDNN keeps its code for each of up to a thousand shapes,
-    about a megabyte per shape.
+    Rounding limits the number of different shapes: oneDNN caches its code for up to a thousand
+    shapes, with about a megabyte per shape.
     """
     return min(-(-length // multiple) * multiple, at_most)
 
 
 def score_bytes(vocabulary: int, tokens: int, dtype: torch.dtype, device_type: str) -> int:
-    """Return the most bytes that scoring this many tokens at once takes: their logits, and logits,
-    exponentials and gradients in fp32 for the rows that are converted at a time."""
+    """Return the maximum memory in bytes for scoring this many tokens at once.
+
+    The memory contains the logits of all tokens, and the fp32 logits, exponentials and gradients of
+    the rows that are converted at a time.
+    """
     rows = WIDE_ROWS if device_type == "cpu" else tokens
     return vocabulary * (tokens * dtype.itemsize + 3 * rows * 4)
 
@@ -247,7 +259,10 @@ def packed_linear(
     epsilon: float | None,
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor],
 ) -> LinearFunction:
-    """Make the function of `Kernels.linear` from oneDNN's matmuls, or torch's if it has none."""
+    """Build the function of `Kernels.linear` from oneDNN's matmuls.
+
+    torch's matmuls are used for weights that oneDNN does not support.
+    """
     linears = [
         _linear(*pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)
     ]
@@ -264,10 +279,11 @@ def packed_linear(
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
-    """Make linear(x[, other, how]) → (rows, outputs); it adds `other` or multiplies by it.
+    """Build the function linear(x[, other, how]) → (rows, outputs).
 
-    If oneDNN supports it, the weight is stored in oneDNN's blocked layout: it would otherwise copy
-    a row-major matrix in every matmul. It adds or multiplies `other` in the same pass.
+    The function adds `other` to the result, or multiplies the result by `other`. If oneDNN supports
+    the weight, the weight is stored in oneDNN's blocked layout, because oneDNN would otherwise copy
+    a row-major matrix in every matmul. oneDNN also adds or multiplies `other` in the same pass.
     """
     if not _can_pack(weight):
 
@@ -290,7 +306,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> LinearFunction:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN has a matmul for this weight's dtype on this machine."""
+    """Return whether oneDNN has a matmul for this weight's dtype on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -299,14 +315,18 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _is_finite(mass: Tensor) -> bool:
-    """Whether all values are finite; always true on a GPU, where a check would have to wait."""
+    """Return whether all values are finite.
+
+    The result is always true on a GPU, where a test would require a synchronization.
+    """
     return mass.is_cuda or bool(mass.isfinite().all())
 
 
 def _search(sums: Tensor, wanted: Tensor) -> Tensor:
-    """Find where running sums (N, K) exceed the wanted mass (N, 1): always an entry with mass.
+    """Find the first index at which the running sums (N, K) exceed the wanted mass (N, 1).
 
-    Rounding may put `wanted` at the total; the result is then the last entry with mass.
+    The entry at this index always has a mass above 0: if rounding makes `wanted` equal the total,
+    the result is the last entry with a mass above 0.
     """
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(sums, wanted, right=True), last)
@@ -314,7 +334,7 @@ def _search(sums: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _mask(lengths: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make the mask (N, 1, 1, T): 0 where a row has a token, -inf where it has none."""
+    """Build the mask (N, 1, 1, T), which is 0 where a row has a token and -inf elsewhere."""
     beyond = [
         torch.arange(size, device=length.device) >= length[:, None]
         for length, size in zip(lengths, sizes, strict=True)
@@ -327,7 +347,10 @@ def _mask(lengths: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -
 def _shared_product(
     slots: Sequence[int], heads: int, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the matmul (N·H, Q, A) · (P·H, A, B) → (N·H, Q, B), one per slot and head."""
+    """Build the function (N·H, Q, A) · (P·H, A, B) → (N·H, Q, B).
+
+    The function runs one matmul per slot and head, in one batch.
+    """
     grid, place = (part.to(device) for part in _grid(slots, heads))
 
     def product(left: Tensor, right: Tensor) -> Tensor:
@@ -340,12 +363,13 @@ def _shared_product(
 
 
 def _grid(slots: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
-    """Sort the (row, head) pairs by slot, head and row into a grid of places.
+    """Arrange the (row, head) pairs, sorted by slot, head and row, in a grid of places.
 
     Returns:
-        grid: (P·H·R,), the pair (row · H + head) at each place; R is the most rows of a slot.
-            Unused places name pair 0, and what is computed there is never read.
-        place: (N·H,), the place of each pair.
+        grid: the pair (row · H + head) at each place, (P·H·R,), where R is the maximum number of
+            rows of a slot. Unused places contain pair 0, and the results computed there are never
+            read.
+        place: the place of each pair, (N·H,).
 
     >>> [part.tolist() for part in _grid([1, 0, 1], 1)]
     [[1, 0, 0, 2], [2, 0, 3]]

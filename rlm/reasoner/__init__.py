@@ -1,4 +1,4 @@
-"""A question in, reasoning and answer out: what inference.py, server.py and the recipes share."""
+"""Turns questions into reasoning and answers; shared by inference.py, server.py and the recipes."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Turn finished completions into an answer: parts, vote, confidence, verdict."""
+"""Turns finished completions into an answer with its parts, vote, confidence and verification."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from rlm.data import Format
 from rlm.grading import READERS, AnswerType, Vote, majority_vote
 from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 
-# Sentence ends, to split reasoning of one long line; a decimal point is not one.
+# Matches the space after a sentence, to split reasoning that is one long line. A decimal point does
+# not match, because no space follows it.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
+# Matches a calculator mark, such as <<4*6=24>>. The group `again` matches if the result is repeated
+# after the mark.
 _MARK = re.compile(r"<<(?P<inside>[^<>]*=(?P<result>[^<>=]*))>>(?P<again>(?=(?P=result)(?!\d)))?")
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How the reasoning of one completion ended, and how long it was."""
+    """How the reasoning of one completion ended, and its length and budget in tokens."""
 
     status: Status
     tokens: int
@@ -30,7 +33,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Sample:
-    """A parsed finished completion."""
+    """A finished completion, parsed into its parts."""
 
     response: str
     reasoning: str | None
@@ -38,22 +41,24 @@ class Sample:
     final_answer: str | None
     finish_reason: Literal["stop", "length"]
     thinking: Thinking
-    format: str  # "strict", or the reason why not
+    format: str  # "strict", or the reason why the strict format does not match
     completion_tokens: int
     mean_logprob: float | None
 
 
 @dataclass(frozen=True)
 class Verification:
+    """The comparison of an answer with the expected answer."""
+
     expected: str
-    correct: bool  # graded as in training: format and answer
-    correct_lenient: bool  # the answer alone
+    correct: bool  # both format and answer are correct, as graded in training
+    correct_lenient: bool  # the answer is correct, in any format
     reason: str
 
 
 @dataclass(frozen=True)
 class Confidence:
-    """Confidence in the answer. It ranks answers; it is not a probability of being right."""
+    """Confidence in an answer: a value to rank answers, not a probability of being correct."""
 
     value: float
     method: Literal["vote_share", "mean_token_probability"]
@@ -62,10 +67,13 @@ class Confidence:
 
 @dataclass(frozen=True)
 class VoteCounts:
-    """agreement: the winner's votes over n; abstentions lower it."""
+    """The result of a majority vote.
+
+    agreement: the winner's votes divided by n, so that abstentions lower the agreement.
+    """
 
     n: int
-    valid: int  # completions with an answer in the strict format
+    valid: int  # number of completions with an answer in the strict format
     winner: str | None
     agreement: float
     counts: dict[str, int]
@@ -73,6 +81,8 @@ class VoteCounts:
 
 @dataclass(frozen=True)
 class Usage:
+    """The numbers of tokens of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int
@@ -81,10 +91,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """All samples of a question, the shown one, and the confidence.
+    """All samples of a question, with the vote, the sample to show, and the confidence.
 
-    answer_type: decides which answers are equal in the vote.
-    calls: the tool calls in each sample's `response`.
+    answer_type: the type that determines which answers the vote treats as equal.
+    calls: the tool calls in the `response` of each sample.
     """
 
     samples: list[Sample]
@@ -93,13 +103,13 @@ class Answer:
 
     @cached_property
     def vote(self) -> Vote:
-        """The vote, over answers in the strict format."""
+        """The majority vote over all answers in the strict format."""
         answers = [s.final_answer if s.format == "strict" else None for s in self.samples]
         return majority_vote(answers, READERS[self.answer_type])
 
     @property
     def shown(self) -> Sample:
-        """The most likely sample among the winner's voters; among all samples if none voted."""
+        """The most likely sample with the winning answer; if no answer won, of all samples."""
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
         drawn = [sample.mean_logprob for sample in candidates]
         likely = [-math.inf if logprob is None else logprob for logprob in drawn]
@@ -113,7 +123,7 @@ class Answer:
 
     @property
     def vote_counts(self) -> VoteCounts | None:
-        """The vote's counts; None for a single sample."""
+        """The counts of the vote; None for a single sample."""
         if len(self.samples) == 1:
             return None
         vote = self.vote
@@ -121,20 +131,21 @@ class Answer:
 
     @property
     def confidence(self) -> Confidence | None:
-        """The winner's share of the votes; for one sample the mean probability of its tokens."""
+        """The winner's share of the votes, or the mean token probability of a single sample."""
         if len(self.samples) > 1:
             return Confidence(self.vote.agreement, "vote_share")
         logprob = self.samples[0].mean_logprob
         return None if logprob is None else Confidence(math.exp(logprob), "mean_token_probability")
 
     def usage(self, prompt_tokens: int) -> Usage:
+        """Count the tokens of the request, summed over all samples."""
         completion = sum(sample.completion_tokens for sample in self.samples)
         reasoning = sum(sample.thinking.tokens for sample in self.samples)
         return Usage(prompt_tokens, completion, reasoning, prompt_tokens + completion)
 
 
 def read_answer(stream: ReasoningStream) -> Answer:
-    """Parse all completions of a finished request."""
+    """Parse all completions of a finished request into an answer."""
     samples = [read_sample(stream, i) for i in range(len(stream.completions))]
     pairs = zip(samples, stream.completions, strict=True)
     calls = [[c for c in state.tool_calls if c.end <= len(s.response)] for s, state in pairs]
@@ -142,12 +153,12 @@ def read_answer(stream: ReasoningStream) -> Answer:
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
-    """Parse a finished completion by the format alone, without a gold answer."""
+    """Parse a finished completion with its format; this needs no reference answer."""
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")
     text = str(stream.tokenizer.decode(state.ids, skip_special_tokens=True))
-    if state.parser.phase == "done":  # cut the stop string and what follows it
+    if state.parser.phase == "done":  # remove the stop string and the text after it
         text = state.parser.until_stop(text)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None
@@ -166,7 +177,7 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
 
 
 def length_warnings(stream: ReasoningStream) -> list[str]:
-    """Return warnings about what max_new_tokens cut off, with advice."""
+    """Return warnings about completions that max_new_tokens cut off, with advice."""
     n, limit = len(stream.completions), stream.max_new_tokens
     of = f" in {{}} of {n} answers" if n > 1 else ""
     larger = f"max_new_tokens ({limit}): send a larger one"
@@ -182,7 +193,7 @@ def length_warnings(stream: ReasoningStream) -> list[str]:
 
 
 def without_marks(text: str) -> str:
-    """Replace calculator marks by plain equations for display.
+    """Replace calculator marks with plain equations, for display.
 
     >>> without_marks("total: <<4*6=24>>"), without_marks("4 * 6 = <<4*6=24>>24 eggs")
     ('total: 4*6=24', '4 * 6 = 24 eggs')
@@ -191,7 +202,10 @@ def without_marks(text: str) -> str:
 
 
 def trace(sample: Sample) -> list[str]:
-    """Split the reasoning into its lines (or sentences, if it is one line); the answer is last."""
+    """Split a sample into its steps: the lines of the reasoning, then the answer.
+
+    Reasoning of a single line is split into sentences.
+    """
     reasoning = without_marks(sample.reasoning or "")
     lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
     if len(lines) == 1:
@@ -200,7 +214,7 @@ def trace(sample: Sample) -> list[str]:
 
 
 def verify(sample: Sample, expected: str, format: Format) -> Verification:
-    """Grade a sample against the right answer, strictly (as in training) and leniently."""
+    """Grade a sample against the expected answer, strictly (as in training) and leniently."""
     strict, lenient = (
         format.grade(sample.response, expected, strict=strict) for strict in (True, False)
     )

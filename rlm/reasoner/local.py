@@ -1,4 +1,4 @@
-"""Load a trained model and ask it questions in this process."""
+"""Loads a trained model, and answers questions with the model in this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HOW_TO_TRAIN = (
     f"run: {command_of('train_sft')} && {command_of('train_grpo')}, "
     "or add --base for the untrained base model"
 )
-TEMPERATURE_OF_SEVERAL = 0.7  # default temperature for several answers
-MAX_NUM_SEQS = 16  # answers sampled at the same time
+TEMPERATURE_OF_SEVERAL = 0.7  # default temperature when several answers are sampled
+MAX_NUM_SEQS = 16  # maximum number of answers that are sampled at the same time
 
 
 class ReasoningModel(Protocol):
@@ -43,23 +43,26 @@ def load_rlm_model(
     quantize: str = "auto",
     tool: str | Tool = "auto",
 ) -> tuple[ReasoningModel, PreTrainedTokenizerBase]:
-    """Load the base model with an adapter, and the tokenizer.
+    """Load the base model with an adapter, and load the tokenizer.
 
     Args:
-        model: another copy of the base, such as a directory; needed if run.json names none.
-        base: load the base model without the adapter.
-        quantize: none, 4bit, 8bit, or auto: as in training.
-        tool: none, calculator, FILE.py:NAME, a Tool, or auto: as in training.
+        adapter: the directory of the adapter.
+        model: another copy of the base model, such as a directory. Required if the adapter's
+            run.json does not name the base model.
+        base: whether to load the base model without the adapter.
+        quantize: "none", "4bit", "8bit", or "auto" (as in training).
+        tool: "none", "calculator", FILE.py:NAME, a Tool, or "auto" (as in training).
 
     Raises:
-        UsageError: the adapter is missing or belongs to another base; the message says what to run.
+        UsageError: the adapter is missing or belongs to another base model. The message gives the
+            command to run.
     """
     adapter = Path(adapter)
     if not base:
         check_adapter(adapter, HOW_TO_TRAIN)
     info = AdapterInfo.load(adapter)
     used = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
-    from rlm.model import (  # imports torch, so it comes after the checks of the paths
+    from rlm.model import (  # imported after the paths are checked, because this import loads torch
         EMBEDDED_MODEL,
         base_model_hash,
         check_base,
@@ -88,6 +91,8 @@ def load_rlm_model(
 
 @dataclass(frozen=True)
 class Reply:
+    """An answer, with its token counts and the time that it took."""
+
     answer: Answer
     usage: Usage
     seconds: float
@@ -107,15 +112,17 @@ def ask(
     structured: StructuredOutputs | None = None,
     on_text: Callable[[str, bool], None] = lambda text, by_tool: None,
 ) -> Reply:
-    """Sample n answers to a question and vote.
+    """Sample n answers to a question, and take a majority vote.
 
     Args:
-        model: what `load_rlm_model` returns.
-        budget: maximum number of reasoning tokens; None: as many as leave room for an answer.
-        examples: earlier turns, (question, completion).
-        answer_type: the kind of answer; None: as in training.
+        model: the model that `load_rlm_model` returned.
+        budget: the maximum number of reasoning tokens. With None, the reasoning may use all tokens
+            that are not reserved for the answer.
+        examples: earlier turns of the conversation, as (question, completion) pairs.
+        answer_type: the type of the answer; None uses the type from training.
         structured: a JSON schema, regex or choice that constrains the answer.
-        on_text: called with each new text of the first answer, and whether a tool wrote it.
+        on_text: a function that is called with each new piece of the first answer's text, and with
+            True if a tool wrote this piece.
     """
     from rlm.sampling import Request, prompt_seed
 

@@ -1,7 +1,8 @@
-"""Split a completion into reasoning and answer while its text streams in.
+"""Splits a completion into reasoning and answer while its text is streamed.
 
-A tag is several tokens, so the parser works on text and holds back text that may become a tag. Only
-the block at the very beginning is reasoning; later tags are plain text of the answer.
+A tag consists of several tokens. Therefore the parser works on text, and holds back text that may
+begin a tag. Only a block at the very beginning of the text is reasoning. Any later tags are part of
+the answer.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from rlm.data import Format
 
 
 class ReasoningParser:
-    """Parses streamed text into reasoning and answer, stripped and without tags.
+    """Parses streamed text into reasoning and answer, without tags and surrounding whitespace.
 
-    The joined results do not depend on how the text is split into chunks.
+    The concatenated results do not depend on how the text is split into chunks.
 
     >>> parser = ReasoningParser(Format("think", "answer"))
     >>> parser.feed("<think>\\n1 + 1 = 2\\n</th"), parser.feed("ink>\\n<answer>2</answer>")
@@ -25,22 +26,22 @@ class ReasoningParser:
     def __init__(self, format: Format, stop: Sequence[str] = (), *, verbatim: bool = False) -> None:
         """
         Args:
-            stop: stop strings, which end the answer and are not part of it.
-            verbatim: the answer is everything between its opening tag and the end, without a
-                closing tag there.
+            stop: stop strings, which end the answer and are not part of the answer.
+            verbatim: whether to return the answer unchanged: the text between the opening tag and
+                the end of the text, without a closing tag at the end.
         """
         self._format = format
         self._opening = f"<{format.reasoning_tag}>"
         self.closing = f"</{format.reasoning_tag}>"
         self._drop = re.compile("|".join(format.answer_tags))
         self._stop, self._verbatim = tuple(stop), verbatim
-        self.phase = "start"  # then reasoning, answer, done (a stop string was found)
+        self.phase = "start"  # then "reasoning", "answer", or "done" after a stop string
         self.opened = self.closed = False
-        self._held = ""  # held back: may begin a tag or stop string, or is trailing space
-        self._begun = False  # whether the current part has non-space text
+        self._held = ""  # text held back: a possible tag or stop string, or trailing space
+        self._begun = False  # whether the current part contains non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Add a chunk of text; return the (reasoning, answer) text that is now certain."""
+        """Add a chunk of text, and return the new (reasoning, answer) text that is certain."""
         self._held += text
         reasoning = answer = ""
         if self.phase == "start":
@@ -78,13 +79,15 @@ class ReasoningParser:
             self._held, self._begun = rest[len(opening) :], True
         if not self._begun:
             return ""
-        ended = self._held.endswith(closing)  # not certain: the answer may contain the tag, too
+        ended = self._held.endswith(
+            closing
+        )  # the text so far; the answer itself may contain the tag
         end = len(self._held) - (len(closing) if ended else _overlap(self._held, closing))
         answer, self._held = self._held[:end], self._held[end:]
         return answer
 
     def finish(self) -> tuple[str, str]:
-        """Return the text that was held back."""
+        """Return the remaining (reasoning, answer) text, which was held back."""
         if self.phase == "answer" and self._verbatim:
             rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
             return "", rest if self._begun else ""
@@ -92,10 +95,10 @@ class ReasoningParser:
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
     def until_stop(self, text: str) -> str:
-        """Return the text with its tags, up to a stop string in the answer.
+        """Return the text, including tags, up to the first stop string in the answer.
 
-        The text is parsed again by character, because stop strings are matched without leading
-        spaces and tags.
+        The text is parsed again character by character, because stop strings are matched in the
+        text without leading spaces and tags.
         """
         again = ReasoningParser(self._format, self._stop)
         for end, letter in enumerate(text, 1):
@@ -109,17 +112,21 @@ class ReasoningParser:
 
     @property
     def closing_begun(self) -> bool:
-        """Whether the text may be inside the closing tag, past its first character."""
+        """Whether the text may end inside the closing tag, after at least two characters of it."""
         return self.phase == "reasoning" and _overlap(self._held, self.closing) > 1
 
     def _stripped(self, text: str) -> str:
         return text if self._begun else text.lstrip()
 
     def _certain(self, tags: Sequence[str], stops: Sequence[str] = ()) -> str:
-        """Take the held text that cannot be part of a tag or stop string, without end spaces."""
+        """Remove and return the held text that cannot belong to a tag or stop string.
+
+        Trailing spaces stay in the held text.
+        """
         self._held = self._stripped(self._held)
         end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
-        # Text that may begin a tag may be removed; a stop string may then continue after it.
+        # A tag at the end of the text is removed later. Thus a stop string may begin before the tag
+        # and continue after the tag.
         begun = (end - _overlap(self._held[:end], stop) for stop in stops)
         whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
         certain = self._held[: min((end, *begun, *whole))].rstrip()
@@ -129,7 +136,7 @@ class ReasoningParser:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Return how many trailing characters of the text are a proper prefix of the tag.
+    """Return the length of the longest end of the text that is a proper prefix of the tag.
 
     >>> _overlap("a </th", "</think>"), _overlap("a", "</think>")
     (4, 0)

@@ -1,4 +1,4 @@
-"""Parse the streaming completions of a request, and limit their reasoning."""
+"""Parses the streamed completions of a request, and limits the length of their reasoning."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from rlm.sampling import FinishReason, ForceTokens, GrammarMatcher, Token
 
-# Tokens kept for the answer (a quarter of the limit, if that is less).
+# Number of tokens reserved for the answer (at most a quarter of max_new_tokens).
 ANSWER_RESERVE = 32
-STRUCTURED_RESERVE = 0.5  # share of the limit reserved for a structured answer
-# In this last share of a budget, the end of a line or sentence already closes the reasoning.
+STRUCTURED_RESERVE = 0.5  # share of max_new_tokens reserved for a structured answer
+# In this last share of the budget, the reasoning is closed at the end of a line or sentence.
 SOFT_SHARE = 0.25
 
 
@@ -29,7 +29,7 @@ Status = Literal["closed", "forced", "unclosed", "absent"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool's text in a completion, with its position."""
+    """The text that a tool wrote in a completion, with its position in characters."""
 
     text: str
     start: int
@@ -38,23 +38,23 @@ class ToolCall:
 
 @dataclass
 class CompletionState:
-    """The state of a streaming completion."""
+    """The state of a completion that is being streamed."""
 
     detokenizer: DecodeStream
     parser: ReasoningParser
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # for sampled tokens
-    text: str = ""  # all of it, tags included
+    logprobs: list[float] = field(default_factory=list)  # of sampled tokens only
+    text: str = ""  # the whole text, including tags
     reasoning: str = ""
     answer: str = ""
-    opened_at: int = 0  # tokens up to the end of the opening tag
-    reasoning_tokens: int = 0  # between the tags
-    forced: bool = False
-    out_of_room: bool = False  # forced because only the answer still fits
+    opened_at: int = 0  # number of tokens up to the end of the opening tag
+    reasoning_tokens: int = 0  # number of tokens between the tags
+    forced: bool = False  # whether the reasoning was closed by force
+    out_of_room: bool = False  # forced because only an answer still fits into max_new_tokens
     finish_reason: FinishReason | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     tool_tokens_to_come: int = 0
-    by_tool: bool = False  # the last token was a tool's
+    by_tool: bool = False  # whether a tool wrote the last token
 
     @property
     def status(self) -> Status:
@@ -67,14 +67,14 @@ class CompletionState:
 
 
 class ReasoningStream:
-    """Parses the completions of one request as they stream, and enforces the thinking budget.
+    """Parses the streamed completions of one request, and enforces the reasoning budget.
 
     The sampler calls this object after each token, as the request's `force_tokens`. The reasoning
-    never exceeds the budget (except to finish a closing tag). In the last quarter of the budget,
-    the end of a line or sentence closes the reasoning. Without a budget, it is closed in time for
-    an answer. An end token inside the reasoning closes it instead of ending the text. Stop strings
-    apply to the answer only. A tool's text has priority; if it does not fit, the reasoning is
-    closed at once.
+    never exceeds the budget, except to complete a closing tag. In the last quarter of the budget,
+    the end of a line or sentence closes the reasoning. Without a budget, the reasoning is closed
+    early enough to leave room for an answer. An end token in the reasoning closes the reasoning
+    instead of ending the completion. Stop strings apply only to the answer. A tool's text takes
+    priority; if this text does not fit, the reasoning is closed at once.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class ReasoningStream:
     ) -> None:
         """
         Args:
-            grammar: constrains the answer, which then has no tool and no stop strings.
+            grammar: the grammar that constrains the answer. Such an answer uses no tool and no stop
+                strings.
         """
         self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = backend_tokenizer(tokenizer), stop_ids
@@ -117,7 +118,7 @@ class ReasoningStream:
         ]
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Return tokens that replace the sampled token, or None (see `ForceTokens`)."""
+        """Return the tokens that replace the sampled token, or None (see `ForceTokens`)."""
         state = self.completions[row]
         if state.parser.phase == "done":
             return [min(self._stop_ids)]
@@ -138,7 +139,7 @@ class ReasoningStream:
         return self._close_line if line_ended else self._close_text
 
     def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Return the tokens that the grammar allows next (`AllowedTokens`); None without one."""
+        """Return a mask of the tokens that the grammar allows next; None without a grammar."""
         if not self._matchers:
             return None
         allowed = self._matchers[row].allowed(ids)
@@ -164,7 +165,7 @@ class ReasoningStream:
         return piece.rstrip(" ").endswith(("\n", ".", "!", "?"))
 
     def _is_too_long(self, state: CompletionState, more: int) -> bool:
-        """Return whether `more` tokens would exceed a limit of the reasoning."""
+        """Return whether `more` additional tokens would exceed a limit of the reasoning."""
         total = len(state.ids) + more
         over = self.budget is not None and total - state.opened_at > self.budget
         return over or total > self._last_moment or self.answer_now
@@ -173,10 +174,10 @@ class ReasoningStream:
         return self._decoder.decode(state.ids[-2:], skip_special_tokens=True)
 
     def add_token(self, token: Token) -> tuple[str, str]:
-        """Append a sampled token; return the new (reasoning, answer) text."""
+        """Append a token, and return the new (reasoning, answer) text."""
         state = self.completions[token.row]
         state.ids.append(token.id)
-        if token.logprob == token.logprob:  # NaN: not sampled
+        if token.logprob == token.logprob:  # false for NaN, the logprob of a forced token
             state.logprobs.append(token.logprob)
         before = state.parser.phase
         piece = state.detokenizer.step(self._decoder, token.id) or ""
@@ -200,7 +201,7 @@ class ReasoningStream:
         return parts
 
     def _note_tool(self, state: CompletionState, piece: str) -> None:
-        """Record whether a tool wrote the text that is about to be appended."""
+        """Record whether a tool wrote `piece`, the text that is appended next."""
         continued = state.by_tool
         state.by_tool = state.tool_tokens_to_come > 0
         if not state.by_tool:

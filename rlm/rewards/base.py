@@ -1,4 +1,4 @@
-"""The reward interfaces: `RewardFunction`, plain functions, and TRL's keyword contract."""
+"""The reward interfaces: `RewardFunction`, plain functions, and functions with TRL's signature."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 from rlm.cli import UsageError, terminal
 
-Reward = float | None  # None: no verdict; the rollout is left out of group statistics and loss
+# None means no verdict: the rollout is left out of the group statistics and of the loss.
+Reward = float | None
 Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
-# Passed to a plain function only if it names them: TRL's **kwargs contain only columns.
+# These arguments are passed to a plain function only if its signature names them, because the
+# **kwargs of TRL's rewards contain only the columns of the dataset.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("solution", "completion_ids")
-REWARD_ERRORS = (Exception, SystemExit)  # exit() in a reward must not end the run
-# Errors of code that expects messages, such as completion[0]["content"], but gets a text.
+REWARD_ERRORS = (Exception, SystemExit)  # SystemExit: exit() in a reward must not end the run
+# Errors raised by code that expects messages (completion[0]["content"]) but receives a string.
 NOT_MESSAGES = (TypeError, LookupError, AttributeError)
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
@@ -25,12 +27,14 @@ CONTRACT = (
 
 
 class RewardFunction:
-    """A reward of one completion. Subclass it and define `__call__` (or `async def`).
+    """Base class of rewards that score one completion at a time.
 
-    The weight in a sum is a class attribute, or set by `super().__init__(weight=2.0)`.
-    Columns are keywords: `question`, the dataset's own fields, `reasoning_format` (the name of
-    the tags in use), `answer_type`, `is_truncated` (no end token) and `strict_verdict` (the
-    `Verdict` of the strict grading). A `__call__` without `**columns` gets those that it names.
+    Subclass it and define `__call__`, which may be `async def`. Set the weight of the reward in a
+    sum as a class attribute or with `super().__init__(weight=2.0)`. The columns are passed as
+    keyword arguments: `question`, the dataset's own fields, `reasoning_format` (the name of the
+    tags in use), `answer_type`, `is_truncated` (the completion has no end token) and
+    `strict_verdict` (the `Verdict` of the strict grading). A `__call__` without `**columns`
+    receives only the columns that its signature names.
     """
 
     weight: float = 1.0
@@ -45,7 +49,10 @@ class RewardFunction:
     def batch_call(
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> list[Reward]:
-        """Score many completions; columns have an entry for each. Override to score in batches."""
+        """Score many completions; each column has one entry per completion.
+
+        Override this method to score a whole batch at once.
+        """
         named = named_columns(self, columns)
         return [
             self(text, answer, **{name: values[i] for name, values in named.items()})
@@ -53,15 +60,18 @@ class RewardFunction:
         ]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return sums over the calls since the last call of this method, by name, for the log."""
+        """Return named sums for the log, taken over the calls since `pop_metrics` last ran."""
         return {}
 
 
 @dataclass(eq=False)
 class BinaryReward(RewardFunction):
-    """`true_value` where `condition_fn(completion, reference_answer)` holds, else `false_value`.
+    """A reward with two values, chosen by a condition.
 
-    For a right final answer use `CorrectnessReward`, the default.
+    The reward is `true_value` if `condition_fn(completion, reference_answer)` is true, else
+    `false_value`.
+
+    To reward a correct final answer, use `CorrectnessReward`, which is the default reward.
     """
 
     condition_fn: Callable[[str, str], bool]
@@ -75,10 +85,10 @@ class BinaryReward(RewardFunction):
 
 
 class FunctionReward(RewardFunction):
-    """Calls a plain or `async` function by the names of its parameters.
+    """Calls a plain or `async` function with the arguments that its signature names.
 
-    TRL passes texts, or lists of messages if a dataset's prompts are conversations. A function
-    that fails on texts but not on messages gets messages from then on.
+    TRL passes strings, or lists of messages if the dataset's prompts are conversations. A function
+    that fails on strings but succeeds on messages receives messages in all later calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -116,12 +126,14 @@ class FunctionReward(RewardFunction):
         return found
 
     def _accept(self, found: Any, error: Exception) -> Any:
-        """Return the result of a call with messages; raise if earlier calls accepted texts."""
+        """Return the result of a call with messages; raise if earlier calls accepted strings."""
         if self.takes_messages is False:
             raise error
         self.takes_messages = True
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        terminal.line(f"the reward {name} reads messages, so it is given messages, not texts")
+        terminal.line(
+            f"the reward {name} reads messages, so it receives lists of messages instead of strings"
+        )
         return found
 
     def pop_metrics(self) -> dict[str, float]:
@@ -130,7 +142,7 @@ class FunctionReward(RewardFunction):
 
 
 class PlainReward(FunctionReward):
-    """A plain function `(prompts, completions, answer, **columns) -> list[float | None]`."""
+    """Wraps a plain function `(prompts, completions, answer, **columns) -> list[float | None]`."""
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
         columns = {name: [value] for name, value in columns.items()}
@@ -148,9 +160,10 @@ class PlainReward(FunctionReward):
 
 
 class PerCompletionReward(FunctionReward):
-    """A plain function `(completion, reference_answer) -> float | None`.
+    """Wraps a plain function `(completion, reference_answer) -> float | None`.
 
-    It may also name `reference_answer` or `answer`, `prompt` or `question`, and columns.
+    The function may name the reference `reference_answer` or `answer`. Its signature may also
+    contain `prompt` or `question`, and any columns.
     """
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
@@ -171,21 +184,21 @@ async def _only_later(rewards: Awaitable[Any]) -> Any:
 
 
 def as_list(rewards: Any) -> list[Any]:
-    """Return a batch reward's result as a list.
+    """Return the result of a batch reward as a list.
 
     Raises:
-        UsageError: it is not a sequence of values but one value, a dict or None.
+        UsageError: the result is a single value, a dict or None instead of a sequence of values.
     """
     if isinstance(rewards, Mapping | str) or not isinstance(rewards, Iterable):
         raise UsageError(
-            f"the reward returned {rewards!r:.60} for its completions: return a list with a "
-            "number (or None) for each"
+            f"the reward returned {rewards!r:.60} for its completions: return a list with one "
+            "number (or None) per completion"
         )
     return list(rewards)
 
 
 def as_messages(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reward's arguments with prompts and completions as conversations, as in TRL.
+    """Return a reward's arguments with the texts as lists of messages as in TRL.
 
     >>> as_messages({"completion": "5", "answer": "5"})
     {'completion': [{'role': 'assistant', 'content': '5'}], 'answer': '5'}
@@ -205,7 +218,7 @@ def as_messages(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the columns that a function names; all of them if it has `**columns`."""
+    """Return the columns that a function's signature names; all columns if it has `**columns`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return columns
@@ -215,20 +228,20 @@ def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> M
 def adapt_reward(reward: Any) -> RewardFunction:
     """Wrap a function, a callable object or a class as a RewardFunction.
 
-    The names of its parameters decide how it is called.
+    The parameter names of `reward` determine how it is called.
 
     Raises:
-        TypeError: it is not callable, or its parameters have other names.
+        TypeError: `reward` is not callable, or its parameter names match no supported signature.
     """
     if isinstance(reward, type):
         reward = _make(reward)
     if not callable(reward):
-        raise TypeError(f"{reward!r:.60} is no reward: {CONTRACT}")
+        raise TypeError(f"{reward!r:.60} is not a reward: {CONTRACT}")
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         signature = inspect.signature(reward)
     except ValueError:  # some built-in functions have no signature
-        raise TypeError(f"the parameters of {name} cannot be read: {CONTRACT}") from None
+        raise TypeError(f"the signature of {name} is not available: {CONTRACT}") from None
     parameters = signature.parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if "completions" in named:
@@ -248,7 +261,7 @@ def adapt_reward(reward: Any) -> RewardFunction:
 
 
 def _takes_two(signature: inspect.Signature) -> bool:
-    """Return whether a function accepts a completion and an answer by position."""
+    """Return whether a function accepts two positional arguments (completion and answer)."""
     kinds = [p.kind for p in signature.parameters.values()]
     places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in places for k in kinds) >= 2
@@ -267,5 +280,5 @@ def _make(cls: type) -> Any:
     needed = [f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in anyhow]
     if needed:
         call = f"{cls.__name__}({', '.join(needed)})"
-        raise TypeError(f"{cls.__name__} is a class that needs arguments: give {call}")
+        raise TypeError(f"{cls.__name__} is a class that needs arguments: pass {call}")
     return cls()

@@ -1,7 +1,7 @@
 """The built-in rewards.
 
-No reward runs text as code. A reward that looks for an answer needs it in an explicit place: a
-number at the end of a text does not count.
+No reward executes text as code. A reward that compares answers counts only an explicit answer: a
+number that merely ends a text does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONNECTIVE = re.compile(
 
 @dataclass(eq=False)
 class CorrectnessReward(RewardFunction):
-    """1 if the strict verdict is "correct", else 0. The default reward."""
+    """The default reward: 1 if the strict verdict is "correct", else 0."""
 
     weight: float = 1.0
     right_with_wrong_equation: int = field(default=0, init=False)
@@ -41,7 +41,7 @@ class CorrectnessReward(RewardFunction):
         return float(verdict.correct and (self.allows_wrong_equations or not is_flawed))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return how often a right answer had a wrong equation."""
+        """Return the number of completions with a correct answer but a wrong equation."""
         found = {"reward/right_with_wrong_equation_rate": float(self.right_with_wrong_equation)}
         self.right_with_wrong_equation = 0
         return found
@@ -49,9 +49,9 @@ class CorrectnessReward(RewardFunction):
 
 @dataclass(eq=False)
 class StepsReward(CorrectnessReward):
-    """1 if the strict verdict is "correct" and no equation of the completion is wrong, else 0.
+    """A reward of 1 if the strict verdict is "correct" and no equation is wrong, else 0.
 
-    A completion without equations passes: reasoning in words is allowed.
+    A completion without equations can be rewarded too, because reasoning in words is allowed.
     """
 
     allows_wrong_equations: ClassVar[bool] = False
@@ -59,7 +59,10 @@ class StepsReward(CorrectnessReward):
 
 @dataclass(eq=False)
 class ConstantReward(RewardFunction):
-    """The same value for every completion, so nothing is learned: for tests and control runs."""
+    """A reward that is the same for every completion, so that the model learns nothing.
+
+    It is meant for tests and control runs.
+    """
 
     value: float = 0.0
     weight: float = 1.0
@@ -70,9 +73,11 @@ class ConstantReward(RewardFunction):
 
 @dataclass(eq=False)
 class GSM8KReward(RewardFunction):
-    """`correct` for the right number, `close` for one that is off by at most 1, plus `format_bonus`
-    for the format, at most 1 in total. This is a shaped reward, so a wrong answer may score;
-    `CorrectnessReward` is 0 or 1.
+    """A shaped reward for GSM8K that also rewards near misses and the format.
+
+    The reward is `correct` for the right number or `close` for a number that is off by at most 1,
+    plus `format_bonus` if the format is right; the total is limited to 1. A wrong answer can
+    therefore score above 0. `CorrectnessReward`, by contrast, is either 0 or 1.
     """
 
     weight: float = 1.0
@@ -95,9 +100,12 @@ class GSM8KReward(RewardFunction):
 
 @dataclass(eq=False)
 class FormatReward(RewardFunction):
-    """`format_reward` for exactly one pair of each tag, reasoning before answer, both filled;
-    `partial_reward` for one such pair of either tag; else 0. It ignores the answer: a model that
-    gets no other reward learns empty text between the right tags.
+    """A reward for the format of a completion, whatever its answer is.
+
+    The reward is `format_reward` if the completion has exactly one non-empty reasoning block,
+    followed by exactly one non-empty answer block; `partial_reward` if only one of the two blocks
+    is valid or their order is wrong; and 0 otherwise. A model that is trained with this reward
+    alone learns to write meaningless text between the right tags.
     """
 
     weight: float = 1.0
@@ -115,10 +123,11 @@ class FormatReward(RewardFunction):
 
 @dataclass(eq=False)
 class ReasoningQualityReward(RewardFunction):
-    """Up to 0.3 for the surface of reasoning: ten words, two steps, two connecting words.
+    """A heuristic reward of up to 0.3 for the surface form of the reasoning.
 
-    It is easily exploited: give it a small weight beside a verified answer, or none. It counts
-    distinct words and lines, so repetition does not pay.
+    The reward is 0.1 for ten distinct words, 0.1 for two distinct steps, and 0.05 for each of up
+    to two distinct connecting words. Repetition is not rewarded, but the heuristic is still easily
+    exploited: combine it with a reward for the verified answer and give it a small weight.
     """
 
     weight: float = 1.0
@@ -135,17 +144,18 @@ class ReasoningQualityReward(RewardFunction):
 
 
 class CombinedReward(RewardFunction):
-    """The weighted mean of its parts, each of which is logged.
+    """The weighted mean of several rewards, its parts; the log contains each part.
 
-    A part without a verdict (None or NaN) is left out of the mean; if no verdict or no weight is
-    left, the result is None. A part may be a plain function, with weight 1 unless it is given as a
-    pair (function, weight). The call returns an awaitable if a part does.
+    A part that returns no verdict (None or NaN) is left out of the mean. If no verdict is left, or
+    the remaining weights do not add up to more than 0, the result is None. A part may be a plain
+    function; its weight is 1 unless a pair (function, weight) is passed. The call returns an
+    awaitable if any part returns an awaitable.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
         """
         Args:
-            rewards: RewardFunctions and plain functions, or (reward, weight) pairs of these.
+            rewards: RewardFunctions, plain functions, or (reward, weight) pairs.
         """
         if not rewards:
             raise ValueError("CombinedReward needs at least one reward")
@@ -161,14 +171,17 @@ class CombinedReward(RewardFunction):
             self.weights[name] = part.weight if share is None else share
             if not isinstance(self.weights[name], int | float):
                 raise TypeError(f"the weight of {name} is {self.weights[name]!r}, not a number")
-        if not sum(self.weights.values()) > 0:  # refuses NaN, too
+        if not sum(self.weights.values()) > 0:  # this comparison also rejects NaN
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def get_component_rewards(
         self, completion: str, reference_answer: str, **columns: Any
     ) -> dict[str, Reward]:
-        """Return each part's reward of a completion by name; awaitable parts are not supported."""
+        """Return the reward of each part for a completion, by the part's name.
+
+        Parts that return awaitables are not supported.
+        """
         return {
             name: part(completion, reference_answer, **named_columns(part, columns))
             for name, part in self.parts.items()
@@ -194,12 +207,12 @@ class CombinedReward(RewardFunction):
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weight = sum(self.weights[name] for name in values)
-        if weight <= 0:  # no verdict is left, or only those of penalties
+        if weight <= 0:  # no part gave a verdict, or only parts with negative weights did
             return None
         return sum(self.weights[name] * value for name, value in values.items()) / weight
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return sums of the parts' rewards, and the parts' own metrics."""
+        """Return the sum of each part's rewards, and the parts' own metrics."""
         found = dict(self._sums)
         self._sums.clear()
         for part in self.parts.values():
@@ -213,13 +226,16 @@ def _format(columns: Mapping[str, Any]) -> Format:
 
 
 def _strict_verdict(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
-    """Return the scorer's verdict, or grade if the call has none."""
+    """Return the verdict in `columns` that the scorer passed, or grade the completion."""
     given = columns.get("strict_verdict")
     return given or _format(columns).grade(completion, answer, strict=True)
 
 
 def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
-    """Return the lenient verdict if the answer is in an answer tag, a box or after ####."""
+    """Return the lenient verdict if the answer is explicit: in an answer tag, a box or after ####.
+
+    Otherwise the verdict is "no_answer".
+    """
     tags = _format(columns)
     rest = split_completion(completion, tags.reasoning_tag)[1]
     if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
@@ -228,7 +244,7 @@ def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -
 
 
 def _one_block(text: str, tag: str) -> re.Match[str] | None:
-    """Return the only non-empty block of a tag, or None if tags are missing or repeated."""
+    """Return the block of a tag, or None if the tag is missing or repeated, or its block empty."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Turn `reward_fn` or `--reward FILE.py:NAME` into one RewardFunction."""
+"""Convert `reward_fn` or `--reward FILE.py:NAME` to a RewardFunction."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rlm.rewards.base import FunctionReward, RewardFunction, adapt_reward
 from rlm.rewards.functions import CombinedReward, CorrectnessReward, StepsReward
 
 GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
-TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}  # added by TRL
-# Columns that the scorer adds to the data's own.
+# Arguments that only TRL's trainer passes to rewards.
+TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}
+# Columns that the scorer adds to the columns of the data.
 COLUMNS = {"question", "completion_ids", "answer_type", "reasoning_format", "is_truncated"}
 COLUMNS |= {"strict_verdict"}
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -26,14 +27,14 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 def as_reward(
     reward: RewardFunction | Callable[..., Any] | Sequence[Any] | None,
 ) -> RewardFunction:
-    """Return a RewardFunction: `CorrectnessReward` for None, a CombinedReward for a list.
+    """Convert a reward in any supported form to a RewardFunction.
 
     Args:
-        reward: a RewardFunction, a class of it, a function, or a list of these or of
-            (reward, weight) pairs.
+        reward: a RewardFunction or a subclass of it, a function, a list of such rewards or of
+            (reward, weight) pairs (a `CombinedReward`), or None (a `CorrectnessReward`).
 
     Raises:
-        TypeError, ValueError: anything else; the message says what to pass.
+        TypeError, ValueError: `reward` is of another kind; the message explains what to pass.
     """
     if reward is None:
         return CorrectnessReward()
@@ -46,10 +47,10 @@ def write_reward_template(path: Path) -> None:
     """Write a working example of a reward to a new file.
 
     Raises:
-        UsageError: the name does not end with .py, or the file exists or cannot be written.
+        UsageError: the file name does not end with .py, or the file exists or cannot be written.
     """
     if path.suffix != ".py":
-        raise UsageError(f"{path}: name a new file that ends with .py")
+        raise UsageError(f"{path}: the name of the new file must end with .py")
     text = Path(__file__).with_name("template.py").read_text(encoding="utf-8")
     try:
         with path.open("x", encoding="utf-8") as stream:
@@ -59,14 +60,15 @@ def write_reward_template(path: Path) -> None:
 
 
 def load_reward(spec: str | None, problems: Sequence[Problem] = ()) -> RewardFunction | None:
-    """Load the reward of `--reward`: `steps`, or FILE.py:NAME for `as_reward`.
+    """Load the reward that `--reward` names; return None if `spec` is None.
 
     Args:
-        problems: those to score; they must have the columns that the reward names.
+        spec: `steps`, or FILE.py:NAME for an object that `as_reward` accepts.
+        problems: the problems to score; they must have the columns that the reward requires.
 
     Raises:
-        UsageError: the file or name does not exist, running the file fails, or a parameter has no
-            column.
+        UsageError: the file or name does not exist, running the file fails, or the problems lack a
+            required column.
     """
     if spec is None:
         return None
@@ -83,16 +85,16 @@ def load_reward(spec: str | None, problems: Sequence[Problem] = ()) -> RewardFun
 
 
 def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
-    """Check that problems have the columns that a reward names.
+    """Check that the problems have the columns that a reward requires.
 
     Raises:
-        UsageError: a parameter without a default has no column, or the data has open answers and
-            the reward compares answers.
+        UsageError: the problems have no column for a parameter without a default, or they have
+            open answers although the reward compares answers.
     """
     if any(problem.answer_type == "open" for problem in problems) and _compares(reward):
         raise UsageError(
-            "the data has open answers (answer_type), which no built-in reward can judge: give "
-            "one of your own, --reward FILE.py:NAME"
+            "the data has open answers (answer_type), which no built-in reward can judge: pass "
+            "your own reward with --reward FILE.py:NAME"
         )
     there = COLUMNS.union(*(problem.columns for problem in problems))
     if any(problem.solution for problem in problems):
@@ -103,22 +105,23 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
         unknown = [one for one in named if one not in there | GIVEN]
         if not unknown:
             continue
-        known = {"solution", *TRAINERS_OWN}  # never misspellings
+        known = {"solution", *TRAINERS_OWN}  # never treated as misspellings
         close = difflib.get_close_matches(unknown[0], sorted((there | GIVEN) - known), 1)
         meant = f" (did you mean {close[0]}?)" if close and unknown[0] not in known else ""
         why = "the data does not have"
         if TRAINERS_OWN.issuperset(unknown):
-            why = "only TRL's trainer gives: give it a default, or take **kwargs"
+            why = "only TRL's trainer passes: add a default value, or accept **kwargs instead"
         raise UsageError(
-            f"the reward {name} asks for {', '.join(unknown)}{meant}, which {why}; there are "
+            f"the reward {name} requires {', '.join(unknown)}{meant}, which {why}; available are "
             f"answer, {', '.join(sorted(there))}"
         )
 
 
 def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any]]]:
-    """Return the user's functions and `__call__` methods in a reward, with their names.
+    """Return the name and the callable of each user-defined function or `__call__` in a reward.
 
-    The first two parameters of a `__call__` are positional and may have any name.
+    The first two arguments of a `__call__` are bound, because these parameters are positional and
+    may have any name.
     """
     found: list[tuple[str, Callable[..., Any]]] = []
     if isinstance(reward, FunctionReward):
@@ -136,10 +139,10 @@ def _compares(reward: RewardFunction) -> bool:
 
 
 def is_built_in(reward: RewardFunction) -> bool:
-    """Return whether a reward and all its parts are built in, so that no time limit is needed."""
+    """Return whether a reward and all its parts are built in; such a reward needs no time limit."""
     return type(reward).__module__ == functions.__name__ and all(map(is_built_in, parts_of(reward)))
 
 
 def parts_of(reward: RewardFunction) -> Iterable[RewardFunction]:
-    """Return the parts of a CombinedReward."""
+    """Return the parts of a CombinedReward; () for any other reward."""
     return reward.parts.values() if isinstance(reward, functions.CombinedReward) else ()

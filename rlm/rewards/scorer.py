@@ -1,8 +1,8 @@
-"""Score a whole step with one reward. A reward that fails does not end a run.
+"""Score all completions of a step with one reward, without letting a failed reward end the run.
 
 A trainer calls a `Scorer` with all problems and all completions of a step. Built-in rewards run in
-the calling thread. A user's reward runs in a worker thread with a time limit; a call that raises,
-hangs or returns no finite number only loses its own rollout.
+the calling thread. A user's reward runs in a worker thread with a time limit. If a call raises an
+error, hangs or does not return a finite number, only the rollout of that call is lost.
 """
 
 from __future__ import annotations
@@ -32,38 +32,41 @@ from rlm.rewards.base import (
 )
 from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
-TIME_LIMIT = 300.0  # seconds that one call may take: a judge may answer slowly
-MAX_TIMEOUTS = 3  # in a step; the remaining calls then get no verdict
-# The run ends after this many steps in a row without a successful call; before any, after one.
+TIME_LIMIT = 300.0  # seconds per call; the limit is generous because an LLM judge may be slow
+MAX_TIMEOUTS = 3  # timeouts per step, after which the remaining calls are skipped
+# The run ends after this many consecutive steps without a successful call. If no call of the run
+# has succeeded yet, it ends after the first such step.
 MAX_FAILED_STEPS = 3
 
 
 @dataclass
 class Scores:
-    """rewards[p][g], metrics for the log (`reward/…`, `reason/…`), and the reasons of the strict
-    verdicts, which are empty if a recipe has verdicts of its own.
+    """The scores of a step. `[p][g]` is the index of completion g of problem p.
+
+    The reasons are empty if a recipe uses its own verdicts instead of the strict grading.
     """
 
-    rewards: list[list[Reward]]
-    metrics: dict[str, float] = field(default_factory=dict)
-    reasons: list[list[str]] = field(default_factory=list)  # of `rlm.grading`, [p][g]
+    rewards: list[list[Reward]]  # [p][g]
+    metrics: dict[str, float] = field(default_factory=dict)  # for the log: reward/…, reason/…
+    reasons: list[list[str]] = field(default_factory=list)  # [p][g], reasons of strict verdicts
 
     def __post_init__(self) -> None:
         self.reasons = self.reasons or [[] for _ in self.rewards]
 
 
 class Scorer:
-    """Scores all rollouts of a step with a reward (`as_reward`).
+    """Scores all rollouts of a step with a reward.
 
     A function with TRL's signature or an overridden `batch_call` is called once with all rollouts;
-    if that call fails, it is called for each rollout.
+    if that call fails, the reward is called for each rollout separately.
 
     Args:
-        time_limit: seconds for one call of a user's reward.
+        reward: a reward in any form that `as_reward` accepts.
+        time_limit: the time limit in seconds for one call of a user's reward.
 
     Raises (when called):
-        UsageError: every call failed, the reward returned another number of values than there are
-            completions, or its first call gave no verdict on any of them.
+        UsageError: every call failed, the number of returned values differs from the number of
+            completions, or the reward gave no verdict on any completion of the first step.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Scorer:
         self.reasoning_format, self.time_limit = reasoning_format, time_limit
         self.warned: set[str] = set()
         self.gave_verdict = False
-        self.failed_steps = MAX_FAILED_STEPS - 1  # before any success, one failed step is enough
+        self.failed_steps = MAX_FAILED_STEPS - 1  # one failed step ends a run without any success
 
     def __call__(
         self,
@@ -85,15 +88,17 @@ class Scorer:
         truncated: Sequence[Sequence[bool]] | None = None,
         token_ids: Sequence[Sequence[list[int]]] | None = None,
     ) -> Scores:
-        """Score the groups of texts.
+        """Score the completions of each problem.
 
         Args:
+            problems: the problems of the step.
+            groups: the texts of the completions of each problem.
             truncated: whether each completion lacks an end token.
-            token_ids: the ids of each completion, passed to the reward as `completion_ids`.
+            token_ids: the token ids of each completion, passed to the reward as `completion_ids`.
         """
         truncated = truncated or [[False] * len(group) for group in groups]
         token_ids = token_ids or [[[] for _ in group] for group in groups]
-        verdicts = []  # graded once for rewards, metrics and samples.jsonl
+        verdicts = []  # each completion is graded once, for rewards, metrics and samples.jsonl
         tags = FORMATS[self.reasoning_format].tags
         for problem, texts in zip(problems, groups, strict=True):
             gold, kind = problem.answer, problem.answer_type
@@ -107,7 +112,7 @@ class Scorer:
         reasons = [[verdict.reason for verdict in group] for group in verdicts]
         if not rollouts:
             return Scores([[] for _ in groups], reasons=reasons)
-        self.reward.pop_metrics()  # drop those of a validation since the last step
+        self.reward.pop_metrics()  # drop the metrics of a validation since the last step
         if is_built_in(self.reward):
             found = list(starmap(self._ask, rollouts))
         else:
@@ -126,7 +131,7 @@ class Scorer:
         return Scores([[next(values) for _ in group] for group in groups], metrics, reasons)
 
     def _check_verdicts(self, rewards: Sequence[Reward | BaseException]) -> None:
-        """Refuse a reward whose first call returns None or NaN for every completion."""
+        """Reject a reward whose first call returns None or NaN for every completion."""
         if not self.gave_verdict and all(reward is None for reward in rewards):
             raise UsageError(
                 f"the reward gave no verdict on any of {len(rewards)} completions: does it return "
@@ -135,11 +140,11 @@ class Scorer:
         self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 
     def check_columns(self, problems: Sequence[Problem]) -> None:
-        """Check before work begins that the data has the columns that a reward function names.
+        """Check before training that the data has the columns that the reward requires.
 
         Raises:
-            UsageError: a parameter without a default has no column, or the data has open answers
-                and the reward compares answers.
+            UsageError: the data has no column for a parameter without a default, or it has open
+                answers although the reward compares answers.
         """
         check_columns(self.reward, problems)
 
@@ -162,7 +167,7 @@ class Scorer:
         }
 
     def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
-        """Return the reward of one rollout, or the error that it raises."""
+        """Return the reward of one rollout, or the error that the reward raises."""
         try:
             found = self.reward(completion, answer, **named_columns(self.reward, columns))
             return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
@@ -173,7 +178,7 @@ class Scorer:
         """Call `_ask` for all rollouts, in one batch if the reward supports it."""
         at_once = type(self.reward).batch_call is not RewardFunction.batch_call
         if at_once or _is_async(self.reward):
-            # Allow twice the time, because awaited calls have their own time limit inside.
+            # Allow twice the time, because `_wait_for_all` limits the time of awaited calls.
             limit = self.time_limit if at_once else 2 * self.time_limit
             (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
             if isinstance(found, UsageError):
@@ -182,18 +187,18 @@ class Scorer:
                 if len(found) != len(rollouts):
                     raise UsageError(
                         f"the reward returned {len(found)} values for {len(rollouts)} completions: "
-                        "return one for each"
+                        "return one value per completion"
                     )
                 return found
         calls = [lambda rollout=rollout: self._ask(*rollout) for rollout in rollouts]
         return call_in_worker(calls, self.time_limit)
 
     def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """Make one `batch_call` and await its awaitable results together."""
+        """Call `batch_call` once and await all awaitable results together."""
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        # Called outside an event loop, because a plain reward may run its own.
+        # `batch_call` runs outside an event loop, because a plain reward may start its own loop.
         columns = named_columns(self.reward.batch_call, columns)
         found = self.reward.batch_call(list(texts), list(answers), **columns)
         found = as_list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
@@ -202,7 +207,8 @@ class Scorer:
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
             try:
-                # Not asyncio.wait_for: its own task would pass an exit() on to the loop.
+                # asyncio.wait_for would run the reward in a new task, and an exit() in that task
+                # would end the event loop.
                 async with asyncio.timeout(self.time_limit):
                     return await _wait_for(reward)
             except REWARD_ERRORS as error:
@@ -213,7 +219,7 @@ class Scorer:
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))
         for reason in (reason for reason in reasons if reason not in self.warned):
-            terminal.line(f"warning: the reward failed, so this completion is left out: {reason}")
+            terminal.line(f"warning: the reward failed, so its completion is left out: {reason}")
             self.warned.add(reason)
         self.failed_steps = self.failed_steps + 1 if len(failed) == calls else 0
         if self.failed_steps >= MAX_FAILED_STEPS:
@@ -221,10 +227,10 @@ class Scorer:
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
-            return f"no answer in {self.time_limit:g} seconds"
+            return f"it did not return within {self.time_limit:g} seconds"
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         if "signal only works in main thread" in text:
-            text += " (rewards run in a worker thread with a time limit: remove the alarm)"
+            text += " (rewards run in a worker thread with a time limit: do not set an alarm)"
         return text
 
 
@@ -239,7 +245,7 @@ async def _wait_for(found: Any) -> Any:
 
 
 def _to_reward(value: Any) -> Reward | BaseException:
-    """Convert a reward to float. NaN means no verdict; infinity is an error."""
+    """Convert a reward to float or None; NaN becomes None, and infinity becomes a ValueError."""
     if isinstance(value, UsageError):
         raise value
     if value is None or isinstance(value, REWARD_ERRORS):
@@ -247,17 +253,17 @@ def _to_reward(value: Any) -> Reward | BaseException:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return ValueError(f"it returned {value!r:.60}, which is no number")
+        return ValueError(f"it returned {value!r:.60}, which is not a number")
     if math.isinf(number):
         return ValueError("it returned an infinite reward")
     return None if math.isnan(number) else number
 
 
 def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any]:
-    """Make calls one by one in a daemon thread; return their results or errors.
+    """Run the calls one by one in a daemon thread; return their results or errors.
 
-    A call that takes over `limit` seconds gives TimeoutError. Python cannot stop it, so its thread
-    is abandoned and the next call gets a new one.
+    The result of a call that takes longer than `limit` seconds is a TimeoutError. Python cannot
+    stop such a call, so its thread is abandoned and a new thread runs the remaining calls.
     """
     found, hangs = list[Any](), 0
     while len(found) < len(calls) and hangs < MAX_TIMEOUTS:
@@ -275,7 +281,7 @@ def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any
             hangs += 1
         finally:
             stopped.set()
-    not_asked = RuntimeError("not asked: too many calls hang")
+    not_asked = RuntimeError("the reward was not called: too many earlier calls timed out")
     return found + [not_asked] * (len(calls) - len(found))
 
 

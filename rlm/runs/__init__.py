@@ -1,5 +1,4 @@
-"""Run directories: atomic files, checkpoints, resume, signals, metrics, trackers, plots,
-alerts."""
+"""Run directories, with checkpoints, resume, signals, metrics, trackers, plots and alerts."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""Alerts: rules that detect from the metrics that a run goes wrong, and give advice.
+"""Alerts: rules that detect problems of a run from its metrics, and give advice.
 
-Each rule looks at the last steps. A warning is printed when its rule begins to hold, and again only
-if the rule ceased to hold in between. All thresholds are in this file.
+Each rule is evaluated on the last steps. A warning is printed when a rule begins to hold. It is
+printed again only if the rule has stopped holding in between. All thresholds are in this file.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from statistics import fmean
 
 Row = Mapping[str, float]  # a line of metrics.jsonl
 
-WINDOW = 5  # steps that a rule averages over
-CUT_OFF = 0.1  # a larger share of truncated completions is reported, from step 1 on
-FLAT_STEPS = 30  # the last third's reward is compared with the first third's
-FLAT_RISE = 0.01  # less than this is no rise
-FLAT_CEILING = 0.9  # above this, little is left to gain
+WINDOW = 5  # number of steps over which a rule averages
+CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
+FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
+FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat
+FLAT_CEILING = 0.9  # a higher reward is not reported, because it cannot rise much further
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,25 @@ class Rule:
 
     metric: str
     bad: Callable[[float], bool]
-    advice: str  # its {:…} is filled with the mean
+    advice: str  # the placeholder {:…} is replaced by the mean
 
 
 RULES = (
     Rule(
         "reward/zero_signal_share",
         lambda share: share >= 0.8,
-        "in {:.0%} of the groups all rewards are equal, and these teach nothing: try problems "
-        "closer to what the model can do, a larger --group-size, or a higher --temperature",
+        "in {:.0%} of the groups, all rewards are equal, so these groups give no training signal: "
+        "try problems closer to the model's ability, a larger --group-size, or a higher "
+        "--temperature",
     ),
     Rule(
-        "policy/entropy",  # nats per token; a model trained on one format sits at 0.1 to 0.3
+        "policy/entropy",  # nats per token; 0.1 to 0.3 is usual for a model trained on one format
         lambda nats: nats < 0.02,
-        "the entropy has fallen to {:.3f} nats per token, so the model tries little that is new: "
+        "the entropy has fallen to {:.3f} nats per token, so the model explores little: "
         "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
     Rule(
-        "loss/kl",  # nats per token, from the start adapter
+        "loss/kl",  # nats per token, relative to the start adapter
         lambda nats: nats > 1,
         "the policy is {:.2g} nats per token away from where it started: lower --learning-rate or "
         "raise --kl-weight, and read samples.jsonl",
@@ -51,12 +52,12 @@ RULES = (
         "sampler/logprob_gap_mean",  # nats per token
         lambda nats: nats > 0.1,
         "sampler and trainer disagree by {:.2g} nats per token: try --sampler unmerged, or check "
-        "that the server has this model",
+        "that the server serves this model",
     ),
 )
 NO_REWARD = (
-    "no completion of the last {} steps earned a reward: samples.jsonl says why; try easier "
-    "problems, a larger --group-size, or train_sft.py first"
+    "no completion of the last {} steps earned a reward: see samples.jsonl for the reasons; "
+    "try easier problems, a larger --group-size, or train_sft.py first"
 )
 TOO_SHORT = (
     "{:.0%} of the completions were cut off before their answer: type --max-new-tokens {}, or "
@@ -71,14 +72,18 @@ CONSTANT = (
     "use harder problems or another reward"
 )
 FLAT = (
-    "the reward has not risen in {} steps ({:.2f}, now {:.2f}): try a higher --learning-rate (LoRA "
-    "wants about ten times full fine-tuning's), more problems per step, or problems nearer to what "
-    "the model can do"
+    "the reward has not risen in {} steps (from {:.2f} to {:.2f}): try a higher --learning-rate "
+    "(LoRA needs about ten times the rate of full fine-tuning), more problems per step, or problems "
+    "closer to the model's ability"
 )
 
 
 def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the alerts after these steps (oldest first): rule → one line with advice."""
+    """Return the alerts that hold after the given steps, as a map from rule to advice.
+
+    Args:
+        rows: the metrics of the steps, oldest first.
+    """
     recent = rows[-WINDOW:]
     cut_off = _cut_off(recent)
     if len(recent) < WINDOW:
@@ -89,18 +94,20 @@ def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
         if len(values) == WINDOW and rule.bad(fmean(values)):
             found[rule.metric] = rule.advice.format(fmean(values))
     if "reward" in found:
-        found.pop("reward/zero_signal_share", None)  # reported already, more exactly
+        found.pop(
+            "reward/zero_signal_share", None
+        )  # the alert "reward" reports the same more precisely
     return found or _flat_reward(rows)
 
 
 def new_alerts(rows: Sequence[Row]) -> list[str]:
-    """Return the alerts of the last step that the previous step did not have."""
+    """Return the alerts that hold after the last step but did not hold one step earlier."""
     before = active_alerts(rows[:-1])
     return [text for rule, text in active_alerts(rows).items() if rule not in before]
 
 
 def _cut_off(recent: Sequence[Row]) -> dict[str, str]:
-    """Describe completions, and replies of a recipe's agents, that were cut off at their limit."""
+    """Return alerts for truncated completions, and for truncated replies of a recipe's agents."""
     found = {}
     for area, advice in {"completion": TOO_SHORT, "agents": AGENTS_TOO_SHORT}.items():
         name, length = f"{area}/truncated_rate", f"{area}/length_max"
@@ -112,6 +119,7 @@ def _cut_off(recent: Sequence[Row]) -> dict[str, str]:
 
 
 def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
+    """Return an alert if all completions have the same reward."""
     rewards = {row["reward/mean"] for row in recent}
     if len(rewards) > 1 or any(row["reward/std"] for row in recent):
         return {}
@@ -120,7 +128,7 @@ def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
 
 
 def _flat_reward(rows: Sequence[Row]) -> dict[str, str]:
-    """Describe a flat reward, if no other rule explains it."""
+    """Return an alert if the reward has not risen."""
     if len(rows) < FLAT_STEPS:
         return {}
     rewards = [row["reward/mean"] for row in rows[-FLAT_STEPS:]]

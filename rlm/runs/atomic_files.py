@@ -1,4 +1,4 @@
-"""Crash-safe files: synced JSON lines, atomic replacement, and a lock."""
+"""Crash-safe files: JSON lines that are synced to disk, atomic replacement, and file locks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import IO, Any
 
 from rlm.cli import UsageError, terminal
 
-LOCK = ".lock"  # in a run directory; it names the process that trains there
+LOCK = ".lock"  # file in a run directory that names the process that is training in it
 logger = logging.getLogger(__name__)
 
 
 def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
-    """Read the rows of a JSON lines file; [] if it does not exist.
+    """Read the rows of a JSON lines file; return [] if the file does not exist.
 
-    A torn last line is left out, and removed from the file with a warning.
+    An incomplete last line is ignored, and removed from the file with a warning.
 
     Args:
-        repair: False leaves the file unchanged, because another process may be writing that line.
+        repair: whether to remove an incomplete last line from the file. Pass False if another
+            process may still be writing this line.
 
     Raises:
         UsageError: any other line is not a JSON object.
@@ -34,7 +35,7 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if repair and len(whole) < len(content):
-        logger.warning("%s: the last line was incomplete and is ignored", path)
+        logger.warning("%s: the last line was incomplete and has been removed", path)
         with path.open("rb+") as stream:
             stream.truncate(len(whole))
             os.fsync(stream.fileno())
@@ -43,20 +44,23 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
         try:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise UsageError(f"{path}: line {number} is not a JSON object; repair it") from error
+            raise UsageError(
+                f"{path}: line {number} is not a JSON object; repair this line"
+            ) from error
     return rows
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a log up to the first damaged one; [] if it does not exist.
+    """Read the rows of a log up to the first damaged row; return [] if the log does not exist.
 
-    Rows before a checkpoint are synced, so a damaged row belongs to a step that is repeated.
+    Rows before a checkpoint are synced to disk, so a damaged row belongs to a later step, which a
+    resumed run repeats.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
     with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
-        for line in stream:  # not splitlines: a model may write U+2028
+        for line in stream:  # do not use splitlines(), because a completion may contain U+2028
             try:
                 rows.append(dict(json.loads(line)))
             except (ValueError, TypeError):
@@ -65,26 +69,29 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Format rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows; they are on the disk when this returns."""
+    """Append rows to a file, and sync the file to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
-        stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # as replace_file
+        stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # see replace_file
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically: the old one stays until the new one is on the disk.
+    """Replace a file atomically: the old file is kept until the new file is on disk.
 
-    A lone surrogate (in a file name, say) cannot be encoded, so it is written as its escape, which
-    JSON reads back.
+    A lone surrogate, for example in a file name, cannot be encoded in UTF-8. It is written as an
+    escape sequence, which a JSON parser converts back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.new")  # one name, so that kills leave one file at most
+    scratch = path.with_name(
+        f".{path.name}.new"
+    )  # a fixed name, so that at most one such file is left
     try:
         scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
         sync(scratch)
@@ -95,12 +102,12 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def replace_json(path: Path, content: object) -> None:
-    """Replace a file with indented JSON (`replace_file`)."""
+    """Replace a file with indented JSON atomically (see `replace_file`)."""
     replace_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Flush a file or directory to the disk."""
+    """Sync a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,13 +116,14 @@ def sync(path: Path) -> None:
 
 
 def lock_file(path: Path, where: str, advice: str) -> IO[str]:
-    """Lock a file for this process until it is closed or the process ends.
+    """Lock a file until the returned stream is closed or this process ends.
 
     Args:
-        where, advice: the beginning and end of the error message.
+        where, advice: the beginning and the end of the error message.
 
     Raises:
-        UsageError: another process holds it: "<where>: process 7 on host <advice>".
+        UsageError: another process holds the lock. The message has the form
+            "<where>: process 7 on host <advice>".
     """
     stream = path.open("a+", encoding="utf-8")
     try:
@@ -125,9 +133,9 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
         holder = stream.read().strip() or "another process"
         stream.close()
         raise UsageError(f"{where}: {holder} {advice}") from error
-    except OSError as error:  # some network file systems have no locks
+    except OSError as error:  # some network file systems do not support locks
         terminal.line(
-            f"{path} cannot be locked ({error.strerror}): let no other process write here"
+            f"{path} cannot be locked ({error.strerror}): start no other process that writes here"
         )
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -136,7 +144,7 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
 
 
 class Journal:
-    """Stores paid replies by key, so that a resumed run does not request them again."""
+    """Stores the replies of a paid API by key, so that a resumed run does not pay again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -144,7 +152,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Store a row; it is on the disk when this returns."""
+        """Store a row under a key, and sync it to disk."""
         with self._lock:
             append_lines(self.path, [{"key": key} | row])
             self.rows[key] = {"key": key} | row

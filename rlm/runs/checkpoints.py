@@ -1,11 +1,11 @@
-"""Checkpoints that are complete or do not exist.
+"""Atomic checkpoints: a checkpoint is either complete or does not exist.
 
     checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
 A checkpoint is written under a temporary name and synced to disk. The manifest, which contains the
-hashes of the other files, is written last; then the folder is renamed. A load takes the newest
-valid checkpoint; damaged ones are set aside, never deleted. Loading executes no code: tensors are
-safetensors.
+hashes of the other files, is written last. Then the folder is renamed. Loading selects the newest
+valid checkpoint. Damaged checkpoints are renamed, never deleted. Loading executes no code, because
+tensors are stored as safetensors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CORRUPT_ERRORS = (OSError, ValueError, TypeError, KeyError, RecursionError, Safe
 
 
 class Checkpoints:
-    """The checkpoints of a run; the writer holds the run's lock."""
+    """The checkpoints of a run. Only the process that holds the run's lock writes checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def clean(self) -> None:
-        """Remove what a killed process left half-written or half-deleted."""
+        """Remove folders that a killed process left partly written or partly deleted."""
         for leftover in self.folder.glob(".step_*"):
             shutil.rmtree(leftover)
 
@@ -53,10 +53,11 @@ class Checkpoints:
         """Write the checkpoint `step`, then delete all but the newest `keep`.
 
         Args:
-            protect: also keep the newest checkpoint at or before this step.
+            keep: the number of checkpoints to keep.
+            protect: a step; the newest checkpoint at or before this step is kept as well.
 
         Raises:
-            UsageError: it cannot be written; earlier checkpoints are untouched.
+            UsageError: the checkpoint cannot be written. Earlier checkpoints are not changed.
         """
         target = self._path(step)
         with writing_beside(target) as scratch:
@@ -76,11 +77,11 @@ class Checkpoints:
     def load(
         self, *, at_most: int | None = None, set_aside: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, object]] | None:
-        """Return tensors and state of the newest valid checkpoint, or None.
+        """Return the tensors and the state of the newest valid checkpoint; None if there is none.
 
         Args:
             at_most: load only checkpoints of this step or earlier.
-            set_aside: rename damaged ones, so that they are not tried again.
+            set_aside: whether to rename damaged checkpoints, so that they are not loaded again.
         """
         for step in reversed(self.steps()):
             if at_most is not None and step > at_most:
@@ -91,7 +92,7 @@ class Checkpoints:
                     raise ValueError("its files do not match its manifest")
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
                 if state["step"] != step:
-                    raise ValueError(f"its state is of step {state['step']}")
+                    raise ValueError(f"its state belongs to step {state['step']}")
                 return load_file(folder / TENSORS), state
             except CORRUPT_ERRORS as error:
                 done = "damaged and set aside" if set_aside else "damaged"
@@ -101,7 +102,10 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """Return the checkpoints' steps in order, from their names, because clocks may jump."""
+        """Return the steps of all checkpoints in ascending order.
+
+        The steps are read from the folder names, because file times are not reliable.
+        """
         names = [folder.name.removeprefix("step_") for folder in self.folder.glob("step_*")]
         return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
@@ -109,7 +113,7 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def _delete(self, folder: Path) -> None:
-        """Rename, then delete, so that a kill leaves no half-deleted checkpoint under this name."""
+        """Delete a checkpoint. It is renamed first, so that a kill leaves no partial checkpoint."""
         doomed = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
@@ -117,10 +121,11 @@ class Checkpoints:
 
 
 def check_space(option: str, path: Path, needed: int) -> None:
-    """Check the free space of the disk that holds `path`.
+    """Check that the disk of `path` has enough free space.
 
     Args:
-        needed: bytes.
+        option: the option that sets the path, for the message.
+        needed: the required number of bytes.
 
     Raises:
         UsageError: fewer than `needed` bytes are free.
@@ -134,32 +139,34 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error in writing a file into a one-line message.
+    """Convert an error while writing a file into a one-line message.
 
     Raises:
-        UsageError: in place of OSError and SafetensorError.
+        UsageError: an OSError or SafetensorError was raised in the context.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{path} cannot be written: {reason}; what was saved before is untouched: make room "
-            "and run it again (with --resume, if it was under way)"
+            f"{path} cannot be written: {reason}; files that were saved before are unchanged: free "
+            "disk space and run the command again (with --resume if the run had started)"
         ) from error
 
 
 @contextmanager
 def writing_beside(path: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `path`, to be filled and renamed; on errors it is removed.
+    """Create a hidden folder beside `path`, which the caller fills and renames.
+
+    If the caller does not rename the folder, for example after an error, it is removed.
 
     Raises:
-        UsageError: as `writing` does.
+        UsageError: a file cannot be written (see `writing`).
     """
     scratch = path.with_name(f".{path.name}.new")
     with writing(path):
         try:
-            shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
+            shutil.rmtree(scratch, ignore_errors=True)  # a killed process may have left the folder
             scratch.mkdir(parents=True)
             yield scratch
         finally:
@@ -171,6 +178,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def file_hash(file: Path) -> str:
+    """Return the SHA-256 hash of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -1,9 +1,9 @@
-"""The run directory: config, metrics, samples, checkpoints, its lock, and interruptions.
+"""The run directory, with config, metrics, samples, checkpoints and lock, and signal handling.
 
 runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
           checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
 
-After the first signal, the run stops at the end of the current step.
+After the first signal to stop, the run stops at the end of the current step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ from rlm.runs.atomic_files import (
 from rlm.runs.checkpoints import Checkpoints, writing
 from rlm.runs.trackers import Tracker, open_tracker
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")  # one line or more per step
+LOGS = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "rollouts.jsonl",
+)  # each log has one or more lines per step
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that the directory can be created and written, before hours of work.
+    """Check that a directory can be created and written, before hours of work are spent.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the directory cannot be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -53,22 +57,27 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class RunDirectory:
-    """The directory of one training run. Within the context, signals wait for the end of a step.
+    """The directory of one training run.
 
-    Until this process ends, a second one is refused.
+    Inside the context, a signal to stop takes effect at the end of a step. The directory is locked,
+    so no second process can train in it until this process ends.
     """
 
-    tracker: Tracker | None = None  # gets all that is logged
+    tracker: Tracker | None = None  # receives everything that is logged
 
     def __init__(self, path: Path, *, resume: bool, writes: bool = True) -> None:
         """Open or create the directory.
 
         Args:
-            writes: False in processes other than the main one: their logs are dropped.
+            path: the directory.
+            resume: whether to continue the run in the directory. If False, an earlier run with
+                checkpoints is moved away.
+            writes: False in all processes except the main process. The logs of these processes are
+                dropped.
 
         Raises:
-            UsageError: it cannot be written, another process trains in it, it contains other files,
-                or an earlier run cannot be moved away.
+            UsageError: the directory cannot be written, another process is training in it, it
+                contains files that are not a run, or an earlier run cannot be moved away.
         """
         self.path = path
         self.writes = writes
@@ -81,8 +90,8 @@ class RunDirectory:
         check_writable("--run-dir", path)
         if not _is_run(path):
             raise UsageError(
-                f"--run-dir {path} contains files that are not a run and would be deleted: name an "
-                "empty or a new folder"
+                f"--run-dir {path} contains files that are not a run and would be deleted: choose "
+                "an empty or a new directory"
             )
         self._lock = self._lock_directory()
         if not resume:
@@ -97,11 +106,11 @@ class RunDirectory:
         return lock_file(self.path / LOCK, f"--run-dir {self.path}", advice)
 
     def _put_away(self) -> None:
-        here = self.path.resolve()  # resolve a symlink, which then leads to the new run
+        here = self.path.resolve()  # resolve a symlink, so that it leads to the new run afterwards
         if Path.cwd().is_relative_to(here):
             raise UsageError(
-                f"--run-dir {self.path} holds another run, which cannot be moved away because it "
-                "contains the current directory: name a new directory, or start elsewhere"
+                f"--run-dir {self.path} contains another run, which cannot be moved away because "
+                "the current directory is in it: choose a new directory, or start elsewhere"
             )
         previous = here.with_name(here.name + ".prev")
         try:
@@ -109,15 +118,15 @@ class RunDirectory:
                 shutil.rmtree(previous)
             here.rename(previous)  # the lock moves with it
             here.mkdir(exist_ok=True)
-        except OSError as error:  # a mount point, say
+        except OSError as error:  # for example, the directory is a mount point
             raise UsageError(
-                f"--run-dir {self.path} holds another run, which cannot be moved to {previous} "
-                f"({error.strerror}): name a new directory"
+                f"--run-dir {self.path} contains another run, which cannot be moved to {previous} "
+                f"({error.strerror}): choose a new directory"
             ) from error
         self._lock.close()
         self._lock = self._lock_directory()
         (previous / LOCK).unlink()
-        terminal.line(f"the older run in {self.path} was moved to {previous}")
+        terminal.line(f"the earlier run in {self.path} was moved to {previous}")
 
     def __enter__(self) -> RunDirectory:
         self._interrupts.__enter__()
@@ -132,14 +141,18 @@ class RunDirectory:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal asks this process to stop after the step."""
+        """Whether this process has received a signal to stop after the current step."""
         return self._interrupts.received is not None
 
     def raise_if_interrupted(self, interrupted: bool) -> None:
-        """Raise Interrupted if a signal was received.
+        """Raise Interrupted if any process of the run has received a signal to stop.
+
+        Args:
+            interrupted: whether any process has received a signal.
 
         Raises:
-            Interrupted: with the signal; SIGTERM if another process received it.
+            Interrupted: with the received signal, or with SIGTERM if only another process has
+                received a signal.
         """
         if interrupted:
             saved = self.checkpoints.steps()
@@ -148,40 +161,40 @@ class RunDirectory:
             raise Interrupted(number, note if self.writes else "")
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Write config.json and open the tracker that it names."""
+        """Write config.json, and open the tracker that the config selects."""
         if self.writes:
             with writing(self.path / "config.json"):
                 replace_json(self.path / "config.json", config)
             self.tracker = open_tracker(config["tracker"], self.path, config)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Append a step's metrics; values that are not finite become null."""
+        """Append the metrics of a step. Values that are not finite are written as null."""
         row = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self.append(self.metrics_file, [row])
         if self.tracker:
             self.tracker.log(metrics)
 
     def log_samples(self, rows: list[dict[str, object]], *, shown: bool = False) -> None:
-        """Append a step's completions; with `shown`, send them to the tracker, too."""
+        """Append the completions of a step; with `shown`, also send them to the tracker."""
         self.append(self.samples_file, rows)
         if self.tracker and shown:
             self.tracker.log_samples(rows)
 
     def append(self, file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-        """Append lines to a log and sync them, because a checkpoint relies on them."""
+        """Append rows to a log, and sync the log to disk, because checkpoints rely on the rows."""
         if self.writes:
             with writing(file):
                 append_lines(file, rows)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the metrics of all logged steps, without a torn last line."""
+        """Return the metrics of all logged steps, ignoring an incomplete last line."""
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
             for row in read_log(self.metrics_file)
         ]
 
     def write_csv(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write train_logs.csv: the metrics of each step, for a spreadsheet."""
+        """Write the metrics of each step to train_logs.csv, for use in a spreadsheet."""
         file = self.path / "train_logs.csv"
         columns = list(dict.fromkeys(name for row in rows for name in row))
         with writing(file), file.open("w", encoding="utf-8", newline="") as stream:
@@ -190,7 +203,7 @@ class RunDirectory:
             writer.writerows(rows)
 
     def truncate(self, step: int) -> None:
-        """Cut the logs at `step`, which a resumed run logs again."""
+        """Remove the rows from `step` on from the logs. A resumed run logs these steps again."""
         if not self.writes:
             return
         for file in [self.path / name for name in LOGS if (self.path / name).exists()]:
@@ -200,8 +213,10 @@ class RunDirectory:
 
 
 def _is_run(path: Path) -> bool:
-    """Return whether a directory contains a run, or nothing but hidden files, which a kill may
-    leave."""
+    """Return whether a directory contains a run, or contains no files except hidden ones.
+
+    A killed process may leave hidden files.
+    """
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json", "vllm*.log"]
     empty = all(file.name.startswith(".") for file in path.iterdir())
     return empty or any(next(path.glob(mark), None) for mark in marks)
@@ -217,7 +232,9 @@ def git_commit() -> str | None:
     return done.stdout.strip()
 
 
-Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # of `signal`
+Handler = (
+    Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+)  # the types of handlers in `signal`
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step (once more: at once)\n"
 
@@ -225,11 +242,11 @@ NOTICE = b"\nstopping after this step (once more: at once)\n"
 class Interrupts:
     """Records the first SIGINT, SIGTERM or SIGHUP in `received` instead of ending the process.
 
-    A second one ends the process at once through the system's default handler, even during a
-    matrix multiplication. Nothing is lost, because files are written completely or not at all.
-    With several processes, later signals are ignored, because the launcher repeats the terminal's
-    signal and kills processes that take too long.
-    A signal that was ignored (nohup, a job in the background) stays ignored.
+    A second signal ends the process at once through the system's default handler, even during a
+    matrix multiplication. No data is lost, because files are written either completely or not at
+    all. With several processes, later signals are ignored, because the launcher repeats the signal
+    from the terminal and kills processes that take too long. A signal that was already ignored
+    (with nohup or in a background job) stays ignored.
     """
 
     def __init__(self, *, alone: bool = True) -> None:
@@ -238,7 +255,9 @@ class Interrupts:
         self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only the main thread may set handlers
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
@@ -254,4 +273,6 @@ class Interrupts:
         for other in self._before:
             signal.signal(other, self._then)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, NOTICE)  # not print(): the signal may have interrupted one
+            os.write(
+                2, NOTICE
+            )  # print() is not safe here: the signal may have interrupted a print()

@@ -1,7 +1,8 @@
-"""Serve the page of a running run to this machine only: `rlm view RUN --follow`.
+"""The server of `rlm view RUN --follow`, which shows a run while it is in progress.
 
-The page polls every few seconds for new lines of the run's logs. The server is stateless, so page,
-server and run may be restarted.
+The server accepts connections only from this machine. The page polls the server every few seconds
+for new lines in the logs of the run. The server is stateless, so the page, the server and the run
+may each be restarted.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ HEADERS = {
 
 
 def serve_runs(paths: Sequence[Path], port: int) -> int:
-    """Serve the page of these runs until Ctrl-C.
+    """Serve the page of the given runs until Ctrl-C is pressed.
 
     Raises:
-        UsageError: the port is taken.
+        UsageError: the port is already in use.
     """
     with open_server(paths, port) as server:
         url = f"http://{ADDRESS}:{server.server_port}"
-        terminal.line(f"{', '.join(map(str, paths))}: open {url} in a browser; Ctrl-C ends it")
+        terminal.line(
+            f"{', '.join(map(str, paths))}: open {url} in a browser; press Ctrl-C to stop"
+        )
         for path in paths:
             if not path.exists():
                 terminal.line(f"{path} does not exist yet: the page waits for it")
@@ -45,13 +48,13 @@ def serve_runs(paths: Sequence[Path], port: int) -> int:
 
 
 def open_server(paths: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """Bind the server; `serve_forever` runs it."""
+    """Create a server that listens on the port. The caller runs it with `serve_forever`."""
     try:
         server = ThreadingHTTPServer((ADDRESS, port), partial(_Handler, paths))
     except OSError as error:
         reason = f"cannot listen on {ADDRESS} port {port}: {error.strerror}"
-        raise UsageError(f"{reason}; type another --port (0 takes a free one)") from error
-    server.daemon_threads = True  # an open browser does not keep the server alive
+        raise UsageError(f"{reason}; choose another --port (0 selects a free port)") from error
+    server.daemon_threads = True  # open connections do not keep the process alive
     return server
 
 
@@ -68,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         port = self.connection.getsockname()[1]
-        # Against DNS rebinding: under another host name, any web page could read the run.
+        # Prevent DNS rebinding: with any host name accepted, any web page could read the run.
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", f"open http://{ADDRESS}:{port}\n")
         if url.path == "/":
@@ -79,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path == "/news" and is_known:
             news = [read_run(path, mark) for path, mark in zip(self._paths, marks, strict=True)]
             return self._send(200, "application/json", json.dumps(news, allow_nan=False))
-        return self._send(404, "text/plain", "nothing here\n")
+        return self._send(404, "text/plain", "not found\n")
 
     def _send(self, status: int, content_type: str, text: str) -> None:
         body = text.encode("utf-8", "backslashreplace")
@@ -92,4 +95,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Log nothing: a line per request would hide the terminal's messages."""
+        """Log nothing, because one line per request would hide other messages on the terminal."""

@@ -1,6 +1,7 @@
-"""Plots: accuracy of models side by side and over time, and the learning curves of a GRPO run.
+"""Plots of the accuracy of models, and of the learning curves of a GRPO run.
 
-Figures are made without pyplot: no global state, no display, PNG by the Agg renderer.
+Figures are created without pyplot, so they need no global state and no display. They are saved as
+PNG by the Agg renderer.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The palette of Okabe and Ito (2008): distinct to colour-blind readers and in greyscale.
+# Colours from the palette of Okabe and Ito (2008), which colour-blind readers can distinguish, and
+# which are also distinct in greyscale.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
-RUNNING_MEAN_STEPS = 5  # steps
-FEW_POINTS = 4  # up to this many points, each value is written beside the line
+RUNNING_MEAN_STEPS = 5  # number of steps in a running mean
+FEW_POINTS = 4  # with at most this many points, each value is written beside its point
 
-Interval = Mapping[str, float]  # mean, low, high
+Interval = Mapping[str, float]  # with the keys mean, low and high
 
 
 def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: str = "") -> None:
-    """Draw a bar with an error bar for each row: {row: {mean, low, high}}, shares in 0…1.
+    """Draw a bar with an error bar for each row.
 
     Args:
-        note: a line below the picture.
+        rows: a map from the name of a row to its interval, as fractions between 0 and 1.
+        note: a line of text below the figure.
     """
     count = max(3, len(rows))
     figure = new_figure(1.6 + 1.2 * count, 4.2)
     axes = figure.subplots()
     tidy(axes)
     means, lows, highs = ([100 * i[key] for i in rows.values()] for key in ("mean", "low", "high"))
-    # A bootstrap interval need not contain the mean, but error bars must not be negative.
+    # A bootstrap interval may not contain the mean, but error bars must not be negative.
     below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
     above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
     error = {"ecolor": "black", "capsize": 3, "elinewidth": 1}
@@ -45,7 +48,7 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.12 * max(5.0, *means, *highs))
     axes.set_ylabel("right in the required format, %")
-    # Wrap the title: a dataset may be a long path.
+    # Wrap the title, because the name of a dataset may be a long path.
     axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left")
     if note:
         figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")
@@ -59,11 +62,13 @@ def accuracy_over_time(
     title: str,
     ylabel: str = "right, %",
 ) -> None:
-    """Draw lines with bands: {name: [(minute, {mean, low, high}), …]}, shares in 0…1.
+    """Draw one line with an interval band for each curve, over the minutes of training.
 
     Args:
-        stages: name → first and last minute of each stage of training.
-        title: what the picture shows, in a sentence.
+        curves: a map from the name of a curve to its points, (minute, interval). Intervals are
+            fractions between 0 and 1.
+        stages: a map from the name of a training stage to its first and last minute.
+        title: a sentence that describes the figure.
     """
     figure = new_figure(7, 4.4)
     axes = figure.subplots()
@@ -80,7 +85,9 @@ def accuracy_over_time(
         axes.axvspan(first, last, color=GREY, alpha=0.08 * (number % 2 == 0), linewidth=0)
         axes.text((first + last) / 2, 0.98 * top, name, ha="center", va="top", color=GREY)
     axes.set(xlabel="training, minutes", ylabel=ylabel, ylim=(0, top))
-    axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))  # room for the last values
+    axes.set_xlim(
+        0, 1.08 * max(last for _, last in stages.values())
+    )  # leave space for the labels of the last points
     axes.set_title(title, fontsize=12, loc="left")
     lines, names = axes.get_legend_handles_labels()
     names[-1] += " (bands: 95 % intervals)"
@@ -89,10 +96,13 @@ def accuracy_over_time(
 
 
 def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
-    """Draw up to six panels over the steps of a GRPO run from the rows of metrics.jsonl.
+    """Draw the metrics of a GRPO run over its steps, in up to six panels.
 
-    Every axis begins at 0, so that noise looks small. Metrics without values have no panel. With a
-    custom reward, validation shows the reward.
+    Every axis begins at 0, so that noise looks small. Metrics without values are left out. With a
+    custom reward, the validation panel shows the reward instead of the accuracy.
+
+    Args:
+        metrics: the rows of metrics.jsonl.
     """
     by_reward = any("eval/reward" in row for row in metrics)
     validation = "eval/reward" if by_reward else "eval/accuracy"
@@ -127,7 +137,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
 def _with_start(
     metrics: Sequence[Mapping[str, float]], key: str
 ) -> tuple[list[float], list[float]]:
-    """Return `series` with the value before the first step, if it was measured."""
+    """Return the `series` of a metric, including the value before the first step if measured."""
     steps, values = series(metrics, key)
     start = metrics[0].get(key.replace("eval/", "eval/start_"))
     return (steps, values) if start is None else ([0, *steps], [start, *values])
@@ -136,7 +146,7 @@ def _with_start(
 def _draw_band(
     axes: Axes, metrics: Sequence[Mapping[str, float]], key: str, scale: float
 ) -> list[float]:
-    """Draw the recorded intervals of a validation and return their bounds."""
+    """Draw the recorded intervals of a validation metric, and return their bounds."""
     (steps, low), (others, high) = (_with_start(metrics, f"{key}_{end}") for end in ("low", "high"))
     if steps != others:
         return []
@@ -156,7 +166,7 @@ def _draw_metric(
     tidy(axes)
     axes.set_title(title, fontsize=10, loc="left")
     scale = 100 if title.endswith("%") else 1
-    marker = "o" if len(values) <= 30 else None  # mark points if there are few
+    marker = "o" if len(values) <= 30 else None  # draw markers if there are few points
     width, alpha = (0.8, 0.5) if running_mean else (1.5, 1.0)
     scaled = [scale * value for value in values]
     axes.plot(steps, scaled, color=BLUE, marker=marker, ms=3.5, lw=width, alpha=alpha)
@@ -165,7 +175,9 @@ def _draw_metric(
         low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
         axes.plot(steps, means, color=ORANGE, lw=2)
-    floor = 5 if scale == 100 else 0  # keep 1 % of noise from filling the axis
+    floor = (
+        5 if scale == 100 else 0
+    )  # percentages: the axis covers at least 5 %, so that noise of 1 % looks small
     bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max([*values, *bounds]))
     if top > bottom:
         axes.set_ylim(bottom, top)
@@ -174,7 +186,7 @@ def _draw_metric(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure; width and height are in inches."""
+    """Create an empty figure with the given width and height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -188,16 +200,16 @@ def tidy(axes: Axes) -> None:
 
 
 def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Return the steps and values of a metric from the rows that have it."""
+    """Return the steps and values of a metric, from the rows with a finite value."""
     kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["step"] + 1 for row in kept], [row[key] for row in kept]
 
 
 def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return running means and the half-widths of their 95 % intervals.
+    """Return running means, and the half-widths of their 95 % intervals.
 
-    The standard deviation is estimated from the differences of neighbouring steps (von Neumann
-    1941), to which the model's progress adds little.
+    The standard deviation is estimated from the differences between neighbouring steps (von Neumann
+    1941). The progress of the model has little effect on these differences.
     """
     windows = [values[max(0, i + 1 - RUNNING_MEAN_STEPS) : i + 1] for i in range(len(values))]
     between = [(b - a) ** 2 for a, b in pairwise(values)] or [0.0]
@@ -207,13 +219,13 @@ def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the x-range, which is the same for all panels."""
+    """Return the range of the x-axis, which is the same for all panels."""
     steps = [0, *(row["step"] + 1 for row in rows)]
     margin = 0.02 * (max(steps) - min(steps)) or 0.5
     return min(steps) - margin, max(steps) + margin
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG file; create missing parent folders."""
+    """Save a figure as a PNG file, and create missing parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight", format="png")

@@ -1,4 +1,4 @@
-"""Resume of both stages: check that the newest checkpoint belongs to this run, and restore it."""
+"""Resumes a run of either stage: checks that a checkpoint belongs to the run, and restores it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from rlm.cli import UsageError, terminal
 from rlm.runs.checkpoints import Checkpoints, file_hash
 from rlm.runs.directory import RunDirectory
 
-NO_CHECKPOINT = "--resume: no checkpoint in {}; start without it"
+NO_CHECKPOINT = "--resume: no checkpoint in {}; start without --resume"
 
 
 def check_resumable(run_dir: Path) -> None:
-    """Refuse to resume without a checkpoint, before a model is loaded.
+    """Check that a run has a checkpoint to resume from, before a model is loaded.
 
-    With several processes nothing is checked, because machines may lack the run's directory.
+    With several processes, this check is skipped, because the run's directory may not be available
+    on every machine.
 
     Raises:
-        UsageError: there is no checkpoint.
+        UsageError: no checkpoint exists.
     """
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if is_alone and not Checkpoints(run_dir / "checkpoints").steps():
@@ -35,11 +36,15 @@ def check_resumable(run_dir: Path) -> None:
 def run_origin(
     config: Mapping[str, object], base_hash: str, start_weights: Path | None, **data: str
 ) -> dict[str, Any]:
-    """Describe a run's inputs, which checkpoints store and a resumed run must share.
+    """Describe the inputs of a run. Each checkpoint stores this description.
+
+    A resumed run must have the same inputs.
 
     Args:
-        start_weights: the file of the adapter that training starts from.
-        data: split → `data_id` of its rows.
+        config: the options of the run.
+        base_hash: the hash of the base model's weights.
+        start_weights: the weights file of the adapter from which training starts.
+        data: a map from the split to the `data_id` of its rows.
     """
     return {
         "config": dict(config),
@@ -59,33 +64,34 @@ def resume_run(
     defaults: Mapping[str, Any],
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Check that a checkpoint belongs to this run, cut the logs, and return tensors and state.
+    """Check that a checkpoint belongs to this run, cut the logs, and return its tensors and state.
 
     Args:
         loaded: the result of `Checkpoints.load`.
-        origin: `run_origin` of the current command.
-        adapter: the trained tensors, stored as "adapter/<name>".
-        may_change: options that do not affect what is learned.
-        defaults: values of options that are newer than the run.
-        expected_keys: keys of the state, which a checkpoint of the other stage lacks.
+        origin: the `run_origin` of the current command.
+        adapter: the trained tensors, which are stored as "adapter/<name>".
+        may_change: options that a resumed run may change, because they do not affect training.
+        defaults: the values of options that were added after the run was started.
+        expected_keys: keys of the state that distinguish this stage from the other stage.
 
     Raises:
-        UsageError: there is no checkpoint, or it has another script, base, adapter, config or data.
+        UsageError: no checkpoint exists, or the checkpoint is from a run with another script, base
+            model, adapter, config or data.
     """
     where = f"--resume: {run.path}"
     if loaded is None:
         raise UsageError(NO_CHECKPOINT.format(run.path))
     tensors, state = loaded
     if not state.keys() >= {"origin", *expected_keys}:
-        raise UsageError(f"{where} is a run of another script; name its own directory")
+        raise UsageError(f"{where} is a run of another script; choose a run of this script")
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
     may_change = {*may_change, *free_steps(began["config"], origin["config"])}
     if changes := differences(began, origin, may_change, defaults):
         raise UsageError(
-            f"{where} was started with other options or data ({'; '.join(changes)}); type what it "
-            "was started with, or leave out --resume to start again"
+            f"{where} was started with other options or data ({'; '.join(changes)}); use the "
+            "original values, or leave out --resume to start again"
         )
     saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
@@ -98,17 +104,17 @@ def resume_run(
 
 
 def free_steps(was: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return {"steps"} if a resumed run may have another number of steps than it began with.
+    """Return {"steps"} if a resumed run may change its number of steps, else an empty set.
 
-    It may have more: the learning rate of the remaining steps then decays over the new total. At
-    a constant learning rate it may have any number.
+    The number of steps may always increase: the learning rate of the remaining steps then decays
+    over the new total. With a constant learning rate, the number may also decrease.
     """
     is_longer = (now.get("steps") or 0) > (was.get("steps") or 0)
     return {"steps"} if is_longer or now.get("lr_schedule") == "constant" else set()
 
 
 def data_id(what: str, rows: Sequence[object]) -> str:
-    """Identify data by its number of rows and an ordered hash."""
+    """Return an identifier of data: the number of rows, and a hash that depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row).encode())
@@ -121,10 +127,10 @@ def differences(
     may_change: Collection[str],
     defaults: Mapping[str, Any],
 ) -> list[str]:
-    """List the differences between two runs as "what: old → new".
+    """Return the differences between two runs, each in the form "name: old → new".
 
     Args:
-        old, new: `run_origin` of the earlier run and of this one.
+        old, new: the `run_origin` of the earlier run and of this run.
     """
     was, now = {**defaults, **old["config"]}, new["config"]
     found = [
@@ -145,7 +151,11 @@ def differences(
 def checkpoint_tensors(
     adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Return the adapter as "adapter/<name>" and its optimizer as "optimizer/<entry>/<name>"."""
+    """Return the tensors of a checkpoint.
+
+    The adapter's tensors are named "adapter/<name>", and the optimizer's tensors are named
+    "optimizer/<entry>/<name>".
+    """
     names, state = _parameter_names(adapter, optimizer), optimizer.state_dict()["state"]
     return {f"adapter/{name}": tensor.detach() for name, tensor in adapter.items()} | {
         f"optimizer/{entry}/{names[index]}": torch.as_tensor(value)
@@ -158,7 +168,7 @@ def checkpoint_tensors(
 def restore_tensors(
     tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Copy `checkpoint_tensors` back into the adapter and the optimizer."""
+    """Copy the tensors from `checkpoint_tensors` back into the adapter and the optimizer."""
     names = _parameter_names(adapter, optimizer)
     for name, tensor in adapter.items():
         tensor.copy_(tensors[f"adapter/{name}"])
@@ -171,6 +181,6 @@ def restore_tensors(
 
 
 def _parameter_names(adapter: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters, in the optimizer's order."""
     name_of = {id(tensor): name for name, tensor in adapter.items()}
     return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""The page of a run: the data from its logs, and the HTML."""
+"""The page that shows a run: reads the data from the logs, and renders the HTML."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rlm.runs.atomic_files import LOCK, read_log
 from rlm.runs.plots import recent_means, series
 
 PAGE = Path(__file__).parent / "view_page"
-# Metrics shown in the list of steps.
+# The metrics that are shown for each step in the list of steps.
 OF_A_STEP = ("reward/mean", "completion/truncated_rate", "eval/accuracy", "eval/reward")
-CURVES = {  # metric → title; a title that ends in % is in per cent
+CURVES = {  # metric → title; if the title ends in %, values are shown in per cent
     "reward/mean": "reward",
     "eval/accuracy": "validation, %",
     "eval/reward": "validation reward",
@@ -30,21 +30,23 @@ CURVES = {  # metric → title; a title that ends in % is in per cent
     "completion/truncated_rate": "truncated, %",
     "policy/entropy": "entropy, nats",
 }
-RECENT_STEPS = 5  # steps from which the remaining time is estimated
-MARKED = 4096  # bytes before a mark that identify a log
+RECENT_STEPS = 5  # number of last steps from which the remaining time is estimated
+MARKED = 4096  # maximum number of bytes before a mark that the checksum covers
 MARK = re.compile(r"([0-9a-f]{1,12}\.[0-9a-f]{1,8})?/[0-9.]{0,40}|")
 
 
 def read_run(path: Path, mark: str = "") -> dict[str, Any]:
-    """Read the part of a run's logs that the page does not have yet.
+    """Read the part of a run's logs that the page has not received yet.
 
     Args:
-        mark: the mark of an earlier call; "": read all.
+        mark: the mark that an earlier call returned; "" to read the whole logs.
 
     Returns:
-        name, running (None: unknown), age (seconds since the last step), mark; `groups` since the
-        mark, or all of them if the log was restarted (`again`). If there are new steps,
-        also all of `steps` (step → metrics), `curves`, `total` and `left` (seconds).
+        A dictionary with `name`, `running` (None if unknown), `age` (seconds since the last step),
+        `mark` (for the next call), `groups` (the groups since the mark), and `again` (whether the
+        log was restarted, so that `groups` contains all groups). If there are new steps, the
+        dictionary also contains `steps` (step → metrics) and `curves` for all steps, `total` (the
+        number of steps), and `left` (the remaining seconds).
     """
     metrics = path / "metrics.jsonl"
     samples_mark, _, metrics_mark = mark.partition("/")
@@ -74,10 +76,13 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
 
 
 def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
-    """Return the rows of a log after a mark, the next mark, and whether the log was cut since, as a
-    resumed or restarted run does.
+    """Read the rows of a log after a mark.
 
-    A mark is an offset and a checksum of the bytes before it.
+    A mark consists of an offset and a checksum of the bytes before this offset.
+
+    Returns:
+        The rows, the next mark, and whether the log was cut since the mark. A resumed or restarted
+        run cuts its logs; in this case, all rows are returned.
     """
     start, known = (int(part, 16) for part in mark.split(".")) if mark else (0, 0)
     if not log.exists():
@@ -91,7 +96,7 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
     for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
         try:
             rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):  # damaged by a crash; a resumed run rewrites it
+        except (ValueError, TypeError):  # a crash has damaged this line; a resumed run rewrites it
             break
         start += len(line)
     with log.open("rb") as stream:
@@ -99,14 +104,17 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
 
 
 def _checksum(stream: BinaryIO, end: int) -> int:
-    """Return the checksum of the bytes before `end`; 0 at the start, -1 beyond the file's end."""
+    """Return the checksum of the bytes before `end`; -1 if `end` is beyond the end of the file."""
     stream.seek(max(0, end - MARKED))
     before = stream.read(min(MARKED, end))
     return zlib.crc32(before) if len(before) == min(MARKED, end) else -1
 
 
 def _is_running(path: Path) -> bool | None:
-    """Return whether the last trainer process is alive; None if it was on another machine."""
+    """Return whether the last training process is running; None if this is unknown.
+
+    The state is unknown if the process was started on another machine.
+    """
     try:
         found = re.fullmatch(r"process (\d+) on (.*)\n", (path / LOCK).read_text("utf-8"))
     except OSError:
@@ -125,13 +133,15 @@ def _is_running(path: Path) -> bool | None:
 def _config(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # another recipe's run, or no run yet
+    except (OSError, ValueError, TypeError):  # a run of a recipe, or a run that has not started yet
         return {}
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     texts = group["completions"]
-    nothing = [None] * len(texts)  # a run without a tool has no calls
+    nothing = [None] * len(
+        texts
+    )  # used for missing columns, such as tool_calls in a run without a tool
     columns = (
         map(_finite, group["rewards"]),
         map(_finite, group["advantages"]),
@@ -148,10 +158,11 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]]:
-    """Return the points of a curve: [steps done, value, mean, low, high].
+    """Return the points of a curve, each as [completed steps, value, mean, low, high].
 
-    Mean and 95 % interval are over a few steps. A validation has its own value instead, with its
-    recorded interval, if any; its curve begins with the validation before training.
+    The mean and its 95 % interval are computed over a few steps. For a validation metric, the mean
+    is the value itself, and the interval is the recorded interval, if there is one. The curve of a
+    validation metric begins with the validation before training.
     """
     if metric.startswith("eval/"):
         measured = [(0, _of_start(rows[0])), *((row["step"] + 1, row) for row in rows)]
@@ -173,13 +184,13 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
 
 
 def _of_start(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the validation before training, which the first step's row contains, as a row."""
+    """Extract the validation before training from the row of the first step."""
     start = "eval/start_"
     return {name.replace(start, "eval/"): v for name, v in row.items() if name.startswith(start)}
 
 
 def _seconds_left(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> float | None:
-    """Estimate the remaining seconds from the last steps; None before the first."""
+    """Estimate the remaining seconds from the last steps; None before the first step."""
     took = [sum(v for k, v in row.items() if k.startswith("time/") and v) for row in rows]
     if not (took and config.get("steps")):
         return None
@@ -191,7 +202,7 @@ def _seconds_left(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for a value that is not finite."""
+    """Return the value if it is finite, otherwise None."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -199,13 +210,14 @@ def _finite(value: float | None) -> float | None:
 
 
 def render_page(runs: Sequence[Mapping[str, Any]], *, follow: bool = False) -> str:
-    """Return the page with style, script and the runs' data in it.
+    """Return the page as HTML, including the style, the script and the data of the runs.
 
-    Model output is untrusted: it is embedded as JSON without any `<`, the script inserts it as
-    text, and the content security policy allows no other script and loads nothing.
+    Model output is untrusted. It is therefore embedded as JSON without any `<`, and the script
+    inserts it as text. The content security policy allows no other script and no other resources.
 
     Args:
-        follow: the page may request updates from its server, and only from it.
+        follow: whether the page may request updates from its server. It may never send requests
+            to any other server.
     """
     html, style, script = (
         (PAGE / name).read_text(encoding="utf-8") for name in ("view.html", "view.css", "view.js")
@@ -215,7 +227,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], *, follow: bool = False) -> s
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
     policy += "; connect-src 'self'" if follow else ""
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
-    for name, text in parts.items():  # insert the data last: it may contain a placeholder
+    for name, text in parts.items():  # insert the data last, because they may contain a placeholder
         html = html.replace(f"@{name}@", text, 1)
     return html
 

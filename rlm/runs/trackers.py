@@ -1,7 +1,8 @@
-"""Trackers: log a run to Weights & Biases, TensorBoard or Trackio as well.
+"""Trackers, which log a run to Weights & Biases, TensorBoard or Trackio.
 
-metrics.jsonl, samples.jsonl and train_logs.csv are always written. A tracker that is missing,
-unreachable or broken is reported in one line and dropped; training continues.
+The files metrics.jsonl, samples.jsonl and train_logs.csv are written with any tracker. If a tracker
+is not installed, not reachable or fails, one line reports the problem, the tracker is no longer
+used, and training continues.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from rlm.cli import terminal
 
 TRACKER_NAMES = ("none", "wandb", "tensorboard", "trackio")
-# Names that dashboards of other GRPO tools use; metrics are logged under them as well.
+# Our metrics, and the names that dashboards of other GRPO tools use for them. Metrics are logged
+# under both names.
 ALIASES = {
     "reward/mean": "rollouts/returns_mean",
     "loss/policy": "training/loss",
@@ -29,24 +31,28 @@ ALIASES = {
     "eval/accuracy": "val/accuracy",
 }
 TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
-TABLE_ROWS = 16  # rows of a table; samples.jsonl has all
+TABLE_ROWS = 16  # maximum number of rows in a table; samples.jsonl contains all completions
 
 
 class Tracker:
-    """Sends logs to a back-end until its first error."""
+    """Sends logs to a back-end until the back-end raises an error."""
 
     def __init__(self, name: str, back_end: BackEnd) -> None:
         self._name = name
         self._back_end: BackEnd | None = back_end
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Log a step's metrics under our names and under `ALIASES`."""
+        """Log the metrics of a step under our names and under their `ALIASES`."""
         shown = {name: value for name, value in metrics.items() if math.isfinite(value)}
         shown |= {ALIASES[name]: value for name, value in shown.items() if name in ALIASES}
         self._call("log", int(shown.pop("step")), shown)
 
     def log_samples(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Log the first completions of a step as a table; `groups` are as in samples.jsonl."""
+        """Log the first completions of a step as a table.
+
+        Args:
+            groups: the rows of the step in samples.jsonl.
+        """
         step = groups[0]["step"]
         rows = [
             (step, group["question"], group["answer"], *completion)
@@ -58,6 +64,7 @@ class Tracker:
         self._call("table", step, rows[:TABLE_ROWS])
 
     def close(self) -> None:
+        """Close the back-end; later calls have no effect."""
         self._call("close")
         self._back_end = None
 
@@ -66,12 +73,13 @@ class Tracker:
             return
         try:
             getattr(self._back_end, method)(*arguments)
-        except Exception as error:  # no tracker error may end the run
+        except Exception as error:  # an error of a tracker must not end the run
             self._back_end = None
             terminal.line(f"tracker {self._name} failed and is no longer used: {error!r}")
 
 
-# Each back-end has `where` (what to open to see the run), `log`, `table` and `close`.
+# Each back-end has the attribute `where`, which tells the user how to view the run, and the methods
+# `log`, `table` and `close`.
 
 
 class _Wandb:
@@ -85,13 +93,15 @@ class _Wandb:
             resume="allow",
             dir=run_dir,
             config=dict(config),
-            mode="offline" if offline else None,  # None: WANDB_MODE decides
+            mode="offline" if offline else None,  # with None, WANDB_MODE decides
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # A resumed run logs steps again, which W&B's own counter would refuse.
+        # A resumed run logs some steps again, and W&B rejects repeated values of its own step counter.
         self._run.define_metric("*", step_metric="step")
-        url = None if self._run.offline else self._run.url  # offline, reading it warns
-        self.where = url or f"`wandb sync {Path(self._run.dir).parent}` uploads it"
+        url = (
+            None if self._run.offline else self._run.url
+        )  # reading the URL of an offline run prints a warning
+        self.where = url or f"run `wandb sync {Path(self._run.dir).parent}` to upload the run"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -129,7 +139,7 @@ class _TensorBoard:
 class _Trackio:
     def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
         self._trackio = importlib.import_module("trackio")
-        with contextlib.redirect_stdout(None):  # it prints a page of advice
+        with contextlib.redirect_stdout(None):  # trackio prints a page of advice
             self._run = self._trackio.init(
                 project=_project(),
                 name=run_dir.name,
@@ -147,7 +157,7 @@ class _Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(None):
-            self._trackio.finish()  # otherwise it is finished again at exit, with output
+            self._trackio.finish()  # otherwise trackio calls finish() at exit, which prints lines
 
 
 BackEnd = _Wandb | _TensorBoard | _Trackio
@@ -155,7 +165,7 @@ BACK_ENDS = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
 
 
 def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
-    """Open a tracker of `TRACKER_NAMES`, or print why it cannot be opened and return None."""
+    """Open one of `TRACKER_NAMES`. Return None for "none" and for a tracker that does not start."""
     if name == "none":
         return None
     try:
@@ -163,7 +173,7 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker
     except ImportError as error:
         terminal.line(f"no tracker: {error}; pip install -e '.[track]' installs {name}")
         return None
-    except Exception as error:  # no network, no account, a bug: the run continues
+    except Exception as error:  # such as no network or no account; the run continues
         terminal.line(f"no tracker: {name} does not start: {error!r}")
         return None
     terminal.line(f"tracker: {name}; {back_end.where}")
@@ -175,7 +185,7 @@ def _project() -> str:
 
 
 def _has_wandb_key() -> bool:
-    """Return whether W&B can log in without asking on the terminal."""
+    """Return whether W&B can log in without a prompt on the terminal."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -186,6 +196,6 @@ def _has_wandb_key() -> bool:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Return an id that a run and its resumption share: a hash of its path and inode."""
+    """Return an id that does not change when the run is resumed: a hash of its path and inode."""
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
     return hashlib.sha256(identity.encode()).hexdigest()[:12]

@@ -1,12 +1,13 @@
-"""Show a run in a browser: its learning curves, and every completion with its reward.
+"""Show the learning curves of a run and all its completions with rewards in a browser.
 
     rlm view runs/grpo                                # -> runs/grpo/rollouts.html
     rlm view runs/grpo --follow                       # http://127.0.0.1:8008, during the run
     rlm view runs/grpo --compare runs/other --output both.html
 
-The page has curves with bands, the steps, their groups with rewards, and the completions, coloured
-by advantage, with verdict and reason. Filters: wrong, truncated, right for a wrong reason. The file
-needs no server and no network. A run is followed by reading its logs.
+The page contains curves with bands, a list of the steps, and the groups of each step. Completions
+are coloured by advantage and shown with their rewards and verdicts. Filters select completions that
+are wrong, truncated, or right for a wrong reason. The HTML file needs no server and no network.
+With --follow, the page is updated from the logs of the run.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from rlm.runs.atomic_files import read_log, replace_file
 from rlm.runs.follow import serve_runs
 from rlm.runs.run_page import read_run, render_page
 
-RUNS_SHOWN = 8
+RUNS_SHOWN = 8  # maximum number of runs that an error message lists
 
 
 @dataclass
 class ViewConfig:
     run: Path = flag(Path("runs/grpo"), "run directory to read", positional=True)
-    compare: Path | None = flag(None, "another run, shown beside it")
+    compare: Path | None = flag(None, "another run to show on the same page")
     output: Path | None = flag(
         None, "HTML file to write", default_text="rollouts.html in the run's folder"
     )
-    follow: bool = flag(False, "show the run while it goes, on a page of this machine")
-    port: int = flag(8008, "port of that page; 0 takes a free one", min=0, max=65535)
+    follow: bool = flag(False, "show the run while it is in progress, on a local web page")
+    port: int = flag(8008, "port of the local web page; 0 selects a free port", min=0, max=65535)
 
     def __post_init__(self) -> None:
         check_values(self)
         if self.follow and self.output:
-            raise ValueError("--follow serves a page and writes none: leave out --output")
+            raise ValueError("--follow serves the page and writes no file: leave out --output")
 
 
 def main(config: ViewConfig) -> int:
@@ -57,20 +58,20 @@ def check_rollouts(path: Path) -> None:
     """Check that a run has samples.
 
     Raises:
-        UsageError: it has none; the message lists runs in the directory that do.
+        UsageError: the run has no samples. The message lists runs in the directory with samples.
     """
     if read_log(path / "samples.jsonl"):
         return
-    others = _runs_in(path) or "name the directory of a run"
+    others = _runs_in(path) or "pass the directory of a run"
     raise UsageError(f"{path}/samples.jsonl contains no rollouts; {others}")
 
 
 def _runs_in(path: Path) -> str:
-    """Return the runs with rollouts in a folder, or beside it if it does not exist."""
+    """List the runs with rollouts in a folder, or in its parent if the folder does not exist."""
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.rglob("samples.jsonl"), key=lambda f: f.stat().st_mtime, reverse=True)
     runs = [str(f.parent) for f in files if f.stat().st_size and f.parent.suffix != ".prev"]
-    return f"runs that do, newest first: {', '.join(runs[:RUNS_SHOWN])}" if runs else ""
+    return f"runs with rollouts, newest first: {', '.join(runs[:RUNS_SHOWN])}" if runs else ""
 
 
 if __name__ == "__main__":

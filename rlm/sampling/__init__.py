@@ -1,6 +1,6 @@
-"""The rollout engine: many completions of many prompts, reproducible whatever shares the batch."""
+"""The rollout engine, which samples completions that do not depend on the rest of the batch."""
 
 import lazy_loader
 
-# __init__.pyi maps each name to its file, which is loaded when the name is first used.
+# __init__.pyi maps each name to its file. The file is loaded when the name is first used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -28,4 +28,4 @@ from .weights import decoder_layers as decoder_layers
 from .weights import fused_linear as fused_linear
 from .weights import sampling_dtype as sampling_dtype
 
-RolloutSampler = Sampler | VLLMSampler | TinkerEngine  # for type checkers alone
+RolloutSampler = Sampler | VLLMSampler | TinkerEngine  # only for type checkers

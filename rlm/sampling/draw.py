@@ -15,25 +15,30 @@ from rlm.cli import UsageError
 from rlm.ops import Ops, TorchOps
 from rlm.sampling.params import SamplingParams
 
-# Below this temperature logits overflow, and only the likeliest token is left anyway.
+# Lower temperatures are raised to this minimum: logits divided by less would overflow, and already
+# at the minimum only the most likely token is ever drawn.
 MIN_TEMPERATURE = 1e-30
 NOT_FINITE = (
-    "the model's logits are not finite: its weights or those of the adapter are damaged, or they "
-    "overflow in the dtype of this machine"
+    "the model's logits are not finite: the weights of the model or the adapter are damaged, or "
+    "the values overflow in the dtype of this machine"
 )
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
-    """Compute one number in [0, 1) per row from (seed, counter) alone: (N,) float64.
+    """Compute one pseudorandom number in [0, 1) per row from the row's seed and counter.
 
-    SplitMix64 (Steele, Lea and Flood, 2014) at position `counter` of the stream `seed`. It is
-    counter-based, so a row's numbers do not depend on the other rows.
+    The generator is SplitMix64 (Steele, Lea and Flood, 2014), at position `counter` of the stream
+    `seed`. The generator is counter-based, so a row's numbers do not depend on the other rows.
+
+    Returns:
+        The numbers, (N,) float64.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         golden = np.uint64(0x9E3779B97F4A7C15)
         state = np.asarray(seeds, dtype=np.uint64)
         for value in (np.uint64(0), np.asarray(counters, dtype=np.uint64)):
-            # Two rounds, so that the streams of neighbouring rows, one seed apart, do not overlap.
+            # Two rounds are used because neighbouring rows have consecutive seeds: with one round,
+            # their streams would overlap.
             state = state + golden * (value + np.uint64(1))
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -42,7 +47,12 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
 
 
 def exclude_tokens(logits: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Set the logits (N, V) of tokens outside a row's mask (V,) to -inf, in place."""
+    """Set the logits of disallowed tokens to -inf, in place.
+
+    Args:
+        logits: (N, V).
+        allowed: the mask of each row's allowed tokens, (V,) bool; None if all are allowed.
+    """
     rows = [row for row, mask in enumerate(allowed) if mask is not None]
     if rows:
         mask = torch.stack([mask for mask in allowed if mask is not None]).to(logits.device)
@@ -56,7 +66,7 @@ def sample_rows(
     params: Sequence[SamplingParams],
     ops: Ops,
 ) -> list[tuple[int, float]]:
-    """Draw a token, with its log-probability, for each row with the row's own parameters."""
+    """Draw one token per row with the row's own parameters; return (token, logprob) pairs."""
     members: dict[tuple, list[int]] = {}
     for row, own in enumerate(params):
         members.setdefault((own.temperature, own.top_p, own.top_k), []).append(row)
@@ -69,7 +79,7 @@ def sample_rows(
             params[rows[0]],
             ops,
         )
-        if logits.is_cuda:  # one transfer, for which the whole batch waits, instead of three
+        if logits.is_cuda:  # the whole batch waits for each transfer, so make one instead of three
             ids, values = torch.stack([tokens.double(), logprobs.double()]).tolist()
             if not all(map(math.isfinite, values)):
                 raise UsageError(NOT_FINITE)
@@ -84,13 +94,16 @@ def sample_rows(
 def sample_tokens(
     logits: torch.Tensor, uniform: torch.Tensor, params: SamplingParams, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw token ids (N,), with their log-probabilities (N,), from logits (N, V).
+    """Draw one token per row from logits (N, V) with the same parameters for all rows.
 
     Args:
         ops: the `Ops` for the dtype of the logits.
 
+    Returns:
+        The token ids (N,) and their log-probabilities (N,).
+
     Raises:
-        UsageError: a row's logits are not finite.
+        UsageError: the logits of a row are not finite.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
     if params.top_k or params.top_p < 1:
@@ -104,9 +117,11 @@ def sample_tokens(
 
 
 def apply_top_k_top_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Mask logits outside top_k and top_p with -inf; the same tensor when both are off.
+    """Mask the logits outside top_k and top_p with -inf.
 
-    top_p keeps the smallest set of most likely tokens whose mass reaches it, at least one.
+    top_p keeps the smallest set of most likely tokens whose total probability is at least top_p.
+    At least one token is always kept. The input tensor itself is returned when top_k and top_p are
+    both off.
     """
     if params.top_k:
         kept = logits.topk(min(params.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
@@ -116,7 +131,7 @@ def apply_top_k_top_p(logits: torch.Tensor, params: SamplingParams) -> torch.Ten
         probabilities = ordered.softmax(-1)
         mass_before = probabilities.cumsum(-1) - probabilities
         beyond = mass_before >= params.top_p
-        beyond[:, 0] = False  # a top_p below the smallest single-precision number compares as 0
+        beyond[:, 0] = False  # keep one token even if top_p is so small that it is 0 in fp32
         excluded = beyond.scatter(-1, order, beyond)
         logits = logits.masked_fill(excluded, -torch.inf)
     return logits

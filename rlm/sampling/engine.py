@@ -1,8 +1,9 @@
 """Samples completions with continuous batching of at most `max_num_seqs` sequences.
 
-A prompt is prefilled once for all its completions. A completion is a pure function of its prompt,
-its seed and the weights, bit for bit, whatever shares the batch. oneDNN's and torch's matmuls may
-sum in another order for another number of rows; `batch_note` reports when they are used.
+Each prompt is prefilled once for all its completions. A completion is a pure function of its
+prompt, its seed and the weights: it is bit-identical whichever other sequences share the batch. The
+matmuls of oneDNN and torch are an exception, because their order of summation may depend on the
+number of rows; `batch_note` reports when these matmuls are used.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
 
     from rlm.sampling.structured_outputs import GrammarCompiler
 
-# A stop string is searched in this many last tokens (and at least as many as it has bytes).
+# A stop string is searched for in at least this many of the last tokens, and in more tokens if the
+# stop string has more bytes.
 STOP_WINDOW = 16
 
 
 class Sampler:
     """Generates completions with a model and its active adapter.
 
-    `sample` and `stream` take whole batches. They are loops over the core: `allocate_cache`,
-    `add_request`, and `step` while `has_unfinished_requests`.
+    `sample` and `stream` process whole batches. Both are loops over the core methods:
+    `allocate_cache`, `add_request`, and `step` while `has_unfinished_requests` returns True.
     """
 
     def __init__(
@@ -63,21 +65,22 @@ class Sampler:
     ) -> None:
         """
         Args:
-            tool: writes into the completions of `sample`.
-            share: fraction of the free memory that this sampler may use, if others run as well.
-            merged: whether to keep a merged copy of the weights (the fast path); None decides by
-                the architecture and the free memory.
-            dtype: of a merged copy (None: the model's); see `sampling_dtype`.
+            tool: the tool that may insert text into the completions of `sample`.
+            share: the fraction of the free memory that this sampler may use; below 1 if several
+                samplers share the machine.
+            merged: whether to sample from a merged copy of the weights (the fast path). With None,
+                the sampler decides from the architecture and the free memory.
+            dtype: the dtype of the merged copy (None: the model's dtype); see `sampling_dtype`.
 
         Raises:
-            UsageError: a merged copy was requested and this architecture has no fast path; or the
+            UsageError: a merged copy was requested but this architecture has no fast path, or the
                 tokenizer belongs to another model.
         """
         rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
         if len(tokenizer) > rows:
             raise UsageError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model {rows}: they do not belong "
-                "together"
+                f"the tokenizer has {len(tokenizer)} tokens, but the model has only {rows}: they "
+                "do not belong together"
             )
         self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
         self._share = share
@@ -99,7 +102,7 @@ class Sampler:
         self._next_id = 0
 
     def _batch_note(self) -> str | None:
-        """Return why a completion may depend on its batch; None if it does not, bit for bit."""
+        """Return why a completion may depend on the rest of its batch; None if it does not."""
         reason = self._ops.batch_note
         if isinstance(self._weights, UnmergedWeights) and self.model.device.type == "cpu":
             reason = "unmerged models use torch's matmuls"
@@ -107,15 +110,18 @@ class Sampler:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """The compiler that makes `allowed_tokens` for structured outputs."""
+        """The compiler of the grammars that constrain structured outputs."""
         from rlm.sampling.structured_outputs import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.stop_ids, self._config.vocab_size)
 
     @property
     def matches_trainer(self) -> bool:
-        """Whether sampling and training compute the same log-probabilities: with the same weights,
-        and in fp32, where another order of summation makes no difference that matters."""
+        """Whether sampling and training compute the same log-probabilities.
+
+        This is the case if both use the same weights in fp32, where a different order of summation
+        makes no relevant difference.
+        """
         return isinstance(self._weights, UnmergedWeights) and self.model.dtype == torch.float32
 
     def sample(
@@ -129,8 +135,10 @@ class Sampler:
         """Generate a group of n completions per prompt.
 
         Args:
-            seeds: one per prompt; completion i of a prompt samples from the random stream seed + i.
-            on_finish: called after each finished completion (progress bars).
+            seeds: one seed per prompt. Completion i of a prompt is sampled from the random stream
+                seed + i.
+            on_finish: a callback that is called after each finished completion, for example to
+                update a progress bar.
         """
         pairs, force = zip(prompts, seeds, strict=True), self.tool_tokens
         return self.complete([Request(p, params, s, n, force) for p, s in pairs], on_finish)
@@ -155,16 +163,23 @@ class Sampler:
         return groups
 
     def stream(self, requests: Sequence[Request]) -> Generator[Token, None, None]:
-        """Generate as `complete` does, and yield each token; its `request` indexes `requests`."""
-        with self._running(requests) as places:  # until the caller stops listening
+        """Generate completions as `complete` does, but yield each token as soon as it is sampled.
+
+        The field `request` of each token is an index into `requests`.
+        """
+        with self._running(
+            requests
+        ) as places:  # the context exits when the caller closes the generator
             while self.has_unfinished_requests():
                 for token in self.step():
                     yield replace(token, request=places[token.request])
 
     @contextmanager
     def _running(self, requests: Sequence[Request]) -> Iterator[dict[int, int]]:
-        """Allocate the cache for a batch and queue its requests; yield each request's index by id.
-        On exit, drop requests that still run, and free the cache."""
+        """Allocate the cache for a batch, queue its requests, and yield a map from id to index.
+
+        On exit, the requests that are still running are dropped and the cache is freed.
+        """
         if not requests:
             yield {}
             return
@@ -176,7 +191,8 @@ class Sampler:
             new_tokens=max(request.params.max_new_tokens for request in requests),
         )
         self.allocate_cache(config, prefix)
-        # Long prompts go first, so that the last rows to run, which nothing refills, are short.
+        # Requests with long prompts go first. The last requests, whose rows are not refilled when a
+        # sequence ends, then have the short prompts.
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
         places = {self.add_request(requests[i]): i for i in order}
         try:
@@ -187,7 +203,7 @@ class Sampler:
             self._cache = None  # the trainer needs the memory until the next batch
 
     def _cache_config(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
-        """Size the cache for a batch whose prompts have n[0], n[1], … completions."""
+        """Compute the cache size for a batch in which prompt i has n[i] completions."""
         return CacheConfig(
             max_num_seqs=min(self.max_num_seqs, sum(n)),
             prompt_slots=min(len(n), self.max_num_seqs // min(n) + PREFILL_PROMPTS),
@@ -196,11 +212,12 @@ class Sampler:
         )
 
     def bytes_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> int:
-        """Estimate the bytes of a batch, besides the model: weight copy, cache, logits.
+        """Estimate the memory of a batch in bytes: weight copy, cache and logits, not the model.
 
         Args:
-            n: completions of each prompt.
-            prompt_tokens: length of the longest prompt, without the shared prefix.
+            n: the number of completions of each prompt.
+            prompt_tokens: the length of the longest prompt, without the shared prefix.
+            new_tokens: the maximum length of a completion.
         """
         config = self._fit_memory(self._cache_config(n, prompt_tokens, new_tokens))
         cache = config.tokens * token_bytes(self._config, self.dtype)
@@ -208,13 +225,13 @@ class Sampler:
         return cache + logits + self._weights.copied_bytes
 
     def start(self) -> None:
-        """Do nothing: only `VLLMSampler` has servers to start."""
+        """Do nothing, because only `VLLMSampler` has servers to start."""
 
     def invalidate_weights(self) -> None:
-        """Do nothing: each batch compares its copy with the adapter (`MergedWeights.refresh`)."""
+        """Do nothing: `MergedWeights.refresh` detects a changed adapter before each batch."""
 
     def release(self) -> None:
-        """Free a merged copy's memory until the next batch."""
+        """Free the memory of the merged copy until the next batch."""
         self._weights.release()
         release_memory()
 
@@ -222,24 +239,27 @@ class Sampler:
 
     @torch.inference_mode()
     def allocate_cache(self, config: CacheConfig, prefix: Sequence[int] = ()) -> None:
-        """Allocate the cache for requests up to this size, with fewer rows if memory is short.
+        """Allocate the cache for requests up to the given size.
 
-        Also updates a merged copy of the weights, and prefills `prefix`, which prompts share. A
-        prompt that begins otherwise is cached whole, if it fits.
+        The cache gets fewer rows than requested if there is not enough memory. This method also
+        updates the merged copy of the weights, and prefills `prefix`, the tokens that the prompts
+        share. A prompt without this prefix is cached as a whole, if it fits.
 
         Raises:
-            UsageError: not even one row fits, or the model's attention window is too short.
+            UsageError: not even one row fits, or the lengths exceed the model's attention window.
         """
         if self.has_unfinished_requests():
-            raise RuntimeError("allocate_cache while requests are running: add_request instead")
+            raise RuntimeError(
+                "allocate_cache was called while requests are running: call add_request instead"
+            )
         if self.model.training:
-            raise RuntimeError("sampling with dropout on: call model.eval() first")
+            raise RuntimeError("the model is in training mode: call model.eval() before sampling")
         config = replace(config, prefix_tokens=len(prefix))
         window = getattr(self._config, "sliding_window", None)
         if window and len(prefix) + config.prompt_tokens + 1 + config.new_tokens > window:
-            raise UsageError(f"this model attends to {window} tokens only: use shorter lengths")
+            raise UsageError(f"this model attends to only {window} tokens: use shorter lengths")
         self._weights.refresh()
-        self._cache = None  # free the old one first
+        self._cache = None  # free the old cache before the new one is allocated
         config = self._fit_memory(config)
         model = self.model
         self._cache = KVCache(self._config, config, self.dtype, model.device, self._ops)
@@ -249,7 +269,7 @@ class Sampler:
             self._forward_prompts([prefix], 0, self._cache.prefill_prefix(), len(prefix))
 
     def _fit_memory(self, config: CacheConfig) -> CacheConfig:
-        """Shrink the config to as many rows and slots as fit in half of the free memory."""
+        """Reduce the rows and slots until the cache fits in half of the free memory."""
         memory = int(self._share * available_memory(self.model.device.type)) // 2
         return config.fit(token_bytes(self._config, self.dtype), memory)
 
@@ -257,10 +277,10 @@ class Sampler:
         return self._scheduler.has_unfinished
 
     def add_request(self, request: Request) -> int:
-        """Queue a request; returns its id.
+        """Add a request to the queue and return its id.
 
         Raises:
-            ValueError: the request is larger than the cache was allocated for.
+            ValueError: the request is longer than the cache allows.
         """
         config = self._allocated_cache().config
         shares = tuple(request.prompt[:-1][: len(self._prefix)]) == self._prefix
@@ -274,18 +294,18 @@ class Sampler:
 
     @torch.inference_mode()
     def abort_request(self, request_id: int) -> None:
-        """Drop a request and what it has generated; do nothing if it has finished."""
+        """Drop a request and its generated tokens. Finished requests are ignored."""
         self._scheduler.abort(request_id)
         if self._cache:
             self._scheduler.free_finished(self._cache.copy_row)
 
     def reset(self) -> None:
-        """Drop every request and the cache, for instance after a step that failed."""
+        """Drop all requests and free the cache, for example after `step` has raised an error."""
         self._scheduler, self._cache = Scheduler(0, 0), None
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """Start waiting sequences in free rows, then generate one token for every running one."""
+        """Start waiting sequences in free rows, then generate one token per running sequence."""
         self._scheduler.fill_batch(self._prefill)
         batch = self._scheduler.running
         if not batch:
@@ -300,7 +320,8 @@ class Sampler:
             self._ops,
         )
         pairs = list(zip(batch, drawn, strict=True))
-        # Collect all first: if a request's own function raises, nothing has been appended yet.
+        # Collect the forced tokens of all sequences before any token is appended, so that nothing
+        # has changed if a request's `force_tokens` function raises.
         forced = [(sequence, sequence.forced_instead_of(token)) for sequence, (token, _) in pairs]
         for sequence, tokens in forced:
             sequence.forced.extend(tokens)
@@ -314,7 +335,7 @@ class Sampler:
         return self._cache
 
     def _prefill(self, requests: Sequence[RequestState]) -> None:
-        """Write the keys and values of new prompts to their slots."""
+        """Compute the keys and values of new prompts, and store them in the prompts' slots."""
         prompts = [state.cached_tokens for state in requests]
         if any(prompts):
             cache = self._allocated_cache()
@@ -331,7 +352,7 @@ class Sampler:
         attention: AttentionFunction,
         tokens: int,
     ) -> None:
-        """Run the model over right-padded prompts; causal attention never sees the padding."""
+        """Run the model on right-padded prompts; causal attention never attends to the padding."""
         device = self.model.device
         ids = torch.tensor([[*prompt, *[0] * (tokens - len(prompt))] for prompt in prompts])
         positions = torch.arange(start, start + tokens).expand(len(prompts), -1)
@@ -340,7 +361,11 @@ class Sampler:
     def _decoding_inputs(
         self, batch: Sequence[SequenceState]
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionFunction]:
-        """Return each sequence's last token and its position, both (N, 1), and the attention."""
+        """Return the model inputs that decode one token of each sequence.
+
+        Returns:
+            The last token of each sequence (N, 1), its position (N, 1), and the attention function.
+        """
         lengths = [(s.parent.prefix_length, len(s.parent.cached_tokens), len(s.ids)) for s in batch]
         slots = [sequence.parent.slot for sequence in batch]
         attention = self._allocated_cache().decode(slots, *zip(*lengths, strict=True))
@@ -349,7 +374,7 @@ class Sampler:
         return ids, torch.tensor([[sum(parts)] for parts in lengths], device=device), attention
 
     def _is_stopped(self, sequence: SequenceState) -> bool:
-        """Whether the completion ends here: with an end token or a stop string."""
+        """Return whether the completion has ended with an end token or a stop string."""
         if sequence.last_token in self.stop_ids:
             return True
         stops = sequence.request.params.stop

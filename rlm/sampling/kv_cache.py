@@ -1,11 +1,11 @@
 """The KV cache of prefixes, prompts and completions.
 
-A row attends to three segments: the prefix that all prompts share (the system prompt), the rest of
-its own prompt, shared by the prompt's n completions, and its own completion. The first two are
-stored once. Keys are stored as (D, T) and values as (T, D), as matmuls read them: oneDNN would copy
-a transposed view of some of the T tokens in every matmul.
+Each row attends to three segments: the prefix that all prompts share (the system prompt), the rest
+of the row's own prompt, and the row's own completion. The prefix is stored once for all prompts. A
+prompt is stored once for its n completions. Keys are stored as (D, T) and values as (T, D), the
+layouts that the matmuls read. From a transposed view, oneDNN would copy tokens in every matmul.
 
-Letters: L layers, H key-value heads, D head width, T tokens.
+Shape letters: L layers, H key-value heads, D head width, T tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlm.ops import AttentionFunction, Ops, head_dim, num_key_value_heads
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The size of a cache. It is fixed at allocation, so a batch cannot run out of cache."""
+    """The size of a cache. The size is fixed at allocation, so a batch cannot run out of cache."""
 
-    max_num_seqs: int  # sequences decoded at once
-    prompt_slots: int  # prompts cached at once
-    prompt_tokens: int  # length of a prompt, without the shared prefix
-    new_tokens: int  # length of a completion
+    max_num_seqs: int  # maximum number of sequences that are decoded at the same time
+    prompt_slots: int  # maximum number of prompts that are cached at the same time
+    prompt_tokens: int  # maximum length of a prompt, without the shared prefix
+    new_tokens: int  # maximum length of a completion
     prefix_tokens: int = 0  # length of the shared prefix
 
     @property
@@ -41,17 +41,17 @@ class CacheConfig:
         )
 
     def fit(self, bytes_per_token: int, memory: int) -> CacheConfig:
-        """Halve rows and slots until the cache fits in `memory` bytes.
+        """Halve the number of rows and slots until the cache fits in `memory` bytes.
 
         Raises:
-            UsageError: not even one of each fits.
+            UsageError: not even one row and one slot fit.
         """
         config = self
         while config.tokens * bytes_per_token > memory:
             if config.max_num_seqs == config.prompt_slots == 1:
                 needed, free = config.tokens * bytes_per_token / 2**30, memory / 2**30
                 raise UsageError(
-                    f"the KV cache of one completion needs {needed:.1f} GB, and {free:.1f} GB "
+                    f"the KV cache of one completion needs {needed:.1f} GB, but only {free:.1f} GB "
                     "are free: lower --max-new-tokens"
                 )
             halved = (max(1, config.max_num_seqs // 2), max(1, config.prompt_slots // 2))
@@ -60,13 +60,13 @@ class CacheConfig:
 
 
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of KV cache that one token takes."""
+    """Return the size of one token in the KV cache, in bytes."""
     heads = config.num_hidden_layers * num_key_value_heads(config)
     return 2 * heads * head_dim(config) * dtype.itemsize
 
 
 class KVCache:
-    """Preallocated storage for keys and values; `Ops` computes the attention over it."""
+    """Preallocated storage for keys and values. `Ops` computes the attention over this storage."""
 
     def __init__(
         self,
@@ -97,15 +97,17 @@ class KVCache:
         self._own = store(cache_config.max_num_seqs, cache_config.new_tokens)
 
     def prefill_prefix(self) -> AttentionFunction:
-        """Make the attention that prefills the shared prefix as one row."""
+        """Build the attention function that prefills the shared prefix as a single row."""
         stores = self._prefix, self._prefix
         return self._ops.prefill_attention(stores, [0], self.config.prefix_tokens, prefix=0)
 
     def prefill_prompts(self, slots: Sequence[int], tokens: int, prefix: int) -> AttentionFunction:
-        """Make the attention that prefills prompts into slots: (len(slots), tokens), right-padded.
+        """Build the attention function that prefills right-padded prompts into cache slots.
 
         Args:
-            prefix: tokens of the shared prefix that precede the prompts (0 for none).
+            slots: the cache slot of each prompt.
+            tokens: the padded length of the prompts; their shape is (len(slots), tokens).
+            prefix: the length of the shared prefix before the prompts (0 if there is none).
         """
         stores = self._prefix, self._prompts
         return self._ops.prefill_attention(stores, slots, tokens, prefix)
@@ -117,19 +119,20 @@ class KVCache:
         prompt_lengths: Sequence[int],
         own_lengths: Sequence[int],
     ) -> AttentionFunction:
-        """Make the attention that decodes one token for each of the rows 0…N-1.
+        """Build the attention function that decodes one token for each of the rows 0 to N-1.
 
         Args:
             slots: the prompt slot of each row.
-            own_lengths: tokens of each row's completion before this one.
+            prefix_lengths, prompt_lengths: the cached length of each row's prefix and prompt.
+            own_lengths: the length of each row's completion without the new token.
         """
-        # Lengths count the new token, because it is stored before the cache is read.
+        # These lengths include the new token, which is stored before the cache is read.
         lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         where = ([0] * len(slots), slots, range(len(slots)))
         return self._ops.decode_attention((self._prefix, self._prompts, self._own), where, lengths)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy a completion's cache to another row, so that running rows stay contiguous."""
+        """Copy the cache of a completion to another row, so that running rows stay contiguous."""
         keys, values = self._own
         keys[:, target, ..., :length] = keys[:, source, ..., :length]
         values[:, target, :, :length] = values[:, source, :, :length]

@@ -1,4 +1,4 @@
-"""Starts a vLLM server for one run, waits until it answers, and stops it with the run."""
+"""A vLLM server that is started for one run and stopped when the run ends."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-START_TIMEOUT = 900.0  # seconds; a large model that is compiled for the first time takes minutes
-PROGRESS_INTERVAL = 20.0  # seconds
-PORTS_TRIED = 3
-LOG_LINES = 15  # last lines of the log, printed when the server has exited
+START_TIMEOUT = 900.0  # seconds; compiling a large model for the first time takes minutes
+PROGRESS_INTERVAL = 20.0  # seconds between two progress messages
+PORTS_TRIED = 3  # maximum number of ports to try
+LOG_LINES = 15  # number of log lines to print when the server has exited
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
-KV_SHARE = 0.4  # share of the memory left free by both models' weights; training gets the rest
-# Variables (or their prefixes) with which torchrun sets a process's rank. The server must not see
-# them.
+KV_SHARE = 0.4  # share of the remaining memory for vLLM's KV cache; training gets the rest
+# Names or prefixes of the environment variables that torchrun sets for each process. The server
+# must not inherit these variables.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-# Ends the server's process group ($1) when standard input is closed. Every Unix closes it however
-# the trainer ends, even by kill -9. SIGTERM comes first, so that vLLM's processes free the GPU;
-# SIGKILL follows after ten seconds.
+# A shell script that ends the server's process group ($1) when its standard input is closed. The
+# system closes this input when the trainer ends for any reason, even by kill -9. The script first
+# sends SIGTERM, so that vLLM's processes free the GPU, and sends SIGKILL after ten seconds.
 WATCHDOG = """
 read -r _
 kill -s TERM -- "-$1"
@@ -50,12 +50,12 @@ class ManagedVLLM:
     """A vLLM server on this machine that is stopped when this object or this process ends."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> None:
-        """Start the server; `wait_until_healthy` returns when it can be used.
+        """Start the server; `wait_until_healthy` returns when the server is ready.
 
         Args:
-            command: made by `server_command`; host and port are added.
-            log: file for the server's output.
-            env: environment variables to add to this process's.
+            command: the command line from `server_command`, to which host and port are added.
+            log: the file to which the server's output is written.
+            env: environment variables to set in addition to those of this process.
         """
         self.log, self._command = log, list(command)
         self.key = secrets.token_urlsafe(24)
@@ -70,10 +70,11 @@ class ManagedVLLM:
         return f"http://127.0.0.1:{self._port}/v1"
 
     def wait_until_healthy(self) -> None:
-        """Wait until the server answers, and print progress; if the port was taken, try another.
+        """Wait until the server is ready, and print progress; retry if the port is already in use.
 
         Raises:
-            UsageError: the server has exited or takes too long; its last lines are printed before.
+            UsageError: the server has exited or is not ready in time. The last lines of its log are
+                printed first.
         """
         began = said = time.monotonic()
         ports = 1
@@ -93,15 +94,15 @@ class ManagedVLLM:
             if now - said > PROGRESS_INTERVAL:
                 said = now
                 last = "".join(self._last_lines(1)).split("] ")[-1].strip()[:80]
-                terminal.line(f"vLLM starts: {terminal.duration(now - began)} so far: {last}")
+                terminal.line(f"vLLM is starting: {terminal.duration(now - began)} so far: {last}")
             time.sleep(0.1)
         terminal.line(f"vLLM answers after {terminal.duration(time.monotonic() - began)}")
 
     def check(self) -> None:
-        """Check that the server still runs.
+        """Check that the server is still running.
 
         Raises:
-            UsageError: the server has exited; its last lines are printed before.
+            UsageError: the server has exited. The last lines of its log are printed first.
         """
         code = self._process.poll()
         if code is not None:
@@ -112,7 +113,7 @@ class ManagedVLLM:
         self._port = _free_port()
         address = ["--host", "127.0.0.1", "--port", str(self._port)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # The server gets its own session, so Ctrl-C in the terminal reaches only the trainer.
+        # The server gets its own session, so that Ctrl-C in the terminal reaches only the trainer.
         detached = {"start_new_session": True, "stderr": subprocess.STDOUT}
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -155,7 +156,7 @@ class ManagedVLLM:
 def _stop(process: subprocess.Popen, watchdog: subprocess.Popen) -> None:
     assert watchdog.stdin  # a pipe, opened in `_launch`
     watchdog.stdin.close()
-    process.wait()  # at most as long as the watchdog waits
+    process.wait()  # ends when the watchdog sends SIGKILL, if not before
     watchdog.wait()
 
 
@@ -166,7 +167,7 @@ def _free_port() -> int:
 
 
 def split_command(command: str) -> list[str]:
-    """Split the command of --server into words, and find the program on PATH.
+    """Split the command from --server into words, and look up the program on PATH.
 
     Raises:
         UsageError: the program is not found, or the command is malformed.
@@ -174,25 +175,30 @@ def split_command(command: str) -> list[str]:
     try:
         program, *words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"--server {command!r}: {error or 'it is empty'}") from error
+        raise UsageError(
+            f"--server {command!r} is not a valid command: {error or 'it is empty'}"
+        ) from error
     found = shutil.which(os.path.expanduser(program))
     if not found:
         raise UsageError(
             f"{program} is not found: vLLM needs an environment of its own "
             "(python -m venv ~/vllm-env && ~/vllm-env/bin/pip install vllm); then add "
-            "--server '~/vllm-env/bin/vllm serve', or name a running server by --server URL"
+            "--server '~/vllm-env/bin/vllm serve', or pass the --server URL of a running server"
         )
     return [found, *map(os.path.expanduser, words)]
 
 
 def server_command(command: str, model: str, options: Mapping[str, object]) -> list[str]:
-    """Return the command line that serves a model; options in the command itself win.
+    """Return the command line that serves a model.
 
     Args:
-        options: name → value, None for a switch.
+        command: the command from --server. Options in this command override `options`.
+        options: name → value; None for a flag without a value.
     """
     words = split_command(command)
-    if "serve" in words:  # `vllm serve` takes the model as an argument, the module as an option
+    if (
+        "serve" in words
+    ):  # `vllm serve` takes the model as an argument; `python -m vllm…` needs --model
         words.insert(words.index("serve") + 1, model)
     else:
         words += ["--model", model]
@@ -206,16 +212,16 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
 def server_options(
     policy: PreTrainedModel | PeftModel, max_model_len: int, max_num_seqs: int, rank: int
 ) -> dict[str, object]:
-    """Return the options that the server of a run needs, for `server_command`.
+    """Return the options for `server_command` with which a run's server is started.
 
     Args:
         rank: the LoRA rank of the adapter.
 
     Raises:
-        UsageError: the adapter's rank is more than vLLM takes, or there is too little memory.
+        UsageError: vLLM does not support the rank of the adapter, or there is not enough memory.
     """
     if rank > MAX_LORA_RANKS[-1]:
-        raise UsageError(f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, not {rank}")
+        raise UsageError(f"vLLM supports adapters of rank {MAX_LORA_RANKS[-1]} at most, not {rank}")
     return {
         "dtype": str(policy.dtype).removeprefix("torch."),
         "max-model-len": max_model_len,
@@ -223,16 +229,16 @@ def server_options(
         "enable-lora": None,
         "max-lora-rank": next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank),
         "max-loras": 1,
-        "max-cpu-loras": 2,  # the next one is loaded before the previous one is unloaded
+        "max-cpu-loras": 2,  # a new adapter is loaded before the previous adapter is unloaded
         "logprobs-mode": "processed_logprobs",
         "gpu-memory-utilization": _memory_share(policy),
     }
 
 
 def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
-    """Return the server's share of the training GPU's memory (without a GPU, of the RAM).
+    """Compute the server's share of the memory of the training GPU (without a GPU, of the RAM).
 
-    vLLM's own default is nine tenths of all memory.
+    vLLM's own default is nine tenths of the total memory.
     """
     release_memory()
     free = available_memory(policy.device.type)
@@ -243,8 +249,8 @@ def _memory_share(policy: PreTrainedModel | PeftModel) -> float:
     weights = policy.num_parameters() * policy.dtype.itemsize  # vLLM loads them unquantized
     if free < 1.2 * weights:
         raise UsageError(
-            f"vLLM would need {1.2 * weights / 2**30:.1f} GB beside the model that is trained, "
-            f"{free / 2**30:.1f} GB are free: take a smaller --model, --sampler auto, or another "
-            "card (docs/how-to/vllm.md)"
+            f"vLLM would need {1.2 * weights / 2**30:.1f} GB besides the model being trained, "
+            f"but only {free / 2**30:.1f} GB are free: use a smaller --model, --sampler auto, or "
+            "another GPU (docs/how-to/vllm.md)"
         )
     return math.floor(100 * (weights + KV_SHARE * (free - weights)) / total) / 100

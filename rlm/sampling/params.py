@@ -1,6 +1,6 @@
 """Sampling parameters, requests, and the tokens and completions that answer them.
 
-`ToolTokens` lets a tool write into completions; it is passed as a request's `force_tokens`.
+`ToolTokens` inserts the output of a tool into completions; it is passed as `Request.force_tokens`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. Defaults of the model (such as top_k = 50) have no effect.
+    """Sampling parameters. The model's own defaults (such as top_k = 50) have no effect.
 
-    temperature: 0 takes the most likely token. top_p = 1 and top_k = 0 leave the distribution
-    unchanged. max_new_tokens counts the end token. stop: strings that end a completion; their
-    tokens stay in it.
+    max_new_tokens: the maximum number of new tokens, including the end token.
+    temperature: with 0, the most likely token is always chosen.
+    top_p, top_k: top_p = 1 and top_k = 0 leave the distribution unchanged.
+    stop: strings that end a completion. Their tokens are part of the completion.
     """
 
     max_new_tokens: int
@@ -46,17 +47,21 @@ class SamplingParams:
             raise ValueError("stop must not contain an empty string: it would end any completion")
 
 
-# Called after each sampled token with (row, tokens before it, the token). It returns token ids that
-# replace the token, one per step and without sampling, or None to keep it.
+# A function that is called after each sampled token with (row, tokens before it, the token). It
+# returns None to keep the token, or token ids that replace it. The sequence then takes one of these
+# ids per step instead of a sampled token.
 ForceTokens = Callable[[int, Sequence[int], int], Sequence[int] | None]
-# Called before each token is sampled with (row, tokens before it). It returns which tokens may be
-# sampled, (V,) bool with at least one True, or None for all.
+# A function that is called before each token is sampled with (row, tokens before it). It returns a
+# mask of the tokens that may be sampled, (V,) bool with at least one True, or None if all may be.
 AllowedTokens = Callable[[int, Sequence[int]], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """n completions of one prompt; completion i samples from the random stream seed + i."""
+    """A request for n completions of one prompt.
+
+    Completion i is sampled from the random stream seed + i.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -67,23 +72,23 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise ValueError("a prompt is empty")
+            raise ValueError("the prompt is empty")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, not {self.n}")
 
 
-FinishReason = Literal["stop", "length"]  # stop: an end token or stop string
+FinishReason = Literal["stop", "length"]  # "stop": an end token or a stop string was sampled
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of completion `row` of a request. The logprob of a forced token is NaN."""
+    """One token of completion number `row` of a request. A forced token has the logprob NaN."""
 
     request: int
     row: int
     id: int
     logprob: float
-    finish_reason: FinishReason | None  # None while running
+    finish_reason: FinishReason | None  # None while the completion is running
     forced: bool = False  # inserted by the request's `force_tokens`, not sampled
 
 
@@ -91,10 +96,12 @@ class Token:
 class Completion:
     """A completion of a prompt.
 
-    token_ids: the ids, with the end token if there is one. logprobs: one per token, under the
-    distribution that it was sampled from, over the `allowed_tokens` alone (at temperature 0, under
-    their plain softmax); NaN for a token that was not sampled. tool_mask: one per token, as in TRL:
-    False if a tool wrote it, True if the model did; empty without a tool.
+    token_ids: the token ids, including the end token if the completion has one.
+    logprobs: the log-probability of each token under the distribution that the token was sampled
+        from. This distribution covers only the `allowed_tokens`. At temperature 0, it is their
+        softmax at temperature 1. A token that was not sampled has the value NaN.
+    tool_mask: for each token, True if the model wrote it and False if a tool wrote it, as in TRL.
+        The list is empty if there is no tool.
     """
 
     token_ids: list[int]
@@ -104,7 +111,10 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut off at its maximum length; the length alone does not show that."""
+        """Whether the completion was cut off at its maximum length.
+
+        The length alone does not tell: the last allowed token may be an end token.
+        """
         return self.finish_reason == "length"
 
     @property
@@ -114,7 +124,7 @@ class Completion:
 
     @property
     def tool_calls(self) -> list[tuple[int, int]]:
-        """The spans of tokens that a tool wrote, as (first, end).
+        """The spans of tokens that a tool wrote, as (start, end) pairs.
 
         >>> Completion([5] * 6, [], tool_mask=[True, False, False, True, True, False]).tool_calls
         [(1, 3), (5, 6)]
@@ -126,7 +136,7 @@ class Completion:
 
 
 def prompt_seed(*parts: object) -> int:
-    """Hash (run seed, step, problem id, …) to a 63-bit seed, the same in every process.
+    """Hash parts such as (run seed, step, problem id) to a 63-bit seed, equal in every process.
 
     >>> prompt_seed(0, 1, "a") == prompt_seed(0, 1, "a") != prompt_seed(0, 11, "")
     True
@@ -135,16 +145,18 @@ def prompt_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# The tool sees the text of this many last tokens, so its cost per token does not grow.
+# The tool receives the text of at most this many last tokens, so that its cost per token does not
+# grow with the length of the completion.
 TOOL_WINDOW = 256
 
 
 class ToolTokens:
-    """Asks a tool after each token what to insert. It is used as a request's `force_tokens`.
+    """Calls a tool when a completion ends with the tool's trigger, and inserts the tool's output.
 
-    The engine takes the tool's text as forced tokens, one per step. Each replaces a token that is
-    sampled and discarded; the tokens of the trigger stay the model's. A token with more text after
-    the trigger (`=5`) triggers nothing: the model continues by itself.
+    An object of this class is passed as `Request.force_tokens`. The engine inserts the tool's text
+    as forced tokens, one per step; each of them replaces a sampled token, which is discarded. The
+    tokens of the trigger itself count as written by the model. If a token contains more text after
+    the trigger (such as `=5`), the tool is not called and the model continues.
     """
 
     def __init__(self, tool: Tool, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -154,7 +166,8 @@ class ToolTokens:
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
         """Return the token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
         trigger = self.tool.trigger
-        # This cheap test nearly always suffices. A partial character (U+FFFD) may end the trigger.
+        # This cheap test rules out nearly all tokens. A token that ends in a partial character
+        # (U+FFFD) passes, because it may be part of the trigger.
         if not ids or not self._text_of(ids[-1]).endswith((trigger[-1:], "\ufffd")):
             return None
         text = str(self._tokenizer.decode(list(ids[-TOOL_WINDOW:]), skip_special_tokens=True))
@@ -168,7 +181,7 @@ class ToolTokens:
 
 
 def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[tuple[int, int]]:
-    """Return the (start, end) characters of each tool call in a completion's text."""
+    """Return the (start, end) character offsets of each tool call in the completion's text."""
 
     def characters(tokens: int) -> int:
         return len(tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""Schedules continuous batching: which requests are prefilled next and which sequences run."""
+"""The scheduler of continuous batching: it selects which requests are prefilled and which run."""
 
 from __future__ import annotations
 
@@ -13,34 +13,40 @@ from rlm.sampling.params import Request, Token
 if TYPE_CHECKING:
     import torch
 
-# Prompts per prefill. More would save little: a few hundred tokens already saturate a CPU.
+# Maximum number of prompts per prefill. More prompts would save little time, because a few hundred
+# tokens already saturate a CPU.
 PREFILL_PROMPTS = 8
 
 
 @dataclass
 class RequestState:
-    """A request that waits for its prefill (slot -1) or has a prompt slot of the cache."""
+    """A request. Its slot is -1 until the scheduler assigns a prompt slot of the cache to it."""
 
     id: int
     request: Request
-    prefix_length: int  # tokens of the shared prefix, which is cached once; 0 if it differs
+    prefix_length: int  # length of the shared prefix; 0 if the prompt lacks this prefix
     slot: int = -1
-    unfinished: int = 0  # sequences
+    unfinished: int = 0  # number of sequences that have not finished
 
     @property
     def cached_tokens(self) -> Sequence[int]:
-        """The prompt after the prefix, except its last token, which each sequence reads first."""
+        """The prompt without the prefix and without the last token.
+
+        Each sequence of the request reads the last token as its first input.
+        """
         return self.request.prompt[self.prefix_length : -1]
 
 
 @dataclass
 class SequenceState:
-    """One of a request's n completions while it is generated."""
+    """A completion that is being generated: one of the n completions of a request."""
 
     parent: RequestState
-    index: int  # among the n
+    index: int  # position among the n completions
     ids: list[int] = field(default_factory=list)
-    forced: deque[int] = field(default_factory=deque)  # tokens to take instead of drawn ones
+    forced: deque[int] = field(
+        default_factory=deque
+    )  # tokens to append next, instead of drawn tokens
     finished: bool = False
 
     @property
@@ -49,25 +55,25 @@ class SequenceState:
 
     @property
     def last_token(self) -> int:
-        """The next input of the model."""
+        """The last token so far, which is the next input of the model."""
         return (self.ids or self.request.prompt)[-1]
 
     def forced_instead_of(self, token: int) -> Sequence[int]:
-        """The tokens that the request inserts instead of a drawn one, if any."""
+        """Return the tokens that the request inserts instead of the drawn token; empty for none."""
         force_tokens = self.request.force_tokens
         if self.forced or not force_tokens:
             return ()
         return force_tokens(self.index, self.ids, token) or ()
 
     def allowed_tokens(self) -> torch.Tensor | None:
-        """The tokens that may be drawn next, (V,) bool; None for all."""
+        """Return a mask of the tokens that may be drawn next, (V,) bool; None if all may be."""
         allowed = self.request.allowed_tokens
         return allowed(self.index, self.ids) if allowed and not self.forced else None
 
     def append(
         self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]
     ) -> Token:
-        """Append the next token, forced or drawn, and check whether it is the last."""
+        """Append the next token, forced or drawn, and check whether the completion has ended."""
         forced = bool(self.forced)
         if forced:
             token, logprob = self.forced.popleft(), math.nan
@@ -79,9 +85,9 @@ class SequenceState:
 
 
 class Scheduler:
-    """Moves requests from waiting (not prefilled) to ready (prefilled) to running.
+    """Moves requests from `waiting` (not prefilled) to `ready` (prefilled) to `running`.
 
-    `running` is the batch: sequence i has row i of the cache.
+    `running` is the current batch: sequence i of this list uses row i of the cache.
     """
 
     def __init__(self, max_num_seqs: int, prompt_slots: int) -> None:
@@ -96,7 +102,7 @@ class Scheduler:
         return bool(self.waiting or self.ready or self.running)
 
     def abort(self, request_id: int) -> None:
-        """Take a request out of waiting and ready, and mark its running sequences as finished."""
+        """Remove a request from `waiting` and `ready`, and mark its running sequences finished."""
         self.waiting = deque(state for state in self.waiting if state.id != request_id)
         gone = [sequence for sequence in self.ready if sequence.parent.id == request_id]
         self.ready = deque(s for s in self.ready if s.parent.id != request_id)
@@ -106,7 +112,7 @@ class Scheduler:
             sequence.finished |= sequence.parent.id == request_id
 
     def fill_batch(self, prefill: Callable[[list[RequestState]], None]) -> None:
-        """Let ready sequences run while rows are free; prefill more requests if none are ready."""
+        """Start ready sequences while rows are free; prefill more requests when none are ready."""
         while len(self.running) < self.max_num_seqs:
             if not self.ready:
                 requests = self._next_to_prefill()
@@ -116,7 +122,7 @@ class Scheduler:
             self.running.append(self.ready.popleft())
 
     def _next_to_prefill(self) -> list[RequestState]:
-        """Assign free slots to waiting requests of one prefix length, for one prefill."""
+        """Select waiting requests of equal prefix length for a prefill, and assign their slots."""
         chosen: list[RequestState] = []
         while (
             self.waiting
@@ -131,10 +137,11 @@ class Scheduler:
         return chosen
 
     def free_finished(self, copy_row: Callable[[int, int, int], None]) -> None:
-        """Remove finished sequences, and move the last sequences of the batch to their rows.
+        """Remove finished sequences, and move the last sequences of the batch to the freed rows.
 
         Args:
-            copy_row: called with the cache's (source row, target row, tokens) to copy.
+            copy_row: a function that copies a cache row, called with (source row, target row,
+                number of tokens).
         """
         row = 0
         while row < len(self.running):
@@ -154,17 +161,24 @@ class Scheduler:
         state.unfinished -= 1
         if state.unfinished == 0:
             self.free_slots.append(state.slot)
-            self.free_slots.sort(reverse=True)  # low slots first, so matmuls read few
+            self.free_slots.sort(
+                reverse=True
+            )  # use low slots first, so that matmuls read few slots
 
 
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
-    """Count the tokens that all prompts begin with, at most all but the last of the shortest.
+    """Return the length of the common prefix of all prompts.
+
+    The prefix never contains the last token of a prompt.
 
     >>> common_prefix_length([[1, 2, 3, 4], [1, 2, 5]]), common_prefix_length([[1, 2], [1, 2]])
     (2, 1)
     """
     if len(prompts) < 2:
-        return 0  # nothing to share
+        return 0  # a single prompt shares no prefix
     limit = min(len(prompt) for prompt in prompts) - 1
-    first, last = min(prompts, key=list), max(prompts, key=list)  # the two that differ most
+    first, last = (
+        min(prompts, key=list),
+        max(prompts, key=list),
+    )  # in sorted order, these two differ the most
     return next((i for i in range(limit) if first[i] != last[i]), limit)

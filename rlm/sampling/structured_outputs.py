@@ -1,8 +1,9 @@
-"""Restricts answers to a JSON schema, a regex or a list of choices.
+"""Structured outputs: constrain answers to a JSON schema, a regex or a list of choices.
 
-A grammar describes the whole completion, tags included, and llguidance computes after each token
-which tokens may follow. All others get probability 0: tokens are sampled from the rest of the
-distribution, and log-probabilities are computed under it. The reasoning stays unrestricted.
+A grammar describes the whole completion, including the tags. After each token, llguidance computes
+which tokens may follow. All other tokens get the probability 0: tokens are sampled from the
+remaining distribution, and log-probabilities are computed under this distribution. The reasoning is
+not constrained.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from rlm.cli import UsageError
 from rlm.data import Format
 from rlm.grading import AnswerType
 
-MAX_CHARS = 16_000  # longest schema, regex or list of choices
-# A mask takes microseconds; these limits keep the slowest below a tenth of a second.
+MAX_CHARS = 16_000  # maximum length of a schema, regex or list of choices
+# A mask usually takes microseconds; with these limits, even the slowest mask takes less than 0.1 s.
 LIMITS = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
-ASCII_ONLY = "d"  # only \d: nobody means the digits of 70 scripts; \w and \s stay Unicode
-# Python's default separators. If any whitespace is allowed, a model sometimes writes nothing else.
+ASCII_ONLY = "d"  # restrict \d to ASCII digits, as users expect; \w and \s stay Unicode
+# Use Python's default separators. If any whitespace is allowed, a model sometimes writes only
+# whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BEFORE_REASON = re.compile(
     r'^(at \d+\(\d+\)|failed to [^:]*|invalid regex ".*?" \(in regex\)|lexer error|Parser Error): '
 )
-# Reasoning may be cut in the middle of a character, so its bytes need not be valid UTF-8.
+# The reasoning may be cut in the middle of a character, so its bytes may be invalid UTF-8.
 GRAMMAR = """%llguidance {{"allow_invalid_utf8": true}}
 start: (reasoning "\\n")? {opening} {answer}
 reasoning[suffix={closes}]: {opens} /(?s-u:.*)/
@@ -42,15 +44,15 @@ reasoning[suffix={closes}]: {opens} /(?s-u:.*)/
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """The format that answers must have, with the field names of vLLM's `structured_outputs`.
+    """The constraint on answers, with the field names of vLLM's `structured_outputs`.
 
     Raises:
-        UsageError: not exactly one field is given, or it is too long.
+        UsageError: not exactly one field is set, or the field is invalid or too long.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema
     json_object: bool = False
-    regex: str | None = None  # the whole answer
+    regex: str | None = None  # must match the whole answer
     choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +68,13 @@ class StructuredOutputs:
         except RecursionError:
             raise UsageError("the JSON schema is nested too deeply") from None
         if length > MAX_CHARS:
-            raise UsageError(f"structured outputs of {length} characters; the limit is {MAX_CHARS}")
+            raise UsageError(
+                f"the constraint has {length} characters; the limit is {MAX_CHARS} characters"
+            )
 
     @property
     def answer_type(self) -> AnswerType:
-        """The default answer type: JSON has no reference answer to compare with."""
+        """The default answer type: "open" for JSON, which cannot be compared with a reference."""
         return "text" if self.regex is not None or self.choice else "open"
 
     @cached_property
@@ -78,7 +82,7 @@ class StructuredOutputs:
         """The JSON schema; None for a regex or a choice.
 
         Raises:
-            UsageError: the schema is not a JSON object, or no finite value fits it.
+            UsageError: the schema is not a JSON object, or no finite value matches the schema.
         """
         if self.regex is not None or self.choice:
             return None
@@ -91,16 +95,18 @@ class StructuredOutputs:
         if not isinstance(schema, dict):
             raise UsageError("a JSON schema must be a JSON object")
         if _is_endless(schema, schema, ()):
-            raise UsageError("the JSON schema requires itself inside itself: no value fits it")
+            raise UsageError("the JSON schema requires itself recursively, so no value fits it")
         return schema | {"x-guidance": JSON_OPTIONS}
 
     def grammar(self, format: Format) -> str:
-        """The grammar of a whole completion, in llguidance's variant of Lark."""
+        """Return the grammar of a whole completion, in llguidance's variant of Lark."""
         opening, closing = map(_quote, format.answer_tags)
         tags = {"opens": f"<{format.reasoning_tag}>", "closes": f"</{format.reasoning_tag}>"}
         if self.choice:
             answer = f"({' | '.join(map(_quote, self.choice))}) {closing}"
-        elif self.regex is not None:  # a greedy regex without the tag would never end
+        elif (
+            self.regex is not None
+        ):  # include the tag, because a greedy regex would not end before it
             answer = "ANSWER"
             regex = regex_to_lark(self.regex.removeprefix("^").removesuffix("$"), ASCII_ONLY)
             rules = f"ANSWER: /(?u:{regex})/ {closing}\n"
@@ -116,10 +122,11 @@ def _quote(text: str) -> str:
 
 
 def _is_endless(schema: object, root: dict[str, Any], open: tuple[str, ...]) -> bool:
-    """Whether every value of a schema must contain a value of the same schema, without end.
+    """Return whether a schema requires itself recursively, so that no finite value matches.
 
     Args:
-        open: the references that were followed to get here.
+        root: the whole schema, in which references are resolved.
+        open: the references that were followed to reach this part of the schema.
     """
     if not isinstance(schema, dict):
         return False
@@ -147,7 +154,7 @@ def _is_endless(schema: object, root: dict[str, Any], open: tuple[str, ...]) -> 
 
 
 class GrammarMatcher:
-    """Tracks one completion and computes which tokens may come next."""
+    """Tracks one completion, and computes which tokens may follow."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher, self._vocabulary, self._consumed = matcher, vocabulary, 0
@@ -156,10 +163,13 @@ class GrammarMatcher:
         return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def allowed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return which tokens may follow `ids`, (V,) bool; `ids` extend those of the last call.
+        """Return a mask of the tokens that may follow `ids`, (V,) bool.
+
+        Args:
+            ids: the tokens so far, which must begin with the ids of the previous call.
 
         Raises:
-            UsageError: the grammar turned out to be too complex.
+            UsageError: the grammar is too complex.
         """
         self._matcher.consume_tokens(list(ids[self._consumed :]))
         self._consumed = len(ids)
@@ -171,21 +181,24 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. Its vocabulary is read once, which takes a second."""
+    """Compiles grammars for one tokenizer.
+
+    The vocabulary is processed only once, which takes about a second.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], vocabulary: int
     ) -> None:
         """
         Args:
-            vocabulary: the model's, which may be larger than the tokenizer's.
+            vocabulary: the vocabulary size of the model, which may exceed that of the tokenizer.
         """
         self._tokenizer, self._stop_ids = tokenizer, sorted(stop_ids)
         self._vocabulary = vocabulary
 
     @cached_property
     def _vocabulary_trie(self) -> LLTokenizer:
-        # `from_tokenizer` raises a ValueError for any other class.
+        # `from_tokenizer` raises a ValueError for a tokenizer of any other class.
         tokenizer = cast("PreTrainedTokenizerFast", self._tokenizer)
         try:
             return from_tokenizer(tokenizer, self._vocabulary, self._stop_ids)
@@ -195,16 +208,17 @@ class GrammarCompiler:
             ) from error
 
     def compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
-        """Compile the grammar of answers in this format.
+        """Compile the grammar of completions in the given format.
 
         Raises:
-            UsageError: the schema or regex is invalid or too complex, llguidance does not support
-                it, or no text matches it.
+            UsageError: the schema or regex is invalid, too complex, or not supported by llguidance,
+                or no text matches the schema or regex.
         """
         grammar = structured.grammar(format)
         matcher = LLMatcher(self._vocabulary_trie, grammar, log_level=0, limits=LIMITS)
         trial = matcher.deep_copy()
-        # llguidance leaves part of the work to the first mask. Done here, it delays no request.
+        # llguidance does part of the work when it computes the first masks. Compute two masks here,
+        # so that this work does not delay the batch of a request.
         opening = format.answer_tags[0].encode()
         trial.consume_tokens(self._vocabulary_trie.tokenize_bytes(opening))
         bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
@@ -226,9 +240,9 @@ def reason(error: str) -> str:
     """
     if "too many expressions" in error or "too complex" in error or "items; max is" in error:
         return "it is too complex"
-    if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # from the regex parser
+    if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # an error of the regex parser
         return found[1]
     line, before = error.split("\n", 1)[0], ""
-    while line != before:  # remove the context, outermost first
+    while line != before:  # remove the prefixes that give context, outermost first
         before, line = line, _BEFORE_REASON.sub("", line)
     return line.strip()[:300]

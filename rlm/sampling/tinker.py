@@ -1,10 +1,11 @@
-"""Samples and trains on a server that speaks Tinker's protocol: Thinking Machines' service, or
-SkyRL's server (its JAX backend).
+"""Samples and trains on a server that implements Tinker's protocol.
 
-The server has the base, the adapter and the optimizer; rewards, advantages and the loss stay here.
-This suffices for any loss of log-probabilities: with g = dL/d log π of each token, computed here,
-dL/dθ is the sum of g ∇ log π. That is the gradient of the server's `importance_sampling` loss with
--g as advantages and the current log-probabilities as the old ones.
+The server is either Thinking Machines' service or SkyRL's server with the JAX backend. The base
+model, the adapter and the optimizer are on the server. Rewards, advantages and the loss are
+computed in this process. Any loss L of the log-probabilities is supported: this process computes
+the gradient g = dL/d log π for each token, and dL/dθ is the sum of g ∇ log π over the tokens. The
+server computes this sum as the gradient of its `importance_sampling` loss, with -g as the
+advantages and the current log-probabilities as the old log-probabilities.
 """
 
 from __future__ import annotations
@@ -35,41 +36,51 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Sequences = list[tuple[list[int], list[int]]]  # prompts and completions, as token ids
-WAIT = 1800.0  # seconds to wait for an answer: a step of a large model takes minutes
+WAIT = 1800.0  # seconds to wait for a reply; a step of a large model takes minutes
 HOSTED = "Thinking Machines' service"
 
 
 class Batch(Protocol):
-    """A batch to score, such as `rlm.training.MicroBatch`."""
+    """A batch whose tokens are scored, such as `rlm.training.MicroBatch`."""
 
     def sequences(self) -> Sequences: ...
 
 
 def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
-    """Convert the gradient of a loss with respect to the log-probabilities, (tokens,), into
-    advantages for which `importance_sampling` has the same gradient at the current weights.
+    """Convert the gradient of a loss into advantages for the `importance_sampling` loss.
+
+    With these advantages, the `importance_sampling` loss has the same gradient at the current
+    weights as the given loss.
 
     Args:
-        divided_by: the number by which the server divides a token's loss. Tinker's loss is a sum
-            over tokens; SkyRL's is a mean over a sequence's tokens, then over the sequences of an
-            update.
+        gradient: the gradient with respect to the log-probabilities, (tokens,).
+        divided_by: the number by which the server divides the loss of a token. Tinker's loss is a
+            sum over tokens. SkyRL's loss is a mean over the tokens of a sequence, and then a mean
+            over the sequences of an update.
     """
     return (-gradient * divided_by).tolist()
 
 
 def served_name(model: str, served: Collection[str], where: str) -> str:
-    """Return the server's name for a base: the same hub id, or a folder of the same name. Raise
-    UsageError if it serves only others, because SkyRL would silently train its own."""
+    """Return the server's name for a base model: an equal hub id, or a folder of the same name.
+
+    Raises:
+        UsageError: the server does not serve this model. Without this check, SkyRL would silently
+            train the model that it serves.
+    """
     for name in served:
         if Path(name).name == Path(model).name:
             return name
     named = ", ".join(sorted(served)) or "nothing"
-    raise UsageError(f"--model {model} is not what {where} serves: {named}; name one of these")
+    raise UsageError(f"{where} does not serve --model {model}: choose one of its models ({named})")
 
 
 def read_archive(archive: Path, folder: Path) -> None:
-    """Extract only the tensors from a server's archive of an adapter: SkyRL's adapter_config.json
-    names no modules, so PEFT would silently drop tensors."""
+    """Extract the adapter's tensors from a server's archive of the adapter.
+
+    The adapter_config.json in the archive is ignored: SkyRL's file lists no target modules, so PEFT
+    would silently drop tensors.
+    """
     name = ADAPTER_FILES[1]
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -77,30 +88,32 @@ def read_archive(archive: Path, folder: Path) -> None:
             if file:
                 (folder / name).write_bytes(file.read())
                 return
-    raise UsageError(f"the server's archive has no {name}: start it with SkyRL's JAX backend")
+    raise UsageError(f"the server's archive has no {name}: start SkyRL's server with --backend jax")
 
 
 class TinkerOptimizer(torch.optim.Adam):
-    """Adam on the server, with the learning rate and constants of this object."""
+    """Adam on the server, with the learning rate and the other settings of this object."""
 
     def __init__(self, engine: TinkerEngine, learning_rate: float) -> None:
         super().__init__(engine.master_weights.values(), lr=learning_rate)
         self._engine = engine
 
-    # torch declares two overloads.
+    # torch declares two overloads of `step`.
     def step(self, closure: None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Send the gradients, and update; return their norm if the server reports it."""
+        """Send the gradients and update the adapter; return the norm if the server reports it."""
         return self._engine.update(self.param_groups[0])
 
 
 class TinkerEngine:
-    """A base with an adapter on such a server: it samples as `rlm.sampling.Sampler` does, and
-    trains as `rlm.training.MixedPrecisionAdapter` does.
+    """A base model with an adapter on a server that implements Tinker's protocol.
 
-    master_weights: a copy of the adapter from the last `fetch`.
+    This class has the sampling interface of `rlm.sampling.Sampler` and the training interface of
+    `rlm.training.MixedPrecisionAdapter`.
+
+    master_weights: a local copy of the adapter, made by the last `fetch`.
     """
 
-    matches_trainer = False  # other kernels, and maybe another dtype
+    matches_trainer = False  # sampling uses other kernels, and possibly another dtype
     loss_scale, good_updates = 1.0, 0  # the loss is not scaled
 
     def __init__(
@@ -114,12 +127,13 @@ class TinkerEngine:
         max_grad_norm: float,
         url: str | None = None,
     ) -> None:
-        """Connect, and find the base. The adapter is created at its first use.
+        """Connect to the server and find the base model. The adapter is created at its first use.
 
         Args:
-            policy: an adapter on a base without weights (`rlm.model.adapter_without_base`).
-            seed: the seed for the matrices of a new adapter.
-            url: the server's URL; None is Thinking Machines' service.
+            policy: an adapter on a base model without weights (`rlm.model.adapter_without_base`).
+            rank: the LoRA rank of a new adapter.
+            seed: the random seed for the initialization of a new adapter.
+            url: the server's URL; None selects Thinking Machines' service.
         """
         try:
             import tinker
@@ -128,18 +142,20 @@ class TinkerEngine:
             raise UsageError(needs) from error
         key, release = os.environ.get("TINKER_API_KEY"), version("tinker")
         if not (key or url):
-            raise UsageError(f"{HOSTED} needs a key: set TINKER_API_KEY, or give --server URL")
+            raise UsageError(
+                f"{HOSTED} requires an API key: set TINKER_API_KEY, or pass --server URL"
+            )
         if url:
             terminal.line("SkyRL's server does not clip gradients: --max-grad-norm has no effect")
         if url and tuple(map(int, release.split(".")[:2])) >= (0, 25):
             terminal.line(
-                f"warning: SkyRL 0.3 never answers tinker {release}, which has another wire "
-                "format: install tinker 0.24.1, or serve with SkyRL 0.4 or later"
+                f"warning: SkyRL 0.3 does not answer tinker {release}, which uses a newer wire "
+                "format: install tinker 0.24.1, or use SkyRL 0.4 or later"
             )
         self.policy, self.stop_ids = policy, frozenset(stop_ids)
         self.model_weights = self.master_weights = adapter_tensors(policy)
         self.where = f"the server at {url}" if url else HOSTED
-        self.description = f"{self.where}, by Tinker's protocol"
+        self.description = f"{self.where}, with Tinker's protocol"
         self.scored: list[tuple[Sequences, Tensor]] = []  # batches since the last update
         self._new, self._max_grad_norm = (rank, seed), max_grad_norm
         self._sdk, self._is_skyrl, self._is_closed = tinker, url is not None, False
@@ -160,8 +176,10 @@ class TinkerEngine:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """Generate as `rlm.sampling.Sampler.sample` does, with the current adapter. The server also
-        gives completion i of a prompt the seed + i."""
+        """Generate completions with the current adapter, as `rlm.sampling.Sampler.sample` does.
+
+        The server also samples completion i of a prompt with the seed + i.
+        """
         if self._sampling is None:
             save = self._client().save_weights_and_get_sampling_client
             self._sampling = self._ask("make a sampler", save)
@@ -172,7 +190,7 @@ class TinkerEngine:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k or -1,
-                seed=seed % 2**30,  # the server takes 32 bits
+                seed=seed % 2**30,  # the server accepts seeds of 32 bits
                 stop=sorted(self.stop_ids),
             )
             ids = types.ModelInput.from_ints(list(prompt))
@@ -191,35 +209,43 @@ class TinkerEngine:
         if len(ids) != len(logprobs) or (reason == "stop" and not ended):
             raise UsageError(
                 f"{self.where} ended a completion ({reason}) at token {ids[-1:]}, with "
-                f"{len(logprobs)} log-probabilities of {len(ids)} tokens: is another model served?"
+                f"{len(logprobs)} log-probabilities for {len(ids)} tokens: check that the server "
+                "serves the model being trained"
             )
         return Completion(ids, logprobs, "stop" if ended else "length")
 
     def invalidate_weights(self) -> None:
-        """Sample with the current adapter from now on. An older sampler is never used again: SkyRL
-        would load its weights into its only slot, and training would continue from them."""
+        """Discard the current sampling client, so that the next batch uses the current adapter.
+
+        An old sampling client must never be used again: SkyRL would load the old weights into its
+        only adapter slot, and training would continue from the old weights.
+        """
         self._sampling, self._is_fetched = None, False
 
     def bytes_for(self, *_: object) -> int:
-        """Return 0: a batch takes no memory of this process."""
+        """Return 0, because a batch uses no memory of this process."""
         return 0
 
     def start(self) -> None:
-        """Do nothing: the server is running, keeps its memory, and gets gradients in `update`."""
+        """Do nothing: the server runs already, keeps its memory, and gets gradients in `update`."""
 
     release = accumulate = copy_to_model = start
 
     def close(self) -> None:
-        """End the session: the server then forgets the adapter, but not what was saved."""
+        """End the session. The server then drops the adapter, but keeps saved states."""
         self._is_closed = True
         if self._training is not None:
             self._training.holder.close()
 
     def token_logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each completion token under the current adapter, and its
-        negative, an estimate of the entropy: two (n, T). If gradients are enabled, `update` sends
-        the gradient that the backward pass leaves in the first."""
-        assert temperature == 1, "servers score only at temperature 1; the config checks it"
+        """Compute the log-probabilities of completion tokens under the current adapter.
+
+        Returns:
+            The log-probabilities (n, T), and the negative log-probabilities (n, T) as an estimate
+            of the entropy. If gradients are enabled, the backward pass stores a gradient in the
+            first tensor, and `update` sends this gradient.
+        """
+        assert temperature == 1, "servers score only at temperature 1, as the config has checked"
         sequences = batch.sequences()
         scored = self._score(self._client(), sequences)
         rows = [
@@ -234,19 +260,26 @@ class TinkerEngine:
     def _score(
         self, client: tinker.TrainingClient, sequences: Sequences
     ) -> list[tinker.types.LossFnOutput]:
-        # Only the log-probabilities are used, and this loss needs the fewest inputs.
+        # Any loss returns the log-probabilities. Use cross_entropy, which needs the fewest inputs.
         data = [self._datum(*pair, weights=[0.0] * len(pair[1])) for pair in sequences]
         forward = client.forward
         return self._ask("score", lambda: forward(data, "cross_entropy").result().loss_fn_outputs)
 
     def make_optimizer(self, learning_rate: float) -> TinkerOptimizer:
-        """Make the server's optimizer."""
+        """Create the optimizer that runs on the server."""
         return TinkerOptimizer(self, learning_rate)
 
     def update(self, adam: Mapping[str, Any]) -> float | None:
-        """Send the gradients of the scored batches, and update the adapter with the settings of a
-        parameter group of `torch.optim.Adam`. Return the gradient's norm, None if the server does
-        not report it, or NaN if a gradient is not finite and nothing was sent."""
+        """Send the gradients of the scored batches, and update the adapter.
+
+        Args:
+            adam: the settings of the update, in the form of a parameter group of
+                `torch.optim.Adam`.
+
+        Returns:
+            The norm of the gradient; None if the server does not report the norm; NaN if a gradient
+            is not finite, in which case nothing is sent.
+        """
         scored, self.scored = self.scored, []
         count, data = sum(len(sequences) for sequences, _ in scored), []
         for sequences, logprobs in scored:
@@ -263,7 +296,7 @@ class TinkerEngine:
         rates |= {"beta1": beta1, "beta2": beta2, "grad_clip_norm": self._max_grad_norm}
         params = self._sdk.types.AdamParams(**rates)
         gradient = self._client().forward_backward(data, "importance_sampling")
-        step = self._client().optim_step(params)  # both requests are in flight
+        step = self._client().optim_step(params)  # sent before the gradient is awaited
         self._ask("compute a gradient", gradient.result)
         metrics = self._ask("update", step.result).metrics or {}
         return next((v for name, v in metrics.items() if name.endswith("grad_norm")), None)
@@ -271,24 +304,33 @@ class TinkerEngine:
     def _datum(
         self, prompt: Sequence[int], completion: Sequence[int], **inputs: Sequence[float]
     ) -> tinker.Datum:
-        """Make the server's input; `inputs` have a value for each token of the completion."""
+        """Build the server's input for one sequence.
+
+        Args:
+            inputs: the inputs of the loss, with one value for each token of the completion.
+        """
         ids, before = [*prompt, *completion], [0.0] * (len(prompt) - 1)
         named: dict[str, Any] = {name: [*before, *values] for name, values in inputs.items()}
         types = self._sdk.types
         return types.Datum(types.ModelInput.from_ints(ids[:-1]), named | {"target_tokens": ids[1:]})
 
     def adapt_loss_scale(self, *, skipped: bool) -> bool:
-        """Return False: the loss is not scaled."""
+        """Return False, because the loss is not scaled."""
         return False
 
     def fetch(self) -> None:
-        """Copy the adapter from the server into `master_weights`. Raise UsageError if its tensors
-        are not a LoRA of these layers and this rank."""
+        """Copy the adapter from the server into `master_weights`.
+
+        Raises:
+            UsageError: the server's adapter has other layers or another rank.
+        """
         if self._is_fetched:
             return
         client, name, rest = self._client(), _new_name(), self._service.create_rest_client()
         self._ask("save its adapter", lambda: client.save_weights_for_sampler(name).result())
-        archived = rest.get_checkpoint_archive_url  # by name: SkyRL refuses its own path
+        archived = (
+            rest.get_checkpoint_archive_url
+        )  # pass the name, because SkyRL rejects the path that it returned
         link = self._ask("send its adapter", lambda: archived(client.model_id, name).result().url)
         with TemporaryDirectory() as scratch:
             folder, archive = Path(scratch), Path(scratch) / "archive"
@@ -298,12 +340,12 @@ class TinkerEngine:
         self._is_fetched = True
 
     def save_state(self) -> str:
-        """Save adapter and optimizer on the server, and return the path there."""
+        """Save the adapter and the optimizer on the server, and return the path on the server."""
         client = self._client()
         return self._ask("save its state", lambda: client.save_state(_new_name()).result().path)
 
     def load_state(self, path: str | None) -> None:
-        """Continue training from a state that the server saved."""
+        """Continue training from a state that `save_state` saved on the server."""
         load = self._service.create_training_client_from_state_with_optimizer
         self._training = self._ask(f"load {path}", lambda: load(str(path)))
         self.invalidate_weights()
@@ -311,8 +353,9 @@ class TinkerEngine:
     def _client(self) -> tinker.TrainingClient:
         """Return the client that trains the adapter; create a new adapter if none was loaded.
 
-        A server at the user's URL is refused unless it returns what SkyRL's JAX backend returns,
-        because others sum the loss in another way.
+        Raises:
+            UsageError: the server at the user's URL is not SkyRL's server with the JAX backend.
+                Other servers sum the loss in another way, so they are rejected.
         """
         if self._training is None:
             create, (rank, seed) = self._service.create_lora_training_client, self._new
@@ -320,17 +363,22 @@ class TinkerEngine:
             made = self._ask("make an adapter", lambda: create(self._base, **options))
             if self._is_skyrl and "elementwise_loss" not in self._score(made, [([0], [0])])[0]:
                 raise UsageError(
-                    f"{self.where} does not return losses as SkyRL's JAX backend does: start "
-                    "SkyRL's server with --backend jax"
+                    f"{self.where} does not return losses in the format of SkyRL's JAX backend: "
+                    "start SkyRL's server with --backend jax"
                 )
             self._training = made
         return self._training
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """Make a call that waits for the server for at most WAIT seconds. If it fails, the message
-        of the UsageError says how to continue."""
+        """Run a call to the server, and wait at most WAIT seconds for its result.
+
+        Raises:
+            UsageError: the call has failed. The message explains how to continue.
+        """
         if self._is_closed:
-            raise UsageError(f"the run on {self.where} has ended: ask its adapter (inference.py)")
+            raise UsageError(
+                f"the run on {self.where} has ended: use its adapter with inference.py"
+            )
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -339,18 +387,18 @@ class TinkerEngine:
             except BaseException as error:
                 answer.set_exception(error)
 
-        # A daemon thread, because at exit the process would wait for a thread of an executor.
+        # Use a daemon thread: at exit, the process would wait for the thread of an executor.
         threading.Thread(target=run, daemon=True).start()
         try:
             return answer.result(WAIT)
         except (self._sdk.TinkerError, OSError, TimeoutError) as error:
-            lines = str(error).strip().splitlines() or [f"no answer in {WAIT:g} s"]
+            lines = str(error).strip().splitlines() or [f"no reply in {WAIT:g} s"]
             raise UsageError(
-                f"{self.where} did not {what} ({type(error).__name__}: {lines[0]:.200}); when it "
-                "runs again, start this run again with --resume"
+                f"{self.where} did not {what} ({type(error).__name__}: {lines[0]:.200}); when the "
+                "server runs again, start this run again with --resume"
             ) from error
 
 
 def _new_name() -> str:
-    """Make a new name for something to save: the server refuses an existing one, after minutes."""
+    """Return a unique name: the server rejects an existing name, but only after minutes."""
     return f"rlm-{uuid.uuid4().hex[:12]}"

@@ -13,7 +13,8 @@ from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
 from rlm.sampling.params import Completion, SamplingParams
 
-# Neutral values are sent, because vLLM would otherwise use the model's generation_config.json.
+# Neutral sampling parameters, which are sent with each request because vLLM would otherwise use the
+# values in the model's generation_config.json.
 NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 LOAD_TIMEOUT = 300.0  # seconds to wait until the main process has loaded an adapter
 
@@ -22,26 +23,27 @@ class ManagedServers(Protocol):
     """The vLLM servers that this run starts itself."""
 
     def start(self) -> Sequence[APIClient]:
-        """Start them, and return their clients."""
+        """Start the servers, and return their clients."""
         ...
 
     def check(self) -> None:
-        """Raise UsageError if one has exited."""
+        """Raise UsageError if a server has exited."""
 
     def stop(self) -> None:
-        """Stop them."""
+        """Stop the servers."""
 
 
 class VLLMSampler:
     """Generates completions on vLLM servers; `sample` works as in `rlm.sampling.Sampler`.
 
-    A prompt is one request for all its completions. vLLM prefills it once and gives completion i
-    the seed + i, as our own sampler does. Equal seeds give equal completions again, but other ones
-    than our own sampler, which has other random streams. Prompts are distributed over several
-    servers in turn, and each server gets the adapter.
+    One request is sent per prompt, for all completions of the prompt. vLLM prefills the prompt once
+    and samples completion i with the seed + i, as our own sampler does. Equal seeds give equal
+    completions on vLLM, but these differ from the completions of our own sampler, which uses other
+    random streams. With several servers, prompts are distributed round-robin, and the adapter is
+    loaded on each server.
     """
 
-    matches_trainer = False  # vLLM has other kernels, and maybe another dtype
+    matches_trainer = False  # vLLM uses other kernels, and possibly another dtype
 
     def __init__(
         self,
@@ -52,25 +54,26 @@ class VLLMSampler:
         run: str | None = None,
         is_main: bool = True,
     ) -> None:
-        """Find the base model that is served, and check that its log-probabilities are right.
+        """Find the base model on each server, and check the log-probabilities that it returns.
 
         Args:
-            servers: clients of running servers, or this run's own servers, which `start` starts.
+            servers: clients of running servers, or the run's own servers, which `start` starts.
             stop_ids: every token that ends a completion (`rlm.data.prompts.stop_token_ids`).
-            export: writes the adapter in training and returns its path. The adapter is loaded
-                before the first batch, and again before the first one after `invalidate_weights`.
-            run: prefix of the adapter's names, the same in all processes of a run.
-            is_main: false in processes that wait for the main one to load the adapter.
+            export: a function that saves the adapter being trained and returns its path. The
+                adapter is loaded before the first batch, and again before the first batch after a
+                call of `invalidate_weights`.
+            run: the prefix of the adapter's names, which is the same in all processes of a run.
+            is_main: False in processes that wait for the main process to load the adapter.
 
         Raises:
-            UsageError: a server is missing or cannot return what training needs.
+            UsageError: a server does not answer, or does not return the required values.
         """
         self._export, self._is_main = export, is_main
         self._run = run or uuid.uuid4().hex[:12]
-        self._version = 0  # how often the adapter has changed, the same in all processes
+        self._version = 0  # number of adapter changes, the same in all processes
         self.stop_ids = frozenset(stop_ids)
         self.max_model_len: int | None = None  # the longest sequence that all servers accept
-        self._models: list[tuple[APIClient, str]] = []  # client and the base model's name there
+        self._models: list[tuple[APIClient, str]] = []  # client, base model's name on its server
         self._adapter: str | None = None
         self._managed: ManagedServers | None = None
         if isinstance(servers, Sequence):
@@ -80,16 +83,16 @@ class VLLMSampler:
             self._managed, self.description = servers, "vLLM, started for this run"
 
     def start(self) -> None:
-        """Start this run's own servers, unless they run already. `sample` does so, too.
+        """Start this run's own servers if they are not running. `sample` calls this method, too.
 
         Raises:
-            UsageError: a server does not start, or cannot return what training needs.
+            UsageError: a server does not start, or does not return the required values.
         """
         if self._managed and not self._models:
             self._connect(self._managed.start())
 
     def close(self) -> None:
-        """Stop this run's own servers; the next batch would start them again."""
+        """Stop this run's own servers. The next batch would start the servers again."""
         if self._managed:
             self._managed.stop()
             self._models, self._adapter = [], None
@@ -97,7 +100,7 @@ class VLLMSampler:
     def _connect(self, clients: Sequence[APIClient]) -> None:
         lengths = set()
         for client in clients:
-            # vLLM names an adapter's base as its parent; the base model has none.
+            # For an adapter, vLLM reports the base model as `parent`; a base model has no parent.
             base = next(model for model in client.models() if not model.get("parent"))
             lengths |= {base.get("max_model_len")} - {None}
             self._models.append((client, base["id"]))
@@ -105,16 +108,17 @@ class VLLMSampler:
         self.max_model_len = min(lengths, default=None)
 
     def bytes_for(self, *_: object) -> int:
-        """Return 0: a batch takes no memory of this process."""
+        """Return 0, because a batch uses no memory of this process."""
         return 0
 
     def release(self) -> None:
-        """Do nothing: between batches the servers keep their memory."""
+        """Do nothing, because the servers keep their memory between batches."""
 
     def invalidate_weights(self) -> None:
         """Reload the adapter before the next batch, because training has changed it.
 
-        All processes of a run must call this equally often: the number of calls names the adapter.
+        All processes of a run must call this method equally often, because the number of calls is
+        part of the adapter's name.
         """
         self._version += 1
 
@@ -126,11 +130,12 @@ class VLLMSampler:
         seeds: Sequence[int],
         on_finish: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
-        """Generate as `rlm.sampling.Sampler.sample` does, with the current adapter.
+        """Generate completions with the current adapter, as `rlm.sampling.Sampler.sample` does.
 
         Raises:
-            APIError: a server failed, or ends completions with other tokens than the model.
-            UsageError: a server returns no token ids with log-probabilities, or has exited.
+            APIError: a request failed, or a completion ended with a token that does not end
+                completions of the model being trained.
+            UsageError: a server does not return token ids with log-probabilities, or has exited.
         """
         if not prompts:
             return []
@@ -150,7 +155,7 @@ class VLLMSampler:
                         for _ in range(n):
                             on_finish()
                 except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)  # nothing new is sent
+                    pool.shutdown(wait=False, cancel_futures=True)  # send no more requests
                     raise
         except APIError:
             if self._managed:
@@ -161,8 +166,8 @@ class VLLMSampler:
     def _follow_adapter(self) -> None:
         """Load the current adapter, or wait until the main process has loaded it.
 
-        Every process can compute the adapter's name. No process still samples with the previous
-        adapter, because all of them have shared the last batch's rewards.
+        Every process can compute the adapter's name. No process is still sampling with the previous
+        adapter, because all processes have exchanged the rewards of the last batch.
         """
         # The name is new each time, because vLLM caches prompts by the adapter's name.
         name = f"rlm-{self._run}-{self._version}"
@@ -175,10 +180,11 @@ class VLLMSampler:
         self._adapter = name
 
     def _load(self, name: str, path: Path) -> None:
-        """Load an adapter under its name on every server, then unload the previous one.
+        """Load an adapter on every server under the given name, then unload the previous adapter.
 
         Raises:
-            UsageError: a server refuses it (the server must see the directory).
+            UsageError: a server does not load the adapter, for example because it has no access to
+                the directory.
         """
         for client, _ in self._models:
             try:
@@ -187,9 +193,9 @@ class VLLMSampler:
                 if self._managed:
                     self._managed.check()
                 raise UsageError(
-                    f"{client.url} did not load the adapter {path}: {error}; it needs "
-                    "--enable-lora, --max-lora-rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and "
-                    "to see that directory"
+                    f"{client.url} did not load the adapter {path}: {error}; start the server with "
+                    "--enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and "
+                    "check that the server can read this directory"
                 ) from error
         if self._adapter:
             for client, _ in self._models:
@@ -212,7 +218,7 @@ class VLLMSampler:
         params: SamplingParams,
         seed: int,
     ) -> list[Completion]:
-        greedy = params.temperature == 0  # all n are the same: vLLM allows only one
+        greedy = params.temperature == 0  # all n completions are equal, and vLLM rejects n > 1
         body = {
             "model": model,
             "prompt": list(prompt),
@@ -224,13 +230,15 @@ class VLLMSampler:
             "top_k": params.top_k,
             "stop": list(params.stop),
             "stop_token_ids": sorted(self.stop_ids),
-            "logprobs": 0,  # of the sampled tokens only
+            "logprobs": 0,  # return the log-probabilities of the sampled tokens only
             "return_token_ids": True,
             **NEUTRAL,
         }
         choices = client.post("completions", body).get("choices", [])
         if len(choices) != body["n"]:
-            raise APIError(f"asked for {body['n']} completions, got {len(choices)}", 200)
+            raise APIError(
+                f"{client.url} returned {len(choices)} completions instead of {body['n']}", 200
+            )
         choices = sorted(choices, key=lambda choice: choice["index"])
         return [
             self._completion(client.url, choice, stop_texts=bool(params.stop))
@@ -243,23 +251,25 @@ class VLLMSampler:
         reason = choice.get("finish_reason")
         if not ids or len(ids) != len(logprobs) or None in logprobs:
             raise UsageError(
-                f"{url} returns no token ids with their log-probabilities; "
-                "sampling there needs a vLLM server"
+                f"{url} does not return token ids with log-probabilities: "
+                "check that it is the address of a vLLM server"
             )
         ended = ids[-1] in self.stop_ids
         if reason not in ("stop", "length") or ((reason == "stop") != ended and not stop_texts):
             raise APIError(
-                f"{url} ended a completion ({reason}) at token {ids[-1]}: that is "
-                "not how the model being trained ends; is another one served?"
+                f"{url} ended a completion ({reason}) at token {ids[-1]}, which does not end "
+                "completions of the model being trained: check that the server serves this model"
             )
         return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
 
     def _check_logprobs(self, client: APIClient, model: str) -> None:
-        """Check that log-probabilities are of the sampled distribution: 0 if one token is left.
+        """Check that the server returns log-probabilities under the sampled distribution.
 
-        By default vLLM returns those before temperature, top_p and top_k. Several tokens are
-        requested, because the model may be certain of a single one anyway. top_k = 1 alone leaves
-        two tokens if the best logits are equal, as happens in bf16; top_p then leaves one.
+        By default, vLLM returns the log-probabilities before temperature, top_p and top_k are
+        applied. With top_k = 1, the log-probability under the sampled distribution is 0. Several
+        tokens are requested, because the model may assign a probability near 1 to a single token
+        anyway. If the two highest logits are equal, as happens in bf16, top_k = 1 leaves two
+        tokens; the small top_p then leaves one token.
         """
         params = SamplingParams(max_new_tokens=8, top_k=1, top_p=1e-6)
         (drawn,) = self._group(client, model, [min(self.stop_ids)], 1, params, 0)

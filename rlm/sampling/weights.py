@@ -1,9 +1,10 @@
-"""Runs the model for the sampler: the model itself, or a merged and fused copy of its weights.
+"""The forward pass of the sampler, with the model itself or with a merged copy of its weights.
 
-`UnmergedWeights` runs the model itself with the adapter unmerged, for any architecture and without
-extra memory. `MergedWeights`, the fast path of the Llama family, runs its own copy of base +
-adapter, with fused projections in the layout of the CPU's matmuls. Neither changes the model.
-Both call the function `attend`, which computes attention over the KV cache.
+`UnmergedWeights` runs the model itself with the adapter unmerged. It supports any architecture and
+needs no extra memory. `MergedWeights` is the fast path of the Llama family. It runs a copy of the
+base model with the adapter merged, with fused projections in the memory layout of the CPU's
+matmuls. Neither class changes the model. Both call the function `attend`, which computes attention
+over the KV cache.
 """
 
 from __future__ import annotations
@@ -46,34 +47,35 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
         LlamaRMSNorm,
     )
 
-DECODED_ROWS = 64  # rows for which the dtypes are timed
-_SWITCH = threading.Lock()  # held while a model's config names another attention
-# `_through_cache` calls this function. Not all models pass an argument of forward on to attention.
+DECODED_ROWS = 64  # number of rows with which the dtypes are timed
+_SWITCH = threading.Lock()  # held while a model's config selects the attention function "rlm_cache"
+# The attention function that `_through_cache` calls. It is a context variable, because some models
+# do not pass extra arguments of `forward` on to their attention layers.
 _ATTEND: ContextVar[AttentionFunction] = ContextVar("attend")
 
 
 class UnmergedWeights:
-    """Runs the model as it is, adapter unmerged."""
+    """Runs the model itself, with the adapter unmerged."""
 
-    copied_bytes = 0  # while sampling, besides the model
+    copied_bytes = 0  # extra memory while sampling
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """
         Raises:
-            UsageError: this architecture's attention cannot use our KV cache.
+            UsageError: the attention of this architecture cannot use our KV cache.
         """
         self._decoder, self.head = decoder_and_head(model)
         self.dtype = model.dtype
         if not self._decoder._supports_attention_backend:
             kind = self._decoder.config.model_type
             raise UsageError(
-                f"{kind}: its attention cannot be replaced in transformers: unsupported"
+                f"{kind} models are not supported: transformers cannot replace their attention"
             )
         self._check_attention()
 
     @torch.no_grad()
     def _check_attention(self) -> None:
-        """Check the attention by running one token, which attends to itself, through all layers."""
+        """Check the shapes of keys and values by running a single token through all layers."""
         config = self._decoder.config
         expected = num_key_value_heads(config), head_dim(config)
 
@@ -82,8 +84,9 @@ class UnmergedWeights:
                 found = part.shape[1], part.shape[-1]  # heads, width
                 if found != expected:
                     raise UsageError(
-                        f"{config.model_type}: its {name} have {found[0]} heads of {found[1]} "
-                        f"numbers, and the cache holds {expected[0]} of {expected[1]}: unsupported"
+                        f"{config.model_type} models are not supported: their {name} have "
+                        f"{found[0]} heads of width {found[1]}, but the cache expects "
+                        f"{expected[0]} heads of width {expected[1]}"
                     )
             return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
@@ -91,27 +94,27 @@ class UnmergedWeights:
         self.forward(token, token, attend)
 
     def refresh(self) -> None:
-        """Do nothing: training changes these very weights."""
+        """Do nothing, because training updates the same weights in place."""
 
     release = refresh
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
-        """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
+        """Compute the last hidden states (B, T, hidden) for token ids and positions (B, T)."""
         config, calls = self._decoder.config, []
 
         def attend_and_count(*inputs: Any) -> Tensor:
             calls.append(1)
             return attend(*inputs)
 
-        with _SWITCH:  # another thread may sample with the same model, and so with this config
+        with _SWITCH:  # another thread may use the same model, and thus the same config
             usual, token = config._attn_implementation, _ATTEND.set(attend_and_count)
             config._attn_implementation = "rlm_cache"
             try:
                 hidden = self._decoder(
                     input_ids=ids,
                     position_ids=positions,
-                    # transformers passes a 4D mask on as it is. `_through_cache` ignores it:
-                    # the cache knows which tokens each token sees.
+                    # transformers passes a 4D mask on unchanged, and `_through_cache` ignores it,
+                    # because the cache determines which tokens each token attends to.
                     attention_mask=torch.zeros(len(ids), 1, 1, 1, device=ids.device),
                     use_cache=False,
                 ).last_hidden_state
@@ -119,10 +122,10 @@ class UnmergedWeights:
                 _ATTEND.reset(token)
                 config._attn_implementation = usual
         if len(calls) != config.num_hidden_layers:
-            # Otherwise tokens would silently not see the tokens before them.
+            # Without this check, tokens would silently not attend to the tokens before them.
             raise UsageError(
-                f"{config.model_type}: {len(calls)} of {config.num_hidden_layers} layers "
-                "attend through keys and values that can be cached: unsupported"
+                f"{config.model_type} models are not supported: only {len(calls)} of "
+                f"{config.num_hidden_layers} layers use attention with a KV cache"
             )
         return hidden
 
@@ -136,7 +139,10 @@ def _through_cache(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; its result has heads and tokens swapped."""
+    """Call the current `attend` function, with the interface that transformers expects.
+
+    The result is transposed, because transformers expects the shape (B, T, heads, D).
+    """
     scale = softmax_scale(query, scaling, options)
     attend, layer = _ATTEND.get(), cast("int", module.layer_idx)
     return attend(layer, query, key, value, scale).transpose(1, 2), None
@@ -146,33 +152,36 @@ AttentionInterface.register("rlm_cache", _through_cache)
 
 
 def check_architecture(model: PreTrainedModel | PeftModel) -> None:
-    """Check that the sampler can run a model, before hours of SFT are spent on it.
+    """Check that the sampler supports a model, before hours of SFT are spent on the model.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the sampler does not support the model.
     """
     UnmergedWeights(model)
 
 
 def why_not_fused(model: PreTrainedModel | PeftModel) -> str | None:
-    """Return why a model cannot use the fast path; None if it can."""
+    """Return the reason why a model cannot use the fast path; None if the model can use it."""
     config = decoder_and_head(model)[0].config
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"{config.model_type} is not of the Llama family"
     if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}"
+        return f"the activation function is {config.hidden_act}"
     return None
 
 
 def copy_bytes(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> int:
-    """Estimate the bytes of a merged copy of the layers; the head is not copied again."""
+    """Estimate the size of a merged copy of the layers in bytes, without the LM head."""
     linear = [m for m in decoder_and_head(model)[0].modules() if isinstance(m, nn.Linear)]
     # Computed from the shapes, because 4-bit weights are stored packed.
     return sum(m.in_features * m.out_features for m in linear) * dtype.itemsize
 
 
 class MergedWeights:
-    """A fused copy of base + active adapters; it may have another dtype."""
+    """A copy of the base model with the active adapters merged and projections fused.
+
+    The dtype of the copy may differ from the dtype of the model.
+    """
 
     def __init__(
         self,
@@ -184,7 +193,7 @@ class MergedWeights:
         self._ops = ops
         decoder, head = decoder_and_head(model)
         self._decoder = cast("LlamaModel", decoder)
-        # Adapters do not change the head, so it is copied once.
+        # Adapters do not change the LM head, so it is copied only once.
         self.head = fused_linear(head, ops=ops, dtype=self.dtype)
         self.copied_bytes = copy_bytes(model, self.dtype)
         self.release()
@@ -192,13 +201,14 @@ class MergedWeights:
     def refresh(self) -> None:
         """Update the copy if the adapter has changed.
 
-        Comparing it with the copied adapter takes milliseconds, so callers need not report changes.
+        Changes are detected by comparing the adapter with the adapter that was merged. This takes
+        only milliseconds, so callers do not need to report changes.
         """
         adapters = active_lora_tensors(self._model)
         same = self._layers and adapters.keys() == self._seen.keys()
         if same and all(torch.equal(tensor, self._seen[key]) for key, tensor in adapters.items()):
             return
-        self.release()  # free the old copy first
+        self.release()  # free the old copy before the new copy is made
         what = self._ops, self.dtype
         self._layers = [FusedLayer(layer, *what) for layer in decoder_layers(self._decoder)]
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
@@ -209,9 +219,9 @@ class MergedWeights:
         self._seen: dict[str, Tensor] = {}
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
-        """Compute the last hidden states (B, T, hidden) of tokens and positions (B, T)."""
+        """Compute the last hidden states (B, T, hidden) for token ids and positions (B, T)."""
         x = self._decoder.embed_tokens(ids).to(self.dtype)
-        # (B·T, …), so that a batch of any shape takes one matmul.
+        # Flatten to (B·T, …), so that a batch of any shape needs only one matmul per projection.
         rotary = [part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions)]
         shape, x = ids.shape, x.flatten(0, 1)
         for layer in self._layers:
@@ -228,18 +238,18 @@ def choose_weights(
     dtype: torch.dtype,
     share: float = 1.0,
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
-    """Choose the weights to sample with; return them and a description with the reason.
+    """Choose the weights to sample with; return the weights, and a description with the reason.
 
     Args:
-        merged: None merges if the architecture has a fast path and the copy fits in half of the
-            free memory.
-        dtype: of a merged copy.
-        share: fraction of the free memory that this sampler may use.
+        merged: whether to make a merged copy. With None, a copy is made if the architecture has a
+            fast path and the copy fits in half of the free memory.
+        dtype: the dtype of the merged copy.
+        share: the fraction of the free memory that this sampler may use.
 
     Raises:
-        UsageError: a merged copy was requested, and there is no fast path.
+        UsageError: a merged copy was requested, but the architecture has no fast path.
     """
-    reason = "as asked" if merged is False else why_not_fused(model)
+    reason = "as requested" if merged is False else why_not_fused(model)
     if merged and reason:
         raise UsageError(
             f"--sampler merged cannot run this model: {reason}; use --sampler unmerged"
@@ -247,7 +257,7 @@ def choose_weights(
     size, free = copy_bytes(model, dtype), share * available_memory(model.device.type)
     gb = f"{size / 2**30:.1f} GB"
     if merged is None and reason is None and size > free / 2:
-        reason = f"a merged copy would take {gb}, {free / 2**30:.1f} GB are free"
+        reason = f"a merged copy would take {gb}, but only {free / 2**30:.1f} GB are free"
     if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
     how = ", matmuls compiled" if ops.has_linear else ""
@@ -264,11 +274,12 @@ def fused_linear(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> LinearFunction:
-    """Fuse linear layers of one input, with merged adapters and the norm before them, into one.
+    """Fuse linear layers that have the same input into one function, with their adapters merged.
 
     Args:
-        gated: compute silu(first(x)) · second(x) of two layers.
-        dtype: to compute in, the same as that of `ops` (None: the layers').
+        norm: the RMSNorm before the layers, which is fused as well.
+        gated: compute silu(first(x)) · second(x) from two layers.
+        dtype: the dtype to compute in, which must be the dtype of `ops` (None: the layers' dtype).
     """
     has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
     parts = [[layer] for layer in layers] if gated else [layers]
@@ -279,14 +290,14 @@ def fused_linear(
 
 
 def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Tensor:
-    """Return the weight (outputs of all, inputs), with adapters merged, times the norm's weight."""
+    """Return the concatenated weights (total outputs, inputs) with adapters and norm merged."""
     weights = [merged_weight(layer) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     return weight if norm is None else weight * norm.weight
 
 
 def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
-    """Return the bias (outputs of all) in the weight's dtype, with zeros if a layer has none."""
+    """Return the concatenated biases (total outputs) in the weight's dtype, 0 for no bias."""
     biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
     return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases]).to(
         weight.dtype
@@ -294,16 +305,16 @@ def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
 
 
 def decoder_layers(decoder: PreTrainedModel) -> list[LlamaDecoderLayer]:
-    """Return the layers of a decoder with a fast path: all FUSED_MODEL_TYPES are built alike."""
+    """Return the layers of a decoder of FUSED_MODEL_TYPES, which all have the same structure."""
     return cast("list[LlamaDecoderLayer]", list(cast("LlamaModel", decoder).layers))
 
 
 class FusedLayer:
-    """One decoder layer of the Llama family, in as few passes over the activations as possible.
+    """One decoder layer of the Llama family, computed in few passes over the activations.
 
-    When few rows are decoded, starting the threads of a pass costs more than its work. So q, k and
-    v are one matmul, norm weights are multiplied into the projections that follow, and norms,
-    residual sums and gating are fused into matmuls.
+    When few rows are decoded, starting the threads of a pass costs more time than the pass itself.
+    Therefore q, k and v are computed by one matmul, the norm weights are multiplied into the
+    projections that follow, and norms, residual sums and gating are fused into the matmuls.
     """
 
     def __init__(self, layer: LlamaDecoderLayer, ops: Ops, dtype: torch.dtype) -> None:
@@ -325,7 +336,13 @@ class FusedLayer:
     def __call__(
         self, x: Tensor, shape: torch.Size, rotary: Sequence[Tensor], attend: AttentionFunction
     ) -> Tensor:
-        """Apply the layer to x (B·T, hidden); `rotary` is cos and sin, (B·T, D)."""
+        """Apply the layer.
+
+        Args:
+            x: the activations, (B·T, hidden).
+            shape: (B, T).
+            rotary: cosine and sine of the rotary embedding, (B·T, D) each.
+        """
         heads, rows = self.heads, x.shape[0]
         qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
         qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]
@@ -343,16 +360,18 @@ class FusedLayer:
         return self.down(self.gated(x), x)
 
     def _head_norm(self, x: Tensor, norm: LlamaRMSNorm) -> Tensor:
-        """Apply the norm of each head: (B·T, heads, D)."""
+        """Apply a norm to each head of x, (B·T, heads, D)."""
         rows = x.reshape(-1, self.width)
         return self.ops.rms_norm(rows, norm.weight.to(x.dtype), norm.variance_epsilon).view(x.shape)
 
 
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
-    """Choose the dtype of a merged copy: "auto" times a fused layer of this model.
+    """Choose the dtype of a merged copy.
 
-    It is the model's own dtype with any other --dtype, on a GPU, or without a fast path. It is also
-    the model's own if that was not measured to be the fastest for training: a user has chosen it.
+    With "auto", a fused layer of this model is timed in each dtype, and the fastest dtype is
+    returned. The model's own dtype is returned without timing for any other value of --dtype, on a
+    GPU, or if the model has no fast path. This also holds if the model's dtype is not the fastest
+    dtype for training, because the user must have chosen the dtype.
     """
     return choose_sampling_dtype(model, dtype)[0]
 
@@ -360,7 +379,7 @@ def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> t
 def choose_sampling_dtype(
     model: PreTrainedModel | PeftModel, dtype: str
 ) -> tuple[torch.dtype, str]:
-    """Return what `sampling_dtype` returns, and a short reason."""
+    """Return the dtype that `sampling_dtype` returns, and a short reason."""
     if dtype != "auto":
         return model.dtype, f"--dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:

@@ -1,4 +1,4 @@
-"""The HTTP server: routes, access control, the engine thread, streaming, the page, the tunnel."""
+"""The HTTP server: routes, access control, engine thread, streaming, web page and tunnel."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Authenticate requests by API key, check the Host header, limit requests per client."""
+"""Access control: API keys, the Host header, origins, and the rate limit per client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
-FORM = "application/x-www-form-urlencoded"  # curl -d's default
+FORM = "application/x-www-form-urlencoded"  # the default of curl -d
 
 
 def new_key() -> str:
@@ -29,18 +29,22 @@ def new_key() -> str:
 
 
 class Keys:
-    """The API keys, as SHA-256 hashes. Without any the server is open (loopback only).
+    """The API keys, stored as SHA-256 hashes. A server without keys is open, but only on loopback.
 
-    Wrong keys share one rate limit (middleware.py), but nobody is locked out, because behind a
-    tunnel all clients have one address. Short keys are refused, so guessing is hopeless.
+    Wrong keys share one rate limit (middleware.py). No client is locked out, because all clients
+    behind a tunnel have the same address. Short keys are rejected, so that keys cannot be guessed.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        """Raise UsageError for a key that is short or not valid in a header."""
+        """Hash the keys.
+
+        Raises:
+            UsageError: a key is too short, or it contains characters that a header cannot contain.
+        """
         keys = list(keys)
         for key in keys:
             if not (key.isascii() and key.isprintable()) or " " in key:
-                raise UsageError("an API key is made of ASCII letters, digits and signs, no spaces")
+                raise UsageError("an API key must be printable ASCII without spaces")
             if len(key) < MIN_KEY_LENGTH:
                 raise UsageError(
                     f"an API key has {MIN_KEY_LENGTH} characters or more; make one: {NEW_KEY_HINT}"
@@ -52,11 +56,11 @@ class Keys:
         return bool(self._hashes)
 
     def allows(self, headers: Headers) -> str | None:
-        """Return the id of the sent key ("key-1", in the order given), "open", or None if denied.
+        """Return the id of a request's key ("key-1" for the first), or None if the key is invalid.
 
-        The id is a number rather than a part of the hash, which would reveal a guessable key.
-        X-API-Key precedes Authorization, which a proxy may need for its own password. A request
-        with two of either header is denied.
+        Without keys, the result is "open". An id is a number, because a part of the hash could
+        reveal a weak key. X-API-Key takes precedence over Authorization, which a proxy may use for
+        its own password. A request in which one of the headers occurs twice is denied.
         """
         if not self._hashes:
             return "open"
@@ -66,7 +70,7 @@ class Keys:
 
 
 def sent_key(headers: Headers) -> bytes:
-    """Return the sent key, right or wrong; "" without one."""
+    """Return the key that a request sends, valid or not; "" if it sends no key."""
     own, shared = headers.getlist("x-api-key"), headers.getlist("authorization")
     if len(own) > 1 or len(shared) > 1:
         return b""
@@ -75,15 +79,19 @@ def sent_key(headers: Headers) -> bytes:
 
 
 def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
-    """Load the keys of RLM_API_KEY and `key_file` (one per line); without both there are none.
+    """Load the API keys from RLM_API_KEY and from `key_file` (one key per line).
 
-    An *empty* key raises UsageError, because it must not open the server.
+    Without both, the result contains no keys.
+
+    Raises:
+        UsageError: the file cannot be read, or a key is invalid. An empty key is invalid too: it
+            must not open the server.
     """
     keys = []
     if "RLM_API_KEY" in env:
         keys.append(env["RLM_API_KEY"].strip())
         if not keys[0]:
-            raise UsageError(f"RLM_API_KEY is empty; unset it, or make a key: {NEW_KEY_HINT}")
+            raise UsageError(f"RLM_API_KEY is empty; unset it, or create a key: {NEW_KEY_HINT}")
     if key_file is not None:
         try:
             lines = key_file.read_text(encoding="utf-8").splitlines()
@@ -91,30 +99,32 @@ def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
             raise UsageError(f"{key_file}: cannot read the API keys: {error}") from error
         in_file = [line.strip() for line in lines if line.strip()]
         if not in_file:
-            raise UsageError(f"{key_file} contains no API key; make one: {NEW_KEY_HINT}")
+            raise UsageError(f"{key_file} contains no API key; create one: {NEW_KEY_HINT}")
         keys += in_file
     return Keys(keys)
 
 
 class AllowedHosts(set[str]):
-    """Host names, in lower case and without a port, that requests may be addressed to.
+    """The host names that requests may be addressed to, in lower case and without a port.
 
-    A web page can make its own name point to 127.0.0.1 and then use this server as if it were its
-    own (DNS rebinding), but it cannot choose the Host header.
+    The check of the Host header prevents DNS rebinding: the owner of a web page can let the page's
+    name point to 127.0.0.1, so that the page may use this server, but the page cannot choose the
+    Host header.
     """
 
     def __init__(self, names: Iterable[str] = (), *, numeric: bool = False) -> None:
         """
         Args:
-            numeric: allow every IP address, for a bind to 0.0.0.0; addresses cannot be rebound.
+            numeric: allow every IP address, for a server bound to 0.0.0.0. DNS rebinding needs a
+                name, so addresses are safe.
 
         Raises:
-            UsageError: a name that no Host header can have, such as one with a port.
+            UsageError: a name cannot occur in a Host header, for example because it has a port.
         """
         super().__init__(name.lower() for name in names)
         for name in self:
             if not _is_address(name) and not _NAME.fullmatch(name):
-                raise UsageError(f"--allow-host {name}: a host's name, without a port or a scheme")
+                raise UsageError(f"--allow-host {name}: not a host name (without port and scheme)")
         self.numeric = numeric
 
     def allows(self, headers: Headers) -> bool:
@@ -123,36 +133,36 @@ class AllowedHosts(set[str]):
 
 
 def asked_host(headers: Headers) -> str:
-    """Return the Host header's name in lower case without a port; "" if it is invalid."""
+    """Return the host of the Host header in lower case, without the port; "" if invalid."""
     values = headers.getlist("host")
     match = _HOST.fullmatch(values[0].lower()) if len(values) == 1 else None
     return match[1].strip("[]") if match else ""
 
 
 def read_origins(origins: Iterable[str]) -> list[str]:
-    """Normalise origins as a browser sends them: in lower case, without a trailing slash.
+    """Normalise origins to the form that browsers send: lower case, without a trailing slash.
 
     Raises:
-        UsageError: `*`, or an invalid origin.
+        UsageError: an origin is `*` or invalid.
     """
     found = [origin.lower().removesuffix("/") for origin in origins]
     for origin in found:
         if origin == "*":
             raise UsageError(
-                "--allow-origin *: every web page that you visit could use this server; name "
+                "--allow-origin *: every web page that you visit could use this server; list "
                 "the origins, such as https://my.app or http://localhost:3000"
             )
         if not _ORIGIN.fullmatch(origin):
-            raise UsageError(f"--allow-origin {origin}: an origin is like https://my.app:3000")
+            raise UsageError(f"--allow-origin {origin}: expected a form like https://my.app:3000")
     return found
 
 
 def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
-    """Return whether a form's media type (curl -d's default) was sent, but not by a web page whose
-    origin is not allowed.
+    """Return whether a request with the media type of a form comes from an allowed client.
 
-    A page needs a preflight to send JSON to another server (CORS), but not to send a form. Browsers
-    set Origin in both cases.
+    `curl -d` sends this media type by default. A web page may not use it to send JSON unless its
+    origin is allowed: a browser sends a form to another server without a CORS preflight. Browsers
+    set the Origin header in both cases.
     """
     if [value.lower() for value in headers.getlist("content-type")] != [FORM]:
         return False
@@ -163,10 +173,11 @@ def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
 
 
 def client_address(peer: str, headers: Headers) -> str | None:
-    """Return the client address that a request to an open server counts for; None for this machine.
+    """Return the client address for the rate limit of an open server; None for this machine.
 
-    X-Forwarded-For is used only if the peer is this machine: a tunnel's agent here appends the
-    address that it saw. An IPv6 client is identified by its network, because it has many addresses.
+    X-Forwarded-For is used only if the peer is this machine, where a tunnel's agent appends the
+    client's address to the header. An IPv6 client is identified by its network (/64), because one
+    client has many addresses.
     """
     values = headers.getlist("x-forwarded-for")
     if is_loopback(peer):
@@ -180,7 +191,7 @@ def client_address(peer: str, headers: Headers) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or address is loopback, without a lookup."""
+    """Return whether a host name or address is loopback, without a DNS lookup."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -193,7 +204,7 @@ def _is_address(host: str) -> bool:
 
 
 class Bucket:
-    """A token bucket of size `per_minute`, refilled at that rate."""
+    """A token bucket with a capacity of `per_minute` tokens, refilled at `per_minute` a minute."""
 
     def __init__(self, per_minute: float, now: Callable[[], float] = time.monotonic) -> None:
         self._size = self._left = float(per_minute)
@@ -201,7 +212,7 @@ class Bucket:
         self._then = now()
 
     def take(self) -> int:
-        """Take one token; return 0, or the seconds until one is available."""
+        """Take one token and return 0, or return the seconds until a token is available."""
         now = self._now()
         self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
         self._then = now

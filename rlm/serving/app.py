@@ -1,7 +1,7 @@
 """Build the HTTP application: routes, lifespan, and error responses.
 
-Nothing is loaded before start-up. Then the engine's thread loads the model while `/health` answers
-and `/ready` returns 503.
+Nothing is loaded before the application starts. The engine thread then loads the model; in the
+meantime `/health` returns 200 and `/ready` returns 503.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
 
-# These only describe the key in /openapi.json; SecurityMiddleware checks it.
+# These describe the API key in /openapi.json. The key is checked by SecurityMiddleware.
 SEND_KEY = [
     Security(HTTPBearer(auto_error=False)),
     Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
 ]
 WATCH_SECONDS = 0.5  # seconds between checks of the engine
 PAGE = files("rlm.serving").joinpath("page")
-PAGE_POLICY = (  # the page's own files and this server, nothing else; no markup made by a script
+PAGE_POLICY = (  # allows only the page's own files and this server, and no HTML created by a script
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
@@ -38,7 +38,13 @@ PAGE_POLICY = (  # the page's own files and this server, nothing else; no markup
 
 
 def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
-    """Create the application, to be wrapped in `rlm.serving.middleware.SecurityMiddleware`."""
+    """Create the application.
+
+    The caller must wrap it in `rlm.serving.middleware.SecurityMiddleware`, which checks requests.
+
+    Args:
+        needs_key: whether requests need an API key, for /openapi.json and /phase1/info.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -81,12 +87,12 @@ def _state_routes(service: Service, key: Sequence[params.Depends]) -> APIRouter:
     router = APIRouter(tags=["state"])
 
     @router.head("/health", include_in_schema=False)
-    @router.get("/health", summary="Whether the process answers")
+    @router.get("/health", summary="Check that the process responds")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @router.head("/ready", include_in_schema=False)
-    @router.get("/ready", summary="Whether it takes requests now")
+    @router.get("/ready", summary="Check that the server accepts requests")
     async def ready() -> dict[str, str]:
         if problem := service.not_ready():
             raise problem
@@ -94,7 +100,7 @@ def _state_routes(service: Service, key: Sequence[params.Depends]) -> APIRouter:
 
     @router.get(
         "/metrics",
-        summary="Counters in Prometheus' text format",
+        summary="Metrics in Prometheus' text format",
         response_class=PlainTextResponse,
         dependencies=key,
     )
@@ -123,7 +129,10 @@ def _page_routes() -> APIRouter:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer errors as HTTPProblem. A bug is re-raised for the log."""
+    """Return the response for an exception.
+
+    Starlette raises unexpected exceptions again after this response, so that they are logged.
+    """
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     response = as_problem(error).response(request.state.request_id)

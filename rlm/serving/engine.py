@@ -1,6 +1,6 @@
-"""The engine thread: requests join its batch and receive their text.
+"""The engine thread, which generates text for all requests in one batch.
 
-All work on the model happens in this thread; the event loop only submits requests and listens.
+Only this thread runs the model. The event loop submits requests and receives their text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rlm.serving.models import Replica, ServedAdapter
 if TYPE_CHECKING:
     import torch
 
-PING_SECONDS = 15.0  # seconds of silence before a stream sends a comment
+PING_SECONDS = 15.0  # seconds without text after which a stream sends a comment
 
-# Completion, reasoning and answer that a step added to it, and whether a tool wrote them.
+# Index of a completion, new reasoning text, new answer text, whether a tool wrote the text.
 Text = tuple[int, str, str, bool]
 
 
@@ -37,15 +37,15 @@ class Limits:
 
     prompt_tokens: int
     new_tokens: int
-    requests: int  # most accepted, unfinished requests
-    tokens: int  # most tokens of all accepted, unfinished requests together
+    requests: int  # maximum number of accepted, unfinished requests
+    tokens: int  # maximum number of tokens of all accepted, unfinished requests
     seconds: float  # seconds from acceptance to the last token
-    request_tokens: int | None = None  # most tokens of one request; None: n times new_tokens
+    request_tokens: int | None = None  # maximum of one request; None: n times new_tokens
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """An accepted request. Iterate over it for its text as it is generated."""
+    """An accepted request. Iterating over the request yields its text as it is generated."""
 
     id: str
     api: str  # phase1 | openai
@@ -54,13 +54,13 @@ class RunningRequest:
     params: SamplingParams
     seed: int
     stream: ReasoningStream
-    timeout: float  # seconds until its deadline
-    experiences: Sequence[str] = ()  # ids of the lessons in its prompt
+    timeout: float  # seconds until the deadline
+    experiences: Sequence[str] = ()  # ids of the lessons in the prompt
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
-    error: Exception | None = None  # an error in handling its text
-    outcome: str = "cancelled"  # later "finished", or the code of the HTTPProblem
+    error: Exception | None = None  # an error while the text was processed
+    outcome: str = "cancelled"  # at the end "finished" or the code of an HTTPProblem
 
     def __post_init__(self) -> None:
         self._loop, self._outputs = asyncio.get_running_loop(), asyncio.Queue()
@@ -82,11 +82,14 @@ class RunningRequest:
 
     @property
     def tokens(self) -> int:
-        """The most tokens that the request can occupy."""
+        """The maximum number of tokens that the request can occupy in the KV cache."""
         return len(self.prompt) + self.n * self.params.max_new_tokens
 
     def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Apply thinking budget and tool, for the sampler. An error fails this request only."""
+        """Return the tokens that the thinking budget or the tool forces, for the sampler.
+
+        An error is stored in `self.error`, so that it fails only this request.
+        """
         try:
             return self.stream(row, ids, token)
         except Exception as error:  # kept: the engine ends the request with it
@@ -94,7 +97,10 @@ class RunningRequest:
             return None
 
     def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Return the grammar's allowed tokens, for the sampler; errors as in `force_tokens`."""
+        """Return the tokens that the grammar allows, for the sampler.
+
+        An error is stored as in `force_tokens`.
+        """
         try:
             return self.stream.allowed_tokens(row, ids)
         except Exception as error:  # kept: the engine ends the request with it
@@ -102,12 +108,12 @@ class RunningRequest:
             return None
 
     def put(self, output: list[Text] | HTTPProblem | None) -> None:
-        """Hand over new text, an error, or the end (None). Thread-safe."""
+        """Pass new text, an error, or the end (None) to the event loop. Thread-safe."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     async def __aiter__(self) -> AsyncIterator[list[Text]]:
-        """Yield the text of each step; an empty list after PING_SECONDS without text.
+        """Yield the new text of each step, and an empty list after PING_SECONDS without text.
 
         Raises:
             HTTPProblem: the request failed or its deadline passed.
@@ -121,7 +127,7 @@ class RunningRequest:
             except TimeoutError:
                 output = []
                 if time.monotonic() >= deadline:
-                    late = f"not finished within {self.timeout:g} seconds"
+                    late = f"the request was not finished within {self.timeout:g} seconds"
                     output = HTTPProblem(504, "deadline", late)
             if output is None:
                 self.outcome = "finished"
@@ -138,9 +144,10 @@ class RunningRequest:
 
 
 class Engine:
-    """Runs replicas in a thread of its own.
+    """Runs the replicas of the model in a thread of its own.
 
-    `load` makes the replicas, in that thread. `state` is loading, ready or dead.
+    Attributes:
+        state: "loading", "ready" or "dead".
     """
 
     def __init__(
@@ -151,13 +158,14 @@ class Engine:
     ) -> None:
         """
         Args:
-            hang_seconds: during a longer step, the engine counts as not alive.
+            load: loads the replicas; it is called in the engine thread.
+            hang_seconds: if a step takes longer, the engine is considered to hang (`alive`).
         """
         self._load, self._limits = load, limits
         self._hang_seconds = hang_seconds
         self._replicas: dict[str, Replica] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
-        self._running: dict[str, dict[int, RunningRequest]] = {}  # replica → handle → request
+        self._running: dict[str, dict[int, RunningRequest]] = {}  # by replica and handle
         self._step_began: float | None = None
         self.state = "loading"
         self.error: Exception | None = None  # the error that stopped the engine
@@ -183,7 +191,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is running or idle, not hanging or dead."""
+        """Whether the engine is ready and its current step, if any, does not hang."""
         began = self._step_began
         hung = began is not None and time.monotonic() - began > self._hang_seconds
         return self.state == "ready" and not hung
@@ -198,21 +206,22 @@ class Engine:
 
     @property
     def batch_note(self) -> str | None:
-        """Why an answer may depend on its batch; None if it does not."""
+        """The reason why an answer may depend on its batch, or None if answers do not."""
         return next(iter(self._replicas.values())).sampler.batch_note
 
     @property
     def rows_running(self) -> int:
-        """Completions in the batch or waiting for it."""
+        """The number of completions that are in the batch or wait for it."""
         running = [list(requests.values()) for requests in list(self._running.values())]
         return sum(request.unfinished for requests in running for request in requests)
 
     # --- in the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Load, then step until stopped or until an error outside a step.
+        """Load the replicas, then run steps until the engine is stopped.
 
-        The application watches the engine and fails the requests that wait for a dead one.
+        An error outside a step ends the engine. The application watches the engine and fails the
+        requests that wait for a dead engine.
         """
         try:
             self._replicas = self._load()
@@ -225,7 +234,7 @@ class Engine:
             self.error, self.state, self._step_began = error, "dead", None
 
     def _reset(self, name: str) -> None:
-        """Empty a replica and allocate its full KV cache."""
+        """Remove all requests from a replica and allocate its full KV cache."""
         replica = self._replicas[name]
         replica.activate()
         replica.sampler.reset()
@@ -252,7 +261,7 @@ class Engine:
         drawn = Request(request.prompt, request.params, request.seed, n, *callbacks)
         try:
             handle = self._replicas[name].sampler.add_request(drawn)
-        except ValueError as error:  # larger than the KV cache
+        except ValueError as error:  # the request is larger than the KV cache
             request.put(HTTPProblem(422, "validation", str(error)))
         else:
             self._running[name][handle] = request
@@ -284,10 +293,10 @@ class Engine:
             request = running[handle]
             try:
                 _deliver(request, new)
-            except UsageError as error:  # a grammar that is too complex, which shows only now
+            except UsageError as error:  # the grammar turned out to be too complex
                 self._remove(request)
                 request.put(HTTPProblem(422, "validation", str(error)))
-            except Exception as error:  # in its own text or budget: no other request fails
+            except Exception as error:  # only this request fails
                 log_error("request_failed", error, replica=name)
                 self._remove(request)
                 request.put(_not_computed())
@@ -298,7 +307,7 @@ class Engine:
 
 
 def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
-    """Parse a step's tokens and hand their text to the listeners."""
+    """Parse a request's tokens of a step and pass their text to the event loop."""
     if request.error is not None:
         raise request.error
     request.first_token = request.first_token or time.monotonic()
@@ -312,10 +321,13 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
 
 
 def _fail_batch(requests: Sequence[RunningRequest]) -> None:
-    """Fail the requests of a failed step: a single one gets a 500; several get a 503 and may be
-    sent again."""
+    """Fail the requests of a failed step.
+
+    A single request gets a 500. Several requests get a 503, which allows their clients to retry,
+    because only one of the requests may have caused the failure.
+    """
     again = HTTPProblem(
-        503, "engine_down", "a step of the batch failed: send it again", retry_after=1
+        503, "engine_down", "a step of the batch failed: send the request again", retry_after=1
     )
     for request in requests:
         request.put(again if len(requests) > 1 else _not_computed())

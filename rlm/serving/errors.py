@@ -1,7 +1,7 @@
-"""Error responses: RFC 9457's problem details and OpenAI's `error` in one body.
+"""Error responses, which combine the problem details of RFC 9457 with OpenAI's `error` object.
 
-Error responses repeat nothing that a client sent: an echo can fool a log or a page, and a lone
-surrogate in it cannot be encoded.
+Error responses never repeat values that a client sent: an echoed value could inject text into a log
+or a web page, and it could contain a lone surrogate, which cannot be encoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 PROBLEM_TYPE = "application/problem+json"
 _FIELDS = ("type", "title", "detail", "code", "request_id")
 REFUSED = {  # for OpenAPI
-    "description": "Refused: `code` says why",
+    "description": "Error: `code` gives the reason",
     "content": {
         PROBLEM_TYPE: {
             "schema": {
@@ -34,11 +34,11 @@ REFUSED = {  # for OpenAPI
     },
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_MAX_ERRORS = 20  # a body of 64 KB can cause 40,000
-# pydantic's error type → message; {…} is the limit.
+_MAX_ERRORS = 20  # a body of 64 KB can contain 40,000 errors
+# Maps pydantic's error types to messages; {…} is replaced by the limit.
 _SAID = {
     "missing": "is missing",
-    "extra_forbidden": "there is no such field",
+    "extra_forbidden": "this field does not exist",
     "string_type": "must be a string",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -57,30 +57,30 @@ _SAID = {
     "too_long": "has more than {max_length} entries",
     "too_short": "is empty",
 }
-_NO_PATH = {  # the router's message → advice for a client that uses another protocol or path
-    "Not Found": "there is no such path here; ask by POST /phase1/reasoning, or, as OpenAI's "
-    "clients do, by POST /v1/chat/completions (their base_url ends with /v1)",
-    "Method Not Allowed": "this path takes another method: questions are sent by POST, lists are "
-    "read by GET",
+_NO_PATH = {  # maps the router's messages to advice for clients that use another protocol or path
+    "Not Found": "this path does not exist; send questions to POST /phase1/reasoning, or with "
+    "OpenAI's protocol to POST /v1/chat/completions (the client's base_url must end with /v1)",
+    "Method Not Allowed": "this path does not support this method: use POST to send questions "
+    "and GET to read lists",
 }
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 @dataclass(eq=False)
 class HTTPProblem(Exception):
-    """An error response, as an exception."""
+    """An exception that is sent to the client as an error response."""
 
-    status: int  # of HTTP
-    code: str  # for programs
-    detail: str  # for people
-    param: str | None = None  # the field at fault
+    status: int  # HTTP status
+    code: str  # error code for programs
+    detail: str  # message for people
+    param: str | None = None  # the name of the invalid field
     errors: list[dict[str, Any]] | None = None  # each {"loc": [...], "msg": "..."}
     retry_after: int | None = None  # whole seconds
 
     def body(self, request_id: str) -> dict[str, Any]:
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         body: dict[str, Any] = {
-            "type": "about:blank",  # RFC 9457 4.2.1: the title is the status, `code` says more
+            "type": "about:blank",  # RFC 9457 4.2.1: the title is that of the status
             "title": HTTPStatus(self.status).phrase,
             "status": self.status,
             "detail": self.detail,
@@ -103,7 +103,7 @@ class HTTPProblem(Exception):
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="rlm"'
-        if self.code == "bad_request":  # it is unclear where the request ends
+        if self.code == "bad_request":  # the end of the request is ambiguous
             headers["Connection"] = "close"
         if self.status in (500, 504):  # a retry of the openai client would fail again
             headers["X-Should-Retry"] = "false"
@@ -111,7 +111,7 @@ class HTTPProblem(Exception):
 
 
 def as_problem(error: Exception) -> HTTPProblem:
-    """Convert an exception to a problem; a bug reveals nothing to the client."""
+    """Convert an exception to an HTTPProblem. Unexpected errors reveal no details to the client."""
     if isinstance(error, HTTPProblem):
         return error
     if isinstance(error, RequestValidationError):
@@ -119,17 +119,18 @@ def as_problem(error: Exception) -> HTTPProblem:
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
         return HTTPProblem(error.status_code, code, _NO_PATH.get(error.detail, str(error.detail)))
-    return HTTPProblem(500, "internal", "a fault of the server; the log has the request id")
+    return HTTPProblem(500, "internal", "internal error: see the server log for the request id")
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
-    """Return the 422 for pydantic's `errors()`: the first locations and messages, without values.
+    """Return the 422 response for pydantic's `errors()`, without the values that were sent.
 
-    A location may contain a field name from the client, which is kept only if it looks like a name.
+    The response contains the locations and messages of the first errors. A location may contain a
+    field name from the client, which is replaced by "?" unless it is a valid identifier.
     """
     found = list(islice(errors, _MAX_ERRORS))
     kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in found]
-    # pydantic reports an error for each type of a union; show the one of the type that was sent.
+    # pydantic reports an error for each type of a union; show the error of the type that was sent.
     same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
     shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
     param = ".".join(str(part) for part in kept[shown]["loc"] if part not in ("body", "?"))

@@ -1,7 +1,7 @@
-"""Run uvicorn on our own socket; let running requests finish before it stops.
+"""Run uvicorn on our own socket, and let running requests finish before the server stops.
 
-uvicorn waits without limit for the rest of a header and for a client that stops reading. A proxy or
-ngrok cuts such clients off; here only the number of connections is limited.
+uvicorn has no timeout for incomplete headers or for clients that stop reading. A reverse proxy or
+ngrok disconnects such clients; this module only limits the number of connections.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import uvicorn
 from rlm.cli import UsageError
 from rlm.serving.service import Service
 
-# Options of uvicorn. X-Forwarded-For is ignored, because a client can write anything into it.
+# Options of uvicorn. X-Forwarded-For is ignored, because clients can forge the header.
 UVICORN: dict[str, Any] = {
     "http": "h11",
-    "limit_concurrency": 500,  # connections; one more gets a 503
+    "limit_concurrency": 500,  # connections; further connections get a 503
     "ws": "none",
     "access_log": False,
     "log_config": None,
@@ -29,10 +29,14 @@ UVICORN: dict[str, Any] = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket before slow work, so that a port in use is reported at once.
+    """Return a listening socket.
 
-    The protocol is explicit, because asyncio sets TCP_NODELAY only then. Otherwise each chunk of a
-    response waits up to 40 ms for the client's acknowledgement.
+    The socket is opened before slow work, so that a port in use is reported at once. The protocol
+    is passed explicitly, because asyncio sets TCP_NODELAY only for such sockets. Without
+    TCP_NODELAY, each chunk of a response can wait 40 ms for the client's acknowledgement.
+
+    Raises:
+        UsageError: the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -41,30 +45,33 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen()  # bind alone succeeds for two servers; listen fails for the second
+        listening.listen()  # of two servers on a port, the second fails only here
     except OSError as error:
         reason = f"cannot listen on {host} port {port}: {error.strerror}"
-        raise UsageError(f"{reason}; type another --port or --host") from error
+        raise UsageError(f"{reason}; choose another --port or --host") from error
     return listening
 
 
 def local_url(listening: socket.socket) -> str:
-    """Return the local URL of the socket, with the bound address: another program may have the same
-    port on another address."""
+    """Return the local URL of the socket.
+
+    The URL contains the bound address, because another program may use the same port on another
+    address.
+    """
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host).partition("%")[0]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn that drains the service at the first signal and exits at the second."""
+    """A uvicorn server that drains the service at the first signal and exits at the second."""
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
         super().__init__(config)
         self._service, self._seconds = service, seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's handler would raise the signal again at the end: the exit code would not be 0.
+        # uvicorn's handler would raise the signal again at exit, so the exit code would not be 0.
         self.should_exit, self.force_exit = True, self.should_exit
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

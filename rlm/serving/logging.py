@@ -1,7 +1,7 @@
 """Log one JSON object per line, or readable lines on a terminal.
 
-A client cannot inject a line. Keys and prompts are never logged. Of an exception, only the type and
-the location are logged, because its message may quote input.
+Clients cannot inject log lines. API keys and prompts are never logged. For an exception, only the
+type and the location are logged, because the message may contain input.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, TextIO
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-MAX_TEXT = 300  # characters of one value
+MAX_TEXT = 300  # maximum characters of one value
 _logger = logging.getLogger("rlm.serving")
-_UNSEEN = ("/health", "/ready", "/page.css", "/page.js")  # frequent: not shown on a terminal
+_UNSEEN = ("/health", "/ready", "/page.css", "/page.js")  # frequent, so not shown on a terminal
 _UNSAFE = re.compile(r"[^A-Za-z0-9._~/{}-]")
 
 
 def configure(stream: TextIO, *, as_json: bool = False) -> None:
-    """Send all log lines of the process to `stream`, including those of libraries.
+    """Write all log lines of the process, including those of libraries, to `stream`.
 
     Args:
-        as_json: write JSON on a terminal, too.
+        as_json: write JSON even if `stream` is a terminal.
     """
     handler = logging.StreamHandler(stream)
     for_people = stream.isatty() and not as_json
@@ -51,14 +51,17 @@ def log_error(event: str, error: BaseException, **fields: object) -> None:
 
 
 def safe_path(path: str) -> str:
-    """Reduce an unknown path to 100 safe characters without possible keys."""
+    """Reduce an unknown path to 100 safe characters, and mask parts that could be API keys."""
     parts = path[:1000].split("/")
     return _UNSAFE.sub("?", "/".join("*" if len(part) > 15 else part for part in parts))[:100]
 
 
 class _ReadableLine(logging.Formatter):
-    """Formats a request as `14:03:07  POST /phase1/reasoning 200 in 1.2 s`, and any other event as
-    its name and fields."""
+    """Formats events for a terminal.
+
+    A request becomes `14:03:07  POST /phase1/reasoning 200 in 1.2 s`; another event is written as
+    its name and its fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = json.loads(_JsonLine().format(record))
@@ -75,7 +78,7 @@ class _ReadableLine(logging.Formatter):
 
 
 def _printable(text: str) -> str:
-    """Return a line without terminal control characters."""
+    """Replace the terminal control characters of a line by "?"."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
@@ -86,7 +89,7 @@ class _JsonLine(logging.Formatter):
         if record.name == _logger.name:
             line["event"] = record.msg
         else:
-            message = record.getMessage().partition("\n")[0]  # asyncio adds exceptions after it
+            message = record.getMessage().partition("\n")[0]  # asyncio appends tracebacks
             line |= {"event": "log", "logger": record.name, "message": _plain(message)}
         line["request_id"] = request_id.get()
         line |= {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}

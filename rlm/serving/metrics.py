@@ -1,4 +1,4 @@
-"""Prometheus metrics. Labels come from fixed lists, never from a client."""
+"""Prometheus metrics. The values of labels come from fixed lists, never from a client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
 
 class Metrics:
-    """One registry per server, so that two servers in a process count separately."""
+    """The metrics of one server, with their own registry: a process may run several servers."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
@@ -24,14 +24,14 @@ class Metrics:
             return Histogram(f"rlm_{name}", help, buckets=SECONDS, registry=registry)
 
         self.finished = counter("requests", "Requests by protocol and outcome", "api", "outcome")
-        self.rejected = counter("rejected", "Requests refused for lack of room", "reason")
-        self.thinking = counter("thinking", "Completions by how their reasoning ended", "status")
+        self.rejected = counter("rejected", "Requests rejected by a full queue", "reason")
+        self.thinking = counter("thinking", "Completions by the end of their reasoning", "status")
         self.first_token = histogram("first_token_seconds", "From acceptance to the first token")
         self.total = histogram("request_seconds", "From acceptance to the last token")
         for name, help, value in (
-            ("tokens_drawn", "Tokens drawn since the start", lambda: engine.tokens_drawn),
+            ("tokens_drawn", "Tokens generated since the start", lambda: engine.tokens_drawn),
             ("rows_running", "Completions in the batch or waiting", lambda: engine.rows_running),
-            ("engine_alive", "1 while the engine answers", lambda: engine.alive),
+            ("engine_alive", "1 if the engine is alive, else 0", lambda: engine.alive),
         ):
             Gauge(f"rlm_{name}", help, registry=registry).set_function(value)
 

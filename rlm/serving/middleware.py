@@ -1,7 +1,8 @@
-"""Check every request before the app: headers, Host, API key, rate limit, body.
+"""Check every request before the application: headers, Host, API key, rate limit and body.
 
-All paths outside PUBLIC need the key, so new and unknown routes are closed. The path is compared as
-the router compares it; authorising by prefix or by a rebuilt URL has left other servers open.
+All paths except PUBLIC require an API key, so new and unknown routes are protected by default. The
+path is compared in the same form as in the router. Servers that authorise by a prefix of the path
+or by a rebuilt URL have had security holes.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from rlm.serving.access import (
 from rlm.serving.errors import HTTPProblem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
-MAX_CLIENTS = 4096  # addresses whose rate is tracked
+MAX_CLIENTS = 4096  # maximum number of keys or addresses whose rate is tracked
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HEADERS = {  # each is added unless the app sets it
+_HEADERS = {  # each header is added unless the application sets it
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -50,23 +51,23 @@ class SecuritySettings:
     keys: Keys
     allowed_hosts: AllowedHosts
     max_body: int = 65536  # bytes
-    max_header_bytes: int = 16384  # request line and all headers together
+    max_header_bytes: int = 16384  # the request line and all headers together
     max_headers: int = 64
-    body_seconds: float = 10.0  # for the whole body
-    # The limit is per key, or per client address on a public server. A server that is not public
-    # and has no key has a single user, who is not limited.
+    body_seconds: float = 10.0  # time limit for receiving the whole body
+    # The limit applies per API key, or per client address if the server is public. A server without
+    # keys that is not public has a single user, for whom there is no limit.
     requests_per_minute: int = 120
-    public: bool = False  # open through a tunnel without a key
+    public: bool = False  # reachable through a tunnel without a key
     allowed_origins: Sequence[str] = ()  # origins of web pages that may use this server
-    failures_per_minute: int = 20  # wrong keys, from all addresses together: they can be forged
+    failures_per_minute: int = 20  # requests with a wrong key, from all addresses together
 
 
 class SecurityMiddleware:
-    """ASGI middleware. It sets `request_id` and `key_id` in scope["state"]."""
+    """ASGI middleware that checks requests. It sets scope["state"]: `request_id` and `key_id`."""
 
     def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
         self._app, self._settings = app, settings
-        # The bucket of a key or an address; the least recently used is dropped.
+        # Returns the bucket of a key or an address; the least recently used bucket is dropped.
         self._bucket = lru_cache(MAX_CLIENTS)(lambda name: Bucket(settings.requests_per_minute))
         self._failures = Bucket(settings.failures_per_minute)
 
@@ -75,7 +76,7 @@ class SecurityMiddleware:
             await _answer(self._serve, scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        else:  # websockets are not offered, and must not bypass the checks
+        else:  # WebSockets are not supported, and must not bypass the checks
             await send({"type": "websocket.close", "code": 1008})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,21 +85,25 @@ class SecurityMiddleware:
         if not self._settings.allowed_hosts.allows(headers):
             raise _unknown_host(headers)
         scope["state"]["key_id"] = self._authorize(scope, headers)
-        if re.search(r"[^/]/$", scope["path"]):  # ignore one slash at the end
+        if re.search(r"[^/]/$", scope["path"]):  # ignore a trailing slash
             scope["path"] = scope["path"][:-1]
         await self._app(scope, await read_body(scope, receive, headers, self._settings), send)
 
     def _authorize(self, scope: Scope, headers: Headers) -> str:
-        """Return the key's id, "public" or "open"; raise a 401 or 429."""
+        """Return the id of the API key, "public" or "open".
+
+        Raises:
+            HTTPProblem: 401 for a missing or wrong key, 429 if the rate limit is exceeded.
+        """
         if scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
             return "public"
         keys = self._settings.keys
         key_id = keys.allows(headers)
         if key_id is None:
-            # A request without a key is not a guess: the page may not have asked for the key yet.
+            # Only wrong keys count as failures: the page sends requests before it has a key.
             if sent_key(headers) and (wait := self._failures.take()):
                 raise HTTPProblem(429, "rate_limited", "too many wrong keys", retry_after=wait)
-            raise HTTPProblem(401, "unauthorized", "a valid API key is needed")
+            raise HTTPProblem(401, "unauthorized", "a valid API key is required")
         limited = key_id if keys.required else None
         if self._settings.public:
             limited = client_address((scope["client"] or ("",))[0], headers)
@@ -108,10 +113,10 @@ class SecurityMiddleware:
 
 
 def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Allow web pages of these origins. They send a key, never a cookie.
+    """Wrap an application so that web pages from `origins` may use it, with a key but no cookies.
 
-    This wraps SecurityMiddleware, because a preflight has no key. Any header is allowed, because
-    OpenAI's client sends a dozen of its own (x-stainless-os, …).
+    `app` is the SecurityMiddleware, because preflight requests have no key. Any header is allowed,
+    because OpenAI's client sends a dozen of its own (x-stainless-os, …).
     """
     return CORSMiddleware(
         app,
@@ -123,16 +128,20 @@ def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _unknown_host(headers: Headers) -> HTTPProblem:
-    """Return the 400 for a wrong Host; it may repeat the name, whose characters are harmless."""
+    """Return the 400 for an unknown Host. The message repeats the name only if it is harmless."""
     name = asked_host(headers)
-    detail = "the name in the Host header is not allowed"
+    detail = "the host name in the Host header is not allowed"
     if name:
-        detail += f"; if it is yours, start the server with --allow-host {name}"
+        detail += f"; if this name is yours, start the server with --allow-host {name}"
     return HTTPProblem(400, "bad_host", detail)
 
 
 def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) -> None:
-    """Raise a 431 for large headers, a 400 for a body with two lengths (request smuggling)."""
+    """Check the size of the headers and the length of the body.
+
+    Raises:
+        HTTPProblem: 431 for large headers, 400 for a body with two lengths (request smuggling).
+    """
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers.raw)
     if size > settings.max_header_bytes or len(headers.raw) > settings.max_headers:
@@ -140,21 +149,28 @@ def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) ->
         raise HTTPProblem(431, "headers_too_large", detail)
     if "transfer-encoding" in headers and "content-length" in headers:
         raise HTTPProblem(
-            400, "bad_request", "Content-Length and Transfer-Encoding exclude each other"
+            400, "bad_request", "send either Content-Length or Transfer-Encoding, not both"
         )
 
 
 async def read_body(
     scope: Scope, receive: Receive, headers: Headers, settings: SecuritySettings
 ) -> Receive:
-    """Read the whole body within its limits; return a `receive` that passes it on at once.
+    """Read the whole body within the limits of size and time.
 
-    An object sent as a form is JSON (a form never begins with a brace) and is passed on as JSON.
+    A body that was sent as a form but begins with a brace is JSON, because a form never begins with
+    a brace. Its media type is changed to JSON.
+
+    Returns:
+        a `receive` callable that passes the whole body to the application at once.
+
+    Raises:
+        HTTPProblem: the body is encoded, too large or too slow.
     """
     if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
     too_large = HTTPProblem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
-    if int(headers.get("content-length", "0")) > settings.max_body:  # h11 lets only digits through
+    if int(headers.get("content-length", "0")) > settings.max_body:  # h11 has checked the digits
         raise too_large
     body, more = bytearray(), True
     try:
@@ -175,14 +191,14 @@ async def read_body(
     messages = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
     async def replay() -> Message:
-        return messages.popleft() if messages else await receive()  # after the body: the disconnect
+        return messages.popleft() if messages else await receive()  # then wait for a disconnect
 
     return replay
 
 
 async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run `serve`, add id and headers to its response or make an error response, and log."""
-    started, status = time.monotonic(), 499  # 499 until a response starts: the client left
+    """Run `serve` with our response headers; convert its errors to responses; log the request."""
+    started, status = time.monotonic(), 499  # 499 (client disconnected) until a response starts
     sent = Headers(scope=scope).getlist("x-request-id")
     is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
     request_id = sent[0] if is_harmless else uuid.uuid4().hex
@@ -206,7 +222,7 @@ async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) ->
     except Exception as error:
         if not isinstance(error, HTTPProblem):
             logs.log_error("failure", error)
-        if status == 499:  # uvicorn ends a response that has begun by closing the connection
+        if status == 499:  # if a response has started, uvicorn closes the connection
             await as_problem(error).response(request_id)(scope, receive, respond)
     finally:
         route = getattr(scope.get("route"), "path", None)

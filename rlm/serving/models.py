@@ -1,6 +1,6 @@
-"""Find the adapters that a server offers, and load them onto one base model, at start-up.
+"""Find the adapters that a server offers, and load them onto one base model at start-up.
 
-A request chooses from this fixed list by name, so no name can become a path.
+Requests select an adapter from this fixed list by its name. A name is never used as a path.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class ServedAdapter:
 
     name: str
     path: Path | None
-    sha256: str | None  # over its tensors
+    sha256: str | None  # hash of the tensor file
     stage: str  # base | sft | grpo | unknown
     format: Format
     tool: Tool | None = None
-    answer_types: tuple[AnswerType, ...] = ("number",)  # those of training, `format`'s first
-    dataset: str | None = None  # its training data, without this machine's paths
-    questions: tuple[str, ...] = ()  # from that data, shown on the page
+    answer_types: tuple[AnswerType, ...] = ("number",)  # as in training; `format`'s type is first
+    dataset: str | None = None  # name of the training data, without local paths
+    questions: tuple[str, ...] = ()  # example questions for the page, from the training data
 
 
 @dataclass(frozen=True)
 class ServedModels:
-    """A server's base model and its adapters."""
+    """The base model and the adapters of a server."""
 
     base_model: str  # a value of --model
     base_hash: str
@@ -72,11 +72,11 @@ class ServedModels:
 
 @dataclass
 class Replica:
-    """An adapter (or the bare base) and its sampler."""
+    """An adapter, or the base model without an adapter, and its sampler."""
 
     sampler: Sampler
-    activate: Callable[[], None]  # make it the active adapter of the shared model
-    prefix: Sequence[int]  # the beginning that the prompts share
+    activate: Callable[[], None]  # makes this adapter the active adapter of the shared model
+    prefix: Sequence[int]  # the common beginning of all prompts
 
 
 def find_models(
@@ -88,15 +88,20 @@ def find_models(
     base: bool = False,
     tool: str = "auto",
 ) -> ServedModels:
-    """Find the default adapter, the other adapters in a folder, and their base.
+    """Find the default adapter, the other adapters in a folder, and their base model.
 
     Args:
-        quantize: how the base is loaded; auto: as in training.
-        base: leave the adapter out; its run.json still decides the base model and the tags.
-        tool: the tool of all adapters, as in --tool; auto: each adapter's own.
+        adapter: the default adapter.
+        folder: a folder with further adapters.
+        model: the base model; None: the base model that the adapters were trained on.
+        quantize: quantization of the base model; "auto": as in training.
+        base: serve the base model instead of `adapter`; the adapter's run.json still determines
+            the base model and the tags.
+        tool: the tool for all adapters, as in --tool; "auto": each adapter uses its own tool.
 
     Raises:
-        UsageError: an adapter is missing, could execute code, or belongs to another base.
+        UsageError: an adapter is missing, contains files that could execute code, or belongs to
+            another base model.
     """
     paths = ([] if base else [adapter]) + _adapters_in(folder, None if base else adapter)
     for path in paths:
@@ -105,7 +110,7 @@ def find_models(
     infos = [AdapterInfo.load(path) for path in paths]
     own = _base_info(adapter, model) if base else infos[0]
     if infos and own.base_hash not in {info.base_hash for info in infos}:
-        own = infos[0]  # with --base, the folder may have another base than the omitted adapter
+        own = infos[0]  # with --base, the folder's adapters may have another base model
     if not (paths or adapter.exists()):
         model = model or EMBEDDED_MODEL
     model = model or next((i.base_model for i in (own, *infos) if i.base_model), None)
@@ -121,7 +126,7 @@ def find_models(
     def tool_of(info: AdapterInfo) -> Tool | None:
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
-    asked = own.format, tool_of(own), own.answer_types  # the base uses its adapter's settings
+    asked = own.format, tool_of(own), own.answer_types  # also for the base model
     base_alone = ServedAdapter(BASE, None, None, "base", *asked)
     adapters = {BASE: replace(base_alone, questions=own.questions)}
     for path, info in zip(paths, infos, strict=True):
@@ -139,24 +144,26 @@ def find_models(
 
 
 def _base_info(adapter: Path, model: str | None) -> AdapterInfo:
-    """Return the info of an adapter that is left out; an empty one if it is damaged and --model
-    names the base."""
+    """Return the info of the adapter that --base omits.
+
+    If the adapter is damaged and --model gives the base model, the info is empty.
+    """
     try:
         return AdapterInfo.load(adapter)
     except UsageError as error:
         if model is None:
-            raise UsageError(f"{error}; name the base with --model") from error
+            raise UsageError(f"{error}; give the base model with --model") from error
         terminal.line(f"warning: {error}: the base model {model} is served")
         return AdapterInfo(adapter)
 
 
 def _without(path: Path) -> str:
-    return f"move it out of {path.parent} to serve the others"
+    return f"move it out of {path.parent} to serve the other adapters"
 
 
 @contextmanager
 def _adding(hint: str) -> Iterator[None]:
-    """Add a hint to an adapter's error."""
+    """Append a hint to the message of a UsageError."""
     try:
         yield
     except UsageError as error:
@@ -166,7 +173,7 @@ def _adding(hint: str) -> Iterator[None]:
 def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
     if folder is None:
         return []
-    # `save_adapter` keeps what it replaced as NAME.prev, and writes into .NAME.new.
+    # Skip the temporary folders of `save_adapter`: NAME.prev (the replaced adapter) and .NAME.new.
     return sorted(
         path
         for path in folder.iterdir()
@@ -179,9 +186,9 @@ def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
 
 def _check_files(path: Path, folder: Path | None) -> None:
     if not _NAME.fullmatch(path.name):
-        raise UsageError(f"{path}: an adapter's name is made of letters, digits and . _ -")
+        raise UsageError(f"{path}: an adapter name may contain only letters, digits and . _ -")
     if folder is not None and path.parent == folder and path.resolve().parent != folder.resolve():
-        raise UsageError(f"{path} is a link that leads out of {folder}")
+        raise UsageError(f"{path} is a link to a folder outside {folder}")
     unsafe = [file.name for file in path.iterdir() if file.suffix in _CAN_EXECUTE]
     if unsafe:
         raise UsageError(f"{path} contains {unsafe[0]}, which could execute code; remove it")
@@ -190,10 +197,10 @@ def _check_files(path: Path, folder: Path | None) -> None:
 def load_replicas(
     models: ServedModels, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
 ) -> dict[str, Replica]:
-    """Load the base, the adapters, and a sampler for each of them and for the base alone.
+    """Load the base model and the adapters, and create a sampler for each entry of the list.
 
     Raises:
-        UsageError: loading fails, or an adapter has values that are not finite.
+        UsageError: loading fails, or an adapter contains values that are not finite.
     """
     model = load_base(models.base_model, pick_device(), quantize=models.quantize)
     inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT forbids dots
@@ -203,7 +210,7 @@ def load_replicas(
             with _adding(f"; {HOW_TO_TRAIN if is_default else _without(adapter.path)}"):
                 model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    replicas, share = {}, 1 / len(models.adapters)  # of memory: each has weights and KV cache
+    replicas, share = {}, 1 / len(models.adapters)  # memory fraction of each sampler
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
@@ -214,8 +221,11 @@ def load_replicas(
 
 
 def _adapter_switch(model: PreTrainedModel | PeftModel) -> Callable[[str | None], None]:
-    """Return a `set_adapter` that does nothing if the adapter (None: none) is already active."""
-    from peft import PeftModel  # imported here, because rlm.model must import bitsandbytes first
+    """Return a function that activates an adapter by name, or no adapter for None.
+
+    The function returns at once if the adapter is already active.
+    """
+    from peft import PeftModel  # imported late: rlm.model must import bitsandbytes first
 
     layers = lora_layers(model)
     active: str | None = ""
@@ -233,6 +243,6 @@ def _adapter_switch(model: PreTrainedModel | PeftModel) -> Callable[[str | None]
 
 
 def prompt_prefix(tokenizer: PreTrainedTokenizerBase, format: Format) -> Sequence[int]:
-    """Return the common beginning of all prompts: the rendered system prompt."""
+    """Return the token ids with which all prompts begin: the rendered system prompt."""
     prompts = [render_prompt(tokenizer, question, format) for question in ("a", "7")]
     return prompts[0][: common_prefix_length(prompts)]

@@ -1,4 +1,4 @@
-"""Run a server in a process of its own, for the duration of a context."""
+"""Run a server in a child process for the duration of a context."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import httpx2
 
 from rlm.cli import UsageError
 
-START_SECONDS = 180  # until it answers
-END_SECONDS = 30  # from SIGTERM to SIGKILL
+START_SECONDS = 180  # maximum time until the server is ready
+END_SECONDS = 30  # time between SIGTERM and SIGKILL
 
 
 @contextmanager
@@ -27,17 +27,18 @@ def server_process(
     log: Path | None = None,
     environment: Mapping[str, str] = {},
 ) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run `python COMMAND --port N` on a free port; yield its URL and process.
+    """Run `python COMMAND --port N` on a free port; yield the URL and the process.
 
-    The process gets no RLM_API_KEY, because it serves this machine alone.
+    RLM_API_KEY is removed from the environment of the process, because the server serves only this
+    machine.
 
     Args:
-        ready: a path that returns 200 when the server is ready.
-        log: where its output goes (None: nowhere).
-        environment: additional variables.
+        ready: a path that returns status 200 when the server is ready.
+        log: file for the output of the process (None: the output is discarded).
+        environment: additional environment variables.
 
     Raises:
-        UsageError: the process exited, or did not answer in time.
+        UsageError: the process exited, or it was not ready in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

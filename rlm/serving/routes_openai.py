@@ -1,8 +1,8 @@
 """Routes of `/v1`: the part of OpenAI's protocol that a reasoning model needs.
 
-Unsupported fields are refused, or accepted only with values that change nothing. Histories are
-accepted as clients and frameworks send them: with names, empty lists of tool calls, and several
-consecutive messages of one role.
+Unsupported fields are rejected, unless their value has no effect. Message histories are accepted in
+the forms that clients and frameworks send: with names, with empty lists of tool calls, and with
+several consecutive messages of one role.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
-NOT_OFFERED = {  # type of a message's part → its name in an error
+NOT_OFFERED = {  # type of a message part → its name in error messages
     "image_url": "images",
     "input_image": "images",
     "input_audio": "audio",
@@ -45,7 +45,7 @@ NOT_OFFERED = {  # type of a message's part → its name in an error
 
 
 class Only:
-    """Accept null and these values, which change nothing; refuse all others."""
+    """A field validator that accepts null and values without an effect, and rejects all others."""
 
     def __init__(self, *values: object, what: str = "this") -> None:
         self.values, self.what = values, what
@@ -57,7 +57,7 @@ class Only:
         )
         if not is_neutral:
             allowed = " or ".join(json.dumps(allowed) for allowed in (*self.values, None))
-            raise ValueError(f"{self.what} is not offered here: send {allowed}")
+            raise ValueError(f"{self.what} is not supported: send {allowed}")
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -73,7 +73,7 @@ class Only:
 class TextPart(Strict):
     type: Literal["text"]
     text: str = Field(max_length=PROMPT_CHARS)
-    cache_control: dict[str, Any] | None = None  # Anthropic's, sent by proxies; has no effect
+    cache_control: dict[str, Any] | None = None  # Anthropic's field, sent by proxies; ignored
 
 
 class Message(Strict):
@@ -83,8 +83,8 @@ class Message(Strict):
         | Annotated[list[TextPart], Field(max_length=64)]
         | None
     ) = None
-    name: Annotated[str, Field(max_length=256)] | None = None  # has no effect
-    # Fields of earlier answers; the model does not see its old reasoning.
+    name: Annotated[str, Field(max_length=256)] | None = None  # ignored
+    # Fields of earlier answers. They are ignored: the prompt does not contain old reasoning.
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -92,28 +92,31 @@ class Message(Strict):
     id: str | None = None
     annotations: Annotated[Any, Only([], what="an annotation")] = None
     audio: Annotated[Any, Only(what="audio")] = None
-    function_call: Annotated[Any, Only(what="a call of a function")] = None
-    tool_calls: Annotated[Any, Only([], what="a call of a tool")] = None
+    function_call: Annotated[Any, Only(what="a function call")] = None
+    tool_calls: Annotated[Any, Only([], what="a tool call")] = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_offered(cls, message: Any) -> Any:
-        """Name the unsupported part in the error; pydantic would list every possible content."""
+        """Reject unsupported content with one specific error.
+
+        pydantic would report an error for every type of content.
+        """
         if not isinstance(message, dict):
             return message
         if message.get("role") in ("tool", "function"):
-            raise ValueError("a message of a tool is not offered here")
+            raise ValueError("tool messages are not supported")
         content = message.get("content")
         kinds = [p.get("type") for p in content if isinstance(p, dict)] if _is_list(content) else []
         for kind in kinds:
             if isinstance(kind, str) and kind in NOT_OFFERED:
-                raise ValueError(f"content: {NOT_OFFERED[kind]} are not offered here, only text")
+                raise ValueError(f"content: {NOT_OFFERED[kind]} are not supported, only text")
             if kind != "text":
-                raise ValueError("content: the type of a part must be text")
+                raise ValueError("content: the type of every part must be text")
         if content is None and message.get("role") != "assistant":
             raise ValueError("content is missing")
         if content is not None and not isinstance(content, str | list):
-            raise ValueError("content must be a string, or a list of parts of the type text")
+            raise ValueError("content must be a string or a list of text parts")
         return message
 
     @property
@@ -129,8 +132,8 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # padding against eavesdroppers, not supported
-    continuous_usage_stats: Annotated[Any, Only(False, what="it")] = None  # vLLM's
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; ignored
+    continuous_usage_stats: Annotated[Any, Only(False, what="it")] = None  # a field of vLLM
 
 
 class ChatRequest(Strict):
@@ -145,20 +148,20 @@ class ChatRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    seed: int | None = Field(None, ge=-1, lt=2**63)  # -1: none, as in vLLM
+    seed: int | None = Field(None, ge=-1, lt=2**63)  # -1: no seed, as in vLLM
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # ours, sent by `extra_body`
-    answer_type: AnswerType | None = None  # ours, too
-    structured_outputs: StructuredOutputsFields | None = None  # vLLM's, sent by `extra_body`
-    # Metadata about the client, ignored.
+    thinking_budget: int | None = Field(None, ge=0, le=1_000_000)  # our field, sent in `extra_body`
+    answer_type: AnswerType | None = None  # our field
+    structured_outputs: StructuredOutputsFields | None = None  # vLLM's field
+    # Metadata about the client, which is ignored.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    # OpenAI's fields that are accepted only with their neutral values:
+    # OpenAI's fields that are accepted only with values that have no effect:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None
@@ -173,13 +176,13 @@ class ChatRequest(Strict):
     modalities: Annotated[Any, Only(["text"], what="another modality")] = None
     audio: Annotated[Any, Only(what="audio")] = None
     prediction: Annotated[Any, Only(what="a prediction")] = None
-    reasoning: Annotated[Any, Only({}, what="it (send thinking_budget)")] = None  # OpenRouter's
+    reasoning: Annotated[Any, Only({}, what="it (send thinking_budget)")] = None  # OpenRouter
     reasoning_effort: Annotated[Any, Only(what="it (send thinking_budget)")] = None
     service_tier: Annotated[Any, Only("auto", "default", what="a tier")] = None
     store: Annotated[Any, Only(False, what="storing")] = None
     verbosity: Annotated[Any, Only("medium", what="another verbosity")] = None
     web_search_options: Annotated[Any, Only(what="a search")] = None
-    # vLLM's fields:
+    # vLLM's fields, accepted only with values that have no effect:
     chat_template_kwargs: Annotated[Any, Only({}, what="an option of the template")] = None
     add_generation_prompt: Annotated[Any, Only(True, what="it")] = None
     continue_final_message: Annotated[Any, Only(False, what="it")] = None
@@ -204,20 +207,20 @@ class ChatRequest(Strict):
     def _turns(self) -> ChatRequest:
         roles = [m.role for m in self.messages if m.role not in ("system", "developer")]
         if not roles or roles[-1] != "user":
-            raise ValueError("the last message must be the user's")
+            raise ValueError("the last message must have the role user")
         if roles[0] != "user":
-            raise ValueError("the first message after the system's must be the user's")
+            raise ValueError("the first message after the system messages must have the role user")
         if not self.messages[-1].text.strip():
             raise ValueError("the last message is empty")
         if self.max_tokens and self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are the same: give one")
+            raise ValueError("max_tokens and max_completion_tokens mean the same: send only one")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream")
+            raise ValueError("stream_options requires stream: true")
         return self
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """Return (role, text) of alternating turns; consecutive messages of a role are joined."""
+        """The role and text of each turn; consecutive messages of the same role are joined."""
         spoken = [m for m in self.messages if m.role in ("user", "assistant")]
         return [
             (role, "\n\n".join(m.text for m in messages if m.text))
@@ -246,14 +249,14 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.get("/models", summary="Adapters, as OpenAI lists models")
     async def models() -> dict[str, Any]:
-        default = service.models.default  # listed first, as many clients take the first
+        default = service.models.default  # listed first, because many clients use the first one
         names = sorted(service.models.adapters, key=lambda name: name != default)
         return {"object": "list", "data": [_model(name) for name in names]}
 
     @router.get("/models/{name:path}", summary="One adapter, as OpenAI describes a model")
     async def model(name: str) -> dict[str, Any]:
         if name not in service.models.adapters:
-            raise HTTPProblem(404, "not_found", "no model of this name; /v1/models lists them")
+            raise HTTPProblem(404, "not_found", "no model has this name; see /v1/models")
         return _model(name)
 
     return router
@@ -264,7 +267,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
-    """Translate to a request of /phase1/reasoning; the last message is the prompt."""
+    """Convert to a request for /phase1/reasoning; the last message becomes the prompt."""
     return ReasoningRequest.model_construct(  # already validated; joined messages may be longer
         prompt=request.turns[-1][1],
         n=request.n or 1,
@@ -272,7 +275,7 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
         thinking_budget=request.thinking_budget,
         temperature=request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        # As in OpenAI's API, calls without a seed differ; else k calls would give k equal answers.
+        # As in OpenAI's API, calls without a seed differ: k calls must not return k equal answers.
         seed=secrets.randbits(62) if request.seed in (None, -1) else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,
@@ -283,14 +286,14 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
 
 
 def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return the earlier turns and the system messages' text."""
+    """Return the earlier turns as (question, answer) pairs, and the text of the system messages."""
     system = [m.text for m in request.messages if m.role in ("system", "developer")]
     turns = [text for _, text in request.turns]
     return list(zip(turns[:-1:2], turns[1:-1:2], strict=True)), "\n".join(system)
 
 
 def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
-    """Rename the fields of an error to this protocol's names."""
+    """Replace the field names in an error by their names in OpenAI's protocol."""
     length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
     if problem.param and (name := names.get(problem.param)):
@@ -325,7 +328,7 @@ def _completion(running: RunningRequest) -> dict[str, Any]:
 async def _chunks(
     running: RunningRequest, request: ChatRequest, request_id: str
 ) -> AsyncIterator[bytes]:
-    """Yield the response in chunks, `[DONE]` last."""
+    """Yield the chunks of a streamed response, followed by `[DONE]`."""
     with_usage = request.stream_options is not None and request.stream_options.include_usage
     head = _head(running, "chat.completion.chunk")
     no_usage = {"usage": None} if with_usage else {}

@@ -1,4 +1,4 @@
-"""Routes of `/phase1`: our own protocol, with whole responses or server-sent events."""
+"""Routes of `/phase1`: our own protocol, with complete responses or server-sent events."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def _report(
     shown, usage = answer.shown, answer.usage(len(running.prompt))
     seconds = time.monotonic() - running.started
     asked = request.expected_answer
-    expected = None if asked is None else str(asked)  # validation made it a string
+    expected = None if asked is None else str(asked)  # validation has converted numbers to strings
     format, warnings = running.stream.format, length_warnings(running.stream)
     verifier = None
     if expected and (why := _incomparable(expected, format.answer_type)):
-        warnings.append(f"expected_answer was compared with nothing: {why}")
+        warnings.append(f"expected_answer was not compared: {why}")
     elif expected:
         verifier = verify(shown, expected, format)
     return ReasoningResponse(
@@ -118,16 +118,22 @@ def _report(
 
 
 def _incomparable(expected: str, kind: AnswerType) -> str:
-    """Return why `expected_answer` cannot be compared with this kind of answer; "" if it can."""
+    """Return the reason why `expected_answer` cannot be compared with an answer of this type.
+
+    The reason is "" if the two can be compared.
+    """
     if kind == "open":
-        return "the answers here are open, and only the reward of training could judge them"
+        return "the answers are open-ended, and only the training reward could judge them"
     return "" if READERS[kind](expected) is not None else f"it is not a {kind} (answer_type)"
 
 
 def _details(
     answer: Answer, verifier: Verification | None, adapter: ServedAdapter
 ) -> dict[str, Any]:
-    """Build `details`; some values appear under our name and under the course's name."""
+    """Build the `details` of a response.
+
+    Some values appear twice: under our name and under the name used in the course.
+    """
     shown = answer.shown
     ours: dict[str, Any] = {
         "stage": adapter.stage,
@@ -162,7 +168,7 @@ def _model(service: Service, running: RunningRequest) -> ModelReport:
 async def _events(
     service: Service, running: RunningRequest, request: ReasoningRequest, request_id: str
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events. Sample 0 is streamed; the others are sent when they finish."""
+    """Yield server-sent events. Sample 0 is streamed; other samples are sent when they finish."""
     start = {
         "id": running.id,
         "request_id": request_id,
@@ -193,7 +199,7 @@ async def _events(
 
 
 def _just_finished(running: RunningRequest, told: set[int]) -> Iterator[bytes]:
-    """Yield the events of samples that have finished and are not in `told`; add these to `told`."""
+    """Yield an event for each finished sample that is not in `told`; add its index to `told`."""
     for i, state in enumerate(running.stream.completions):
         if running.n > 1 and state.finish_reason and i not in told:
             told.add(i)

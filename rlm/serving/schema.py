@@ -1,4 +1,7 @@
-"""Request and response of `POST /phase1/reasoning`. Unknown fields and wrong types are refused."""
+"""The request and response schema of `POST /phase1/reasoning`.
+
+Unknown fields and values of a wrong type are rejected.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Strict(BaseModel):
 
 
 def _says_something(text: str) -> str:
-    """Reject text that has only spaces and zero-width characters."""
+    """Reject text that contains only spaces and zero-width characters."""
     if not any(char.isprintable() and not char.isspace() for char in text):
         raise ValueError("is empty")
     return text
@@ -39,7 +42,7 @@ def _as_text(expected: str | float | None) -> str | None:
 
 
 class JSONSchema(Strict):
-    """OpenAI's form; only `schema` is used, and `strict` is always on."""
+    """A JSON schema in OpenAI's form. Only `schema` is used; `strict` is always on."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
     name: Annotated[str, Field(max_length=256)] | None = None
@@ -67,7 +70,7 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 
 
 class StructuredOutputsFields(Strict):
-    """vLLM's form, with exactly one of these fields."""
+    """A constraint in vLLM's form, with exactly one of the fields set."""
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool = False
@@ -84,35 +87,35 @@ class ReasoningRequest(Strict):
         description="the question",
         examples=["What is 2 + 3?"],
     )
-    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="answers to draw; above 1 they vote")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers; above 1, they vote")
     max_new_tokens: int | None = Field(
-        None, ge=1, le=1_000_000, description="longest completion (none: the server's limit)"
+        None, ge=1, le=1_000_000, description="maximum new tokens (none: the server's limit)"
     )
     thinking_budget: int | None = Field(
-        None, ge=0, le=1_000_000, description="most tokens of reasoning (none: as many as fit)"
+        None, ge=0, le=1_000_000, description="maximum reasoning tokens (none: as many as fit)"
     )
     temperature: float | None = Field(
-        None, ge=0, le=2, description="0 takes the most likely token (none: 0, or 0.7 if n > 1)"
+        None, ge=0, le=2, description="0 selects the most likely token (none: 0, or 0.7 if n > 1)"
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass")
-    seed: int = Field(0, ge=0, lt=2**63, description="sampling seed: equal seeds, equal answers")
+    top_p: float = Field(1.0, gt=0, le=1, description="probability mass of nucleus sampling")
+    seed: int = Field(0, ge=0, lt=2**63, description="equal seeds give equal answers")
     stop: list[Stop] = Field([], max_length=4, description="stop strings, which end the answer")
     adapter: str | None = Field(
-        None, min_length=1, max_length=128, description="a name from /phase1/info, or base for none"
+        None, min_length=1, max_length=128, description="a name from /phase1/info; base: no adapter"
     )
     stream: bool = Field(False, description="answer in server-sent events")
-    return_samples: bool = Field(False, description="return every sample, not the winner alone")
+    return_samples: bool = Field(False, description="return all samples, not only the winner")
     answer_type: AnswerType | None = Field(
-        None, description="type of the answer (none: as the adapter was trained)"
+        None, description="type of the answer (none: the type from the adapter's training)"
     )
     response_format: ResponseFormat | None = Field(
-        None, description="form of the answer, as in OpenAI's API: text, JSON, JSON of a schema"
+        None, description="form of the answer, as in OpenAI's API: text, JSON, JSON schema"
     )
     structured_outputs: StructuredOutputsFields | None = Field(
-        None, description="the same in vLLM's form: json, json_object, regex or choice"
+        None, description="form of the answer, as in vLLM: json, json_object, regex or choice"
     )
     expected_answer: ExpectedText | ExpectedInt | ExpectedFloat | None = Field(
-        None, description="the right answer, a text or a number, to be verified against"
+        None, description="correct answer, a text or a number, that the answer is compared with"
     )
 
     _prompt = field_validator("prompt")(_says_something)
@@ -145,7 +148,7 @@ class ReasoningResponse(Strict):
     reasoning: str | None
     answer: str
     final_answer: str | None
-    answer_type: AnswerType = Field(description="the requested type, which votes and verdicts use")
+    answer_type: AnswerType = Field(description="answer type used for votes and verification")
     trace: list[Step] = Field(description="the reasoning in steps, then the answer")
     details: dict[str, Any] = Field(description="stage, format, token counts, verdict")
     finish_reason: Literal["stop", "length"]
@@ -158,5 +161,5 @@ class ReasoningResponse(Strict):
     timings: Timings
     seed: int
     model: ModelReport
-    experiences: list[str] = Field(description="ids of the lessons in the prompt (--experiences)")
+    experiences: list[str] = Field(description="ids of the lessons (--experiences) in the prompt")
     warnings: list[str]

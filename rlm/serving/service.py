@@ -1,4 +1,4 @@
-"""Admission of requests to the engine for both protocols: check, queue, release."""
+"""Admission of requests to the engine: check, queue and release them, for both protocols."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ class Service:
     ) -> None:
         """
         Args:
-            experiences: lessons; the `nearest` most similar ones are put before each question.
+            experiences: lessons from earlier problems.
+            nearest: number of the most similar lessons that are put before each question.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
         self.experiences, self._nearest = experiences, nearest
         self.public_url: str | None = None
-        self.draining = False  # accepted requests continue, new ones are refused
+        self.draining = False  # accepted requests continue, new requests are rejected
         self._running: dict[str, RunningRequest] = {}
-        # One thread: the tokenizer encodes one text at a time, and each thread costs memory.
+        # One thread is enough, because the tokenizer encodes one text at a time.
         self._renderer = ThreadPoolExecutor(1, "render")
 
     def not_ready(self) -> HTTPProblem | None:
-        """Return why new requests are refused now, or None."""
+        """Return the reason why new requests are rejected now, or None if they are accepted."""
         if self.draining:
             return HTTPProblem(503, "draining", "the server is shutting down", retry_after=10)
         if self.engine.state == "loading":
@@ -70,14 +71,15 @@ class Service:
         examples: Sequence[tuple[str, str]] = (),
         system: str = "",
     ) -> RunningRequest:
-        """Check a request against the limits and hand it to the engine.
+        """Check a request against the limits and submit it to the engine.
 
         Args:
+            api: name of the protocol, for the metrics.
             examples: earlier turns of the conversation.
-            system: appended to the format's system prompt.
+            system: text that is appended to the format's system prompt.
 
         Raises:
-            HTTPProblem: a limit is exceeded, the queue is full, or the engine is not ready.
+            HTTPProblem: the request exceeds a limit, the queue is full, or the engine is not ready.
         """
         self._admit(0)
         adapter = self._adapter(asked.adapter)
@@ -87,7 +89,7 @@ class Service:
         format = format.with_answer_type(asked.answer_type or kind)
         grammar = await self._compile(structured, format) if structured else None
         prompt, used = await self._render(asked.prompt, format, examples, system)
-        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # again, as rendering took time
+        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # the queue may be full by now
         running = RunningRequest(
             id=f"rsn_{secrets.token_hex(12)}",
             api=api,
@@ -114,26 +116,33 @@ class Service:
         return running
 
     def release(self, running: RunningRequest) -> None:
-        """Count a request whose listener is gone; abort it if it is unfinished."""
+        """Count a request whose response has ended; abort the request if it is unfinished."""
         del self._running[running.id]
         if running.unfinished:
             self.engine.abort(running)
         self.metrics.count(running)
 
     def answer_now(self, id: str) -> None:
-        """Close the reasoning of a running request at its next token."""
+        """End the reasoning of a running request at its next token, so that the answer follows."""
         running = self._running.get(id)
         if running is None:
-            raise HTTPProblem(404, "not_found", "no such request is running")
+            raise HTTPProblem(404, "not_found", "no request with this id is running")
         running.stream.answer_now = True
 
     def fail_all(self, problem: HTTPProblem) -> None:
-        """Fail every running request (the engine hangs, or the time to drain is over)."""
+        """End every running request with `problem`.
+
+        This is used when the engine hangs and when the time limit for draining has passed.
+        """
         for running in self._running.values():
             running.put(problem)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, let running ones finish, and fail the rest after a time limit."""
+        """Reject new requests, wait for the running requests, and fail those that are too slow.
+
+        Args:
+            seconds: time limit for the running requests.
+        """
         self.draining = True
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
@@ -152,7 +161,7 @@ class Service:
         if problem := self.not_ready():
             raise problem
         if tokens > self.limits.tokens:
-            raise _too_much("n", tokens, self.limits.tokens, "tokens in all")
+            raise _too_much("n", tokens, self.limits.tokens, "tokens in total")
         full = self.requests >= self.limits.requests
         if full or self.tokens + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
@@ -161,7 +170,7 @@ class Service:
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
         if adapter is None:
-            detail = "no adapter of this name; /phase1/info lists them"
+            detail = "no adapter has this name; see /phase1/info"
             raise HTTPProblem(404, "adapter_not_found", detail, param="adapter")
         return adapter
 
@@ -173,13 +182,14 @@ class Service:
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
         if (most := self.limits.request_tokens) and asked.n * new_tokens > most:
-            fits = f"with n = {asked.n} at most {most // asked.n} fit"
-            detail = f"max_new_tokens: a request may draw {most} tokens in all, so {fits}"
+            fits = f"at most {most // asked.n} with n = {asked.n}"
+            detail = f"max_new_tokens: a request may generate {most} tokens in total, so {fits}"
             raise HTTPProblem(422, "validation", detail, param="max_new_tokens")
         default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
         temperature = default if asked.temperature is None else asked.temperature
         if asked.n > 1 and temperature == 0:
-            raise HTTPProblem(422, "validation", "n above 1 needs a temperature above 0", param="n")
+            detail = "n above 1 requires a temperature above 0"
+            raise HTTPProblem(422, "validation", detail, param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
     async def _compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
@@ -192,7 +202,11 @@ class Service:
     async def _render(
         self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str
     ) -> tuple[list[int], tuple[str, ...]]:
-        """Render the prompt with as many of the nearest lessons as fit; return it and their ids."""
+        """Render the prompt with as many of the nearest lessons as fit into it.
+
+        Returns:
+            the token ids of the prompt, and the ids of the lessons in it.
+        """
         system_prompt = f"{format.system_prompt}\n{system}" if system else None
         for most in range(self._nearest if self.experiences else 0, -1, -1):
             informed = apply_experiences(question, self.experiences, most)
@@ -205,7 +219,10 @@ class Service:
 
 
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
-    """Return the constraint on the answer from either field; None for free text."""
+    """Return the constraint on the answer, or None if the answer is free text.
+
+    The constraint is given by `response_format` or by `structured_outputs`.
+    """
     by_format, by_name = asked.response_format, asked.structured_outputs
     if isinstance(by_format, TextFormat):
         by_format = None
@@ -217,7 +234,7 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
             "send response_format or structured_outputs, not both", param="response_format"
         )
     if asked.stop:
-        raise problem("stop: a structured answer ends by itself; leave stop out", param="stop")
+        raise problem("stop: a structured answer ends by itself, so leave stop out", param="stop")
     try:
         if isinstance(by_format, JSONSchemaFormat):
             return StructuredOutputs(json=by_format.json_schema.json_schema)

@@ -1,4 +1,4 @@
-"""Send a response, whole or as server-sent events, and detect disconnects."""
+"""Send a response, complete or as server-sent events, and detect disconnects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMENT = b": still here\n\n"  # sent on a silent stream, so that proxies keep i
 
 
 def event_stream(*names: str) -> dict[str, Any]:
-    """Describe server-sent events for OpenAPI, with their names, if any."""
+    """Describe a stream of server-sent events, with the names of the events, for OpenAPI."""
     data = {"type": "string", "description": "JSON"}
     event = {"event": {"type": "string", "enum": list(names)}} if names else {}
     item = {"type": "object", "properties": event | {"data": data}, "required": [*event, "data"]}
@@ -26,13 +26,13 @@ def event_stream(*names: str) -> dict[str, Any]:
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Format a server-sent event. JSON has no raw line breaks, so one data line is enough."""
+    """Format a server-sent event. One data line is enough, because JSON has no raw line breaks."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 async def until_done(service: Service, running: RunningRequest, request: Request) -> None:
-    """Wait for a request to finish or its client to disconnect.
+    """Wait until a request finishes or its client disconnects; then release the request.
 
     Raises:
         HTTPProblem: the request failed or its deadline passed.
@@ -57,7 +57,7 @@ async def _disconnect(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a running request. Closing it frees the request's batch rows."""
+    """The server-sent events of a running request, which is released when the stream ends."""
 
     media_type = "text/event-stream"
 

@@ -1,6 +1,7 @@
-"""Open a public URL through ngrok (pyngrok) within a time limit, and close it.
+"""Open a public URL through ngrok (pyngrok) within a time limit, and close it again.
 
-The server continues without a tunnel, so every failure here is a one-line TunnelError.
+The server also works without a tunnel, so every failure raises a TunnelError with a one-line
+message, and the server continues.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: fals
 
 
 class TunnelError(Exception):
-    """One line that says why there is no public URL and what to do."""
+    """The public URL cannot be opened. The message is one line with the cause and a remedy."""
 
 
 class Tunnel:
-    """An open tunnel; `public_url` is None once it is closed."""
+    """An open tunnel. `public_url` is None after the tunnel is closed."""
 
     def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
         self.public_url: str | None = public_url
         self._config = config
-        # pyngrok's public function would start another agent if this one is dead by now.
+        # pyngrok's public function would start a new agent if this agent has already ended.
         self._agent = agents._current_processes[config.ngrok_path]
         host = urlsplit(public_url).hostname or ""
-        self._hosts, self._added = hosts, {host} - hosts  # remove only what was added
+        self._hosts, self._added = hosts, {host} - hosts  # close() removes only an added host
         hosts.add(host)
 
     @classmethod
@@ -54,34 +55,36 @@ class Tunnel:
         requests_per_minute: int = 60,
         open_seconds: float = 20.0,
     ) -> Tunnel:
-        """Open a tunnel to a local URL; its public host is in `hosts` while it is open.
+        """Open a tunnel to a local URL. The public host is in `hosts` while the tunnel is open.
 
-        The agent reads the token from NGROK_AUTHTOKEN, not from its command line, which every local
-        user can read.
+        The agent reads the token from the environment variable NGROK_AUTHTOKEN, because every local
+        user can read the command line.
 
         Args:
-            url: a domain reserved at ngrok; None: ngrok picks one.
-            requests_per_minute: per client address, enforced at ngrok's edge.
+            upstream: the local URL.
+            url: a domain reserved at ngrok; None: ngrok selects a domain.
+            requests_per_minute: rate limit per client address, enforced by ngrok.
+            open_seconds: time limit for opening the tunnel.
 
         Raises:
             TunnelError: the tunnel cannot be opened.
         """
-        agent_log = logging.getLogger("pyngrok")  # it repeats the agent's output
+        agent_log = logging.getLogger("pyngrok")  # repeats the output of the agent
         agent_log.propagate = False
-        agent_log.addHandler(logging.NullHandler())  # without one, Python would print warnings
+        agent_log.addHandler(logging.NullHandler())  # without a handler, Python prints warnings
         if not os.environ.get("NGROK_AUTHTOKEN", "").strip():
             where = "https://dashboard.ngrok.com/get-started/your-authtoken"
-            raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; your token: {where}")
+            raise TunnelError(f"ngrok: NGROK_AUTHTOKEN is not set; get your token at {where}")
         options = {"upstream": {"url": upstream}, "traffic_policy": policy(requests_per_minute)}
         if url:
             options["url"] = url
-        with tempfile.TemporaryDirectory() as folder:  # the agent reads the file when it starts
+        with tempfile.TemporaryDirectory() as folder:  # the agent reads the file only at its start
             path = Path(folder, "ngrok.yml")
             path.write_text(_AGENT_CONFIG)
             config = conf.PyngrokConfig(
                 ngrok_path=str(find_agent(os.environ)),
                 config_path=str(path),
-                start_new_session=True,  # Ctrl-C is for the server, which drains before it closes
+                start_new_session=True,  # Ctrl-C must not end the agent before the server
             )
             config.auth_token = None  # pyngrok would put it on the command line
             tunnel = cls(await _connect(config, options, open_seconds), config, hosts)
@@ -93,7 +96,7 @@ class Tunnel:
         return self._agent.proc.poll() is None
 
     async def close(self) -> None:
-        """End the agent and the public URL. A second call does nothing."""
+        """Stop the agent, which closes the public URL. A second call has no effect."""
         if self.public_url is None:
             return
         self.public_url = None
@@ -107,7 +110,7 @@ class Tunnel:
 
 
 def policy(requests_per_minute: int) -> dict[str, Any]:
-    """Return ngrok's traffic policy: requests over the rate never reach this machine."""
+    """Return ngrok's traffic policy, by which requests over the rate never reach this machine."""
     limit = {
         "name": "requests per client",
         "algorithm": "sliding_window",
@@ -119,25 +122,28 @@ def policy(requests_per_minute: int) -> dict[str, Any]:
 
 
 def find_agent(env: Mapping[str, str]) -> Path:
-    """Find the ngrok binary in PYNGROK_NGROK_PATH, pyngrok's folder or PATH; else TunnelError.
+    """Find the ngrok binary at PYNGROK_NGROK_PATH, in pyngrok's folder or in PATH.
 
-    The binary is not downloaded, because there is no checksum to verify it.
+    The binary is not downloaded, because no checksum is available to verify it.
+
+    Raises:
+        TunnelError: the binary was not found.
     """
     named = env.get("PYNGROK_NGROK_PATH")
     folders = [] if named else env.get("PATH", "").split(os.pathsep)
     for place in [named or conf.DEFAULT_NGROK_PATH, *(f"{folder}/ngrok" for folder in folders)]:
         program = shutil.which(place)
-        # pyngrok installs a script of this name, which downloads the agent when it is run.
+        # Skip pyngrok's script of the same name, which would download the agent.
         if program and (named or not Path(program).read_bytes().startswith(b"#!")):
             return Path(program)
     raise TunnelError(
-        f"ngrok: no agent at {named or 'any usual place'}; install it "
+        f"ngrok: no agent at {named or 'any of the usual places'}; install it "
         "(https://ngrok.com/download), or set PYNGROK_NGROK_PATH"
     )
 
 
 async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
-    """Connect and return the public URL, within a time limit that pyngrok lacks."""
+    """Connect and return the public URL, within a time limit, which pyngrok does not have."""
     connecting = asyncio.to_thread(ngrok.connect, pyngrok_config=config, **options)
     opening = asyncio.create_task(connecting)
     try:
@@ -145,7 +151,7 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
         if not opening.done():
             why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
             raise TunnelError(f"ngrok: {why}")
-        return str(opening.result().public_url)  # without a URL, pyngrok raises
+        return str(opening.result().public_url)  # pyngrok raises an error if there is no URL
     except (PyngrokError, OSError, ValueError, HTTPException) as error:
         raise TunnelError(f"ngrok: {_one_line(error)}") from None
     finally:
@@ -154,19 +160,19 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
 
 
 async def _abandon(opening: asyncio.Task[ngrok.NgrokTunnel], config: conf.PyngrokConfig) -> None:
-    """End the agent of a failed or hanging connect(), and with it the waiting thread."""
+    """Stop the agent of a failed or hanging connect(), so that the thread of connect() ends."""
     for _ in range(100):  # connect() may be about to start the agent
         if record := agents._current_processes.get(config.ngrok_path):
             record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
         await asyncio.wait({opening}, timeout=0.1)
         if opening.done():
-            opening.exception()  # retrieved, so that asyncio does not report it
+            opening.exception()  # retrieved, so that asyncio does not log it
             ngrok.kill(config)
             return
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message on one line, without the token. ngrok writes line breaks as \\r\\n."""
+    """Return an error message as one line without the token. ngrok writes line breaks as \\r\\n."""
     said = error.ngrok_error if isinstance(error, PyngrokNgrokError) else None
     text = re.sub(r"(?:\\[rn]|\s)+", " ", said or str(error)).strip()
     return text.replace(os.environ["NGROK_AUTHTOKEN"].strip(), "<token>")[:300]

@@ -1,5 +1,5 @@
-"""Training: config and algorithms, advantages, batches, log-probabilities, loss, state,
-processes, doctor, dry run, SFT."""
+"""Training with GRPO and SFT: config, algorithms, advantages, batches, log-probabilities, loss,
+training state, distributed training, doctor, dry run."""
 
 import lazy_loader
 

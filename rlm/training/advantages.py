@@ -1,6 +1,6 @@
-"""Group-relative advantages: how much better each completion was than the others of its prompt.
+"""Group-relative advantages: how much better each completion is than the others of its prompt.
 
-Letters: P problems, G group size.
+In the shapes, P is the number of problems and G the group size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlm.data import Problem
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 
-ADVANTAGE_EPS = 1e-4  # as in TRL, in units of reward
+ADVANTAGE_EPS = 1e-4  # added to the standard deviation of the rewards, as in TRL
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,21 @@ class Group:
     prompt: Sequence[int]
     completions: Sequence[Completion]  # G
     texts: Sequence[str]
-    rewards: Sequence[float | None]  # None: no verdict
-    reasons: Sequence[str] = ()  # of the strict verdicts, one per completion (`Scores`)
+    rewards: Sequence[float | None]  # None for a completion without a verdict
+    reasons: Sequence[str] = ()  # reason of each completion's strict verdict (`Scores`)
 
 
 def reward_tensor(groups: Sequence[Group]) -> Tensor:
-    """Return the rewards as a tensor (P, G), NaN where there is no verdict."""
+    """Return the rewards as a tensor (P, G), with NaN for completions without a verdict."""
     return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
 
 
 def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -> Tensor:
-    """Compute how much better each rollout is than its group: (P, G) → (P, G).
+    """Compute the advantage of each rollout over its group from the rewards: (P, G) → (P, G).
 
-        std      (r - mean) / (std + 1e-4), with the std over n - 1, as in TRL
+    `kind` selects the formula:
+
+        std      (r - mean) / (std + 1e-4), where the std divides by n - 1, as in TRL
         centred  r - mean                                                  Dr. GRPO
         mean     (r - mean) / mean, at most G - 1. If a reward is negative, all rewards of the
                  group are first shifted up until the lowest is 0.         MaxRL
@@ -48,8 +50,8 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
                  wrong ones -G / W.                                        TOPR
 
     Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
-    is left out of the group's mean and std and gets 0. All rollouts get exactly 0 in a group with
-    fewer than two verdicts, or with equal rewards.
+    is left out of the group's mean and std, and its advantage is 0. In a group with fewer than two
+    verdicts or with equal rewards, all advantages are exactly 0.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), "centred")
     tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
@@ -73,9 +75,10 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
 
 
 def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
-    """Set the rewards of repeated completions above the group's mean to NaN: (P, G) → (P, G).
+    """Mask the rewards of repeated completions that are above the group's mean: (P, G) → (P, G).
 
-    The first of equal completions stands for all; the others get advantage 0.
+    The first of several equal completions keeps its reward. The rewards of its repetitions become
+    NaN, so their advantages are 0.
     """
     mean = rewards.nanmean(1)
     rewards = rewards.clone()
@@ -90,9 +93,10 @@ def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Return which groups have two verdicts that differ: (P,) of bool. Others have no gradient.
+    """Return whether each group contains two different rewards: (P,) of bool.
 
-    This compares rewards, not advantages: rounding in the mean can leave 1e-9 in a group whose
+    A group with equal rewards has no gradient. This function compares the rewards instead of the
+    advantages, because rounding in the mean can produce an advantage of 1e-9 in a group whose
     rewards are all equal.
     """
     high = rewards.nan_to_num(nan=-torch.inf).amax(1)
@@ -101,15 +105,16 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:
-    """Compute the length penalty of each reward: (P, G), all 0 if `overlong_buffer` is 0."""
+    """Compute the length penalties, (P, G), which are all 0 if `overlong_buffer` is 0."""
     return torch.tensor([[_soft_overlong(c, config) for c in g.completions] for g in groups])
 
 
 def _soft_overlong(completion: Completion, config: GRPOConfig) -> float:
-    """Return the penalty of a long completion (DAPO, equation 13).
+    """Return the length penalty of a completion (DAPO, equation 13).
 
-    It is 0 up to max_new_tokens - overlong_buffer tokens, then falls linearly to -1 at
-    max_new_tokens. A completion without an end token gets the full penalty, whatever its length.
+    The penalty is 0 up to max_new_tokens - overlong_buffer tokens, and then falls linearly to -1 at
+    max_new_tokens. A completion without an end token gets the full penalty, regardless of its
+    length.
     """
     buffer = config.overlong_buffer
     excess = len(completion.token_ids) - (config.max_new_tokens - buffer)

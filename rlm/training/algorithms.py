@@ -1,7 +1,8 @@
-"""The algorithms as data: one set of choices per algorithm. This module does not import torch.
+"""Definitions of the algorithms: each algorithm is a set of values. This module does not import
+torch.
 
-`advantages`, `batches` and `loss` read these choices and know no algorithm by name. The papers are
-listed in docs/explanation/algorithms.md.
+The modules `advantages`, `batches` and `loss` read these values; they do not depend on the names of
+the algorithms. The papers are listed in docs/explanation/algorithms.md.
 """
 
 from __future__ import annotations
@@ -13,37 +14,37 @@ AGGREGATIONS = ("sequence", "token", "constant")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The choices in which the GRPO variants differ."""
+    """The settings in which the variants of GRPO differ."""
 
     source: str
-    advantage: str  # "std", "centred", "mean" or "share": `rlm.training.advantages`
-    aggregation: str  # one of AGGREGATIONS: `rlm.training.batches.row_weights`
-    clip_eps_low: float  # the ratio's lower bound is 1 - this; 1: no bound
-    clip_eps_high: float  # the ratio's upper bound is 1 + this
-    ratio: str = "token"  # new / old probability of each "token" or of the "sequence"
-    # "ppo": clipped surrogate; "weighted": the clipped ratio is a constant weight; "tapered": as
-    # "weighted" where A < 0, but weight 1 where A > 0
+    advantage: str  # "std", "centred", "mean" or "share" (see `group_advantages`)
+    aggregation: str  # one of AGGREGATIONS (see `row_weights`)
+    clip_eps_low: float  # the lower bound of the ratio is 1 - clip_eps_low; 1: no lower bound
+    clip_eps_high: float  # the upper bound of the ratio is 1 + clip_eps_high
+    ratio: str = "token"  # probability ratio of each "token" or of the whole "sequence"
+    # "ppo": the clipped surrogate objective. "weighted": the clipped ratio is a constant weight.
+    # "tapered": the same as "weighted" for A < 0, but with a weight of 1 for A > 0.
     objective: str = "ppo"
     negative_weight: float = 1.0  # multiplies negative advantages
-    distinct: bool = False  # count equal completions above the mean once
-    signal_only: bool = False  # leave groups with equal rewards out of denominators
+    distinct: bool = False  # count equal completions with rewards above the mean only once
+    signal_only: bool = False  # exclude groups with equal rewards from the denominators
     dynamic_sampling: bool = False  # replace groups with equal rewards
     overlong_share: float = 0.0  # share of max_new_tokens over which the length penalty rises
-    # Defaults of options that depend on the algorithm.
-    mini_batch_size: int | None = None  # problems per optimizer update; None: all of a step
+    # Defaults of the options that depend on the algorithm.
+    mini_batch_size: int | None = None  # problems per optimizer update; None: all problems
     learning_rate: float = 1e-4
     warmup_steps: int = 1
 
     @property
     def scaling(self) -> tuple[str, float]:
-        """Return `kind` and `negative_weight` for `advantages.group_advantages`."""
+        """Return the arguments `kind` and `negative_weight` of `group_advantages`."""
         return self.advantage, self.negative_weight
 
     def formula(self, length: str = "max_new_tokens") -> str:
-        """Return the effective objective as one line for --help, the log and the docs.
+        """Format the objective as one line for --help, the log and the docs.
 
         Args:
-            length: the divisor of "constant" aggregation.
+            length: the divisor of "constant" aggregation, as text.
         """
         low, high = f"{1 - self.clip_eps_low:g}", f"{1 + self.clip_eps_high:g}"
         bounds = f"clip(ρ, {low}, {high})" if self.clip_eps_low < 1 else f"min(ρ, {high})"
@@ -96,16 +97,17 @@ ALGORITHMS = {
         overlong_share=0.2,
     ),
     "gspo": Algorithm("GSPO, arXiv 2507.18071", "std", "sequence", 3e-4, 4e-4, ratio="sequence"),
-    # The weight is at most 5, as in ScaleRL (arXiv 2510.13786), and has no lower bound.
+    # The clipped ratio is at most 5, as in ScaleRL (arXiv 2510.13786), and has no lower bound.
     "cispo": Algorithm(
         "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
     ),
     "maxrl": Algorithm("MaxRL, arXiv 2602.02710", "mean", "token", 0.2, 0.2),
-    # Differences from GRPO (arXiv 2402.03300): the right completions of a group share a weight of 1
-    # and the wrong ones 1/4, so a rare right answer counts most. Right completions are learned by
-    # their likelihood, without a clip, because many small updates would soon reach its bounds.
-    # Wrong completions are pushed down only while they are likely, because making an unlikely one
-    # even less likely does not teach the right answer.
+    # TOPR differs from GRPO (arXiv 2402.03300) as follows. The right completions of a group share a
+    # total weight of 1, and the wrong completions a total weight of 1/4, so a rare right answer
+    # counts most. For right completions the likelihood is maximized without clipping, because many
+    # small updates would soon reach the clipping bounds. The probability of wrong completions is
+    # reduced only while they are likely, because making an unlikely completion even less likely
+    # does not teach the right answer.
     "topr": Algorithm(
         "TOPR, arXiv 2503.14286",
         "share",
@@ -122,7 +124,8 @@ ALGORITHMS = {
     ),
 }
 
-# Values set by `--preset NAME` and `from_preset`. Flags, also those in YAML, override them.
+# Option values set by `--preset NAME` and `from_preset`. Options on the command line and in a YAML
+# file override these values.
 PRESETS: dict[str, dict[str, object]] = {
     "grpo": {"algorithm": "grpo"},
     "drgrpo": {"algorithm": "drgrpo"},

@@ -1,7 +1,8 @@
-"""Builds what a step samples and learns from: problems, rollouts, packed micro-batches.
+"""Draws the problems of a training step, and builds rollouts and packed micro-batches.
 
-Letters: P problems, G group size, N = P·G rollouts of a step, n rollouts of a micro-batch, B packed
-sequences, S padded length of those, M completion tokens, T padded completion length.
+The letters in the shapes are: P problems, G group size, N = P·G rollouts of a step, n rollouts of a
+micro-batch, B packed sequences, S padded length of the packed sequences, M completion tokens,
+T padded length of the completions.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from rlm.training.distributed import Distributed
 
 T = TypeVar("T")
 
-# Most completions in a packed sequence on a GPU, whose attention also computes masked positions.
-# These are nearly all of a long row, and half as many if a group of eight is split into two rows.
+# Maximum number of completions in a packed sequence on a GPU. Attention on a GPU also computes the
+# masked positions, which are most positions of a long sequence. Splitting a group of eight
+# completions into two sequences halves the number of masked positions.
 GPU_PACKED_ROWS = 4
 
 
 def draw_problems(
     problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
 ) -> list[Problem]:
-    """Draw the problems that a step samples next: `count` at first, then one for each group
-    without signal.
+    """Draw the problems for the next sampling round of a step.
 
-    This is a pure function, like `problems_for_step`. It returns [] if all groups have signal or
-    no problem is left.
+    The first round draws `count` problems. Later rounds, with dynamic sampling, draw one problem
+    for each group whose rewards are all equal. The result is a pure function of the arguments,
+    like that of `problems_for_step`. The result is empty if every group has different rewards, or
+    if no unused problem is left.
     """
     if not groups:
         return problems_for_step(problems, step, count, seed)
@@ -50,8 +53,8 @@ def draw_problems(
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
     """Draw the problems of a training step.
 
-    This is a pure function, so a resumed run need not replay earlier steps. Each pass over the
-    data has its own shuffle.
+    The result is a pure function of the arguments, so a resumed run does not need to replay earlier
+    steps. Each pass over the data shuffles the problems anew.
     """
     chosen: list[T] = []
     orders: dict[int, list[int]] = {}
@@ -65,9 +68,10 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
 
 
 def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
-    """Return the seed of each problem's group, by a pure function like `problems_for_step`.
+    """Return the sampling seed of each problem's group.
 
-    A problem that is drawn twice in a step gets two different seeds.
+    The seeds are a pure function of the arguments. A problem that is drawn twice in a step gets two
+    different seeds.
     """
     seen: Counter[str] = Counter()
     seeds = []
@@ -80,28 +84,28 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion with what the loss needs; `weight` applies to each of its tokens."""
+    """A completion with its advantage and the other values that the loss needs."""
 
-    problem: int  # index; rollouts of one problem share the prompt's computation
+    problem: int  # index of the problem; rollouts of one problem share the computed prompt
     prompt: Sequence[int]
     completion: Sequence[int]
     advantage: float
-    weight: float
+    weight: float  # weight in the loss of each token of the completion
     sampler_logprobs: Sequence[float] = ()
-    tool_mask: Sequence[bool] = ()  # as in Completion: False where a tool wrote the token
+    tool_mask: Sequence[bool] = ()  # as in Completion: False for tokens written by a tool
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
-    """Return, for each rollout, the weight of each of its tokens in the loss of an update.
+    """Return the weight in the loss of an update that each token of each rollout has.
 
     The denominator covers the whole update, so the gradient does not depend on how the rollouts
-    are split into micro-batches:
+    are split into micro-batches. `aggregation` selects the formula for rollout i:
         sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
         constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
         token     1 / Σ |o_i|              DAPO: every token counts the same within the update
-    `lengths` must include rollouts without signal, which are left out of the batch but still
-    count as samples. A length counts the model's own tokens, not a tool's; it is 0 if all tokens
-    are masked.
+    `lengths` must include the rollouts with advantage 0. These rollouts are left out of the batch,
+    but they still count as samples. A length counts the tokens sampled by the model, without the
+    tokens written by a tool. A length is 0 if all tokens of the rollout are masked.
 
     >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
     ([0.25, 0.125], [0.0625, 0.0625])
@@ -117,14 +121,15 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list
 def mini_batches(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig, step: int
 ) -> list[list[Rollout]]:
-    """Split a step into mini-batches of whole groups, one for each optimizer update.
+    """Split the groups of a step into mini-batches, one for each optimizer update.
 
-    Their order is a pure function of (seed, step), so a resumed step repeats them. The last
-    mini-batch may be smaller. A mini-batch without a rollout to learn from is left out.
+    The order of the groups is a pure function of (seed, step), so a resumed step has the same
+    mini-batches. The last mini-batch may be smaller. A mini-batch is left out if it has no rollout
+    to learn from.
 
     Args:
-        advantages: (P, G).
-        kept: (P,) of bool, the groups that take part.
+        advantages: the advantage of each rollout, (P, G).
+        kept: whether each group is used for training, (P,) of bool.
     """
     if config.resolved_algorithm.signal_only:
         kept = kept & (advantages != 0).any(1)
@@ -143,17 +148,17 @@ def mini_batches(
 def make_rollouts(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
 ) -> list[Rollout]:
-    """Make the rollouts that an update needs; their weights count all of its groups.
+    """Make the rollouts of an update from its groups.
 
-    A rollout with advantage 0 has exactly zero policy loss and gradient, so it is not computed
-    unless there is a KL term; it still counts in the denominator. `mask_truncated` removes the
-    tokens of completions without an end token from every loss term and token denominator; the
-    completions still count as samples and in the group's mean and std, as in TRL. Tokens that a
-    tool wrote are treated in the same way.
+    A rollout with advantage 0 has exactly zero policy loss and gradient. Therefore such a rollout
+    is left out unless there is a KL term, but it still counts in the denominator.
+    `mask_truncated` removes the tokens of completions without an end token from every loss term and
+    from the token denominators. These completions still count as samples and in the group's mean
+    and std, as in TRL. Tokens written by a tool are removed in the same way.
 
     Args:
-        advantages: (P, G).
-        kept: (P,) of bool, the groups of this update; other groups are ignored.
+        advantages: the advantage of each rollout, (P, G).
+        kept: whether each group belongs to this update, (P,) of bool.
     """
     rows = [
         (problem, group.prompt, completion, advantage)
@@ -177,9 +182,9 @@ def make_rollouts(
 
 
 def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Merge equal completions of a problem with equal advantages, and add up their weights.
+    """Merge the equal completions of a problem that have equal advantages, and add their weights.
 
-    The loss is the same and costs less.
+    The loss stays the same, but fewer rollouts have to be computed.
     """
     merged: dict[tuple[int, float, tuple[int, ...]], Rollout] = {}
     for rollout in rollouts:
@@ -191,7 +196,10 @@ def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:
-    """Return this process's share of the rollouts: whole problems, because they share a prompt."""
+    """Return this process's share of the rollouts.
+
+    All rollouts of a problem belong to the same process, because they share the prompt.
+    """
     problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
     mine = set(distributed.shard(problems))
     return [rollout for rollout in rollouts if rollout.problem in mine]
@@ -199,40 +207,42 @@ def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> lis
 
 @dataclass
 class MicroBatch:
-    """Rollouts as tensors, with the prompt of a group stored once before its completions.
+    """Rollouts packed into tensors, in which the prompt of a group is stored only once.
 
-    A packed sequence is [prompt, completion 1, completion 2, …]. `segments` numbers its parts: 0 is
-    the prompt, -1 is padding. A completion attends only to the prompt and to itself, so the results
-    equal those of one row per completion, with a fraction of the tokens.
+    A packed sequence is [prompt, completion 1, completion 2, …]. `segments` contains the number of
+    the part that each token belongs to: 0 for the prompt, i for completion i, and -1 for padding. A
+    completion attends only to the prompt and to itself, so the results equal those of a batch with
+    one row per completion, but a packed batch has far fewer tokens.
     """
 
     input_ids: Tensor  # (B, S)
     position_ids: Tensor  # (B, S)
     segments: Tensor  # (B, S)
-    sources: Tensor  # (M,) index of each target's hidden state in the flattened (B·S)
+    sources: Tensor  # (M,) index into the B·S hidden states from which each target is predicted
     targets: Tensor  # (M,) the tokens to predict
-    lengths: list[int]  # of the n completions; M is their sum
+    lengths: list[int]  # lengths of the n completions; M is the sum of the lengths
     advantages: Tensor  # (n,)
     weights: Tensor  # (n,)
-    sampler_logprobs: Tensor  # (n, T), 0 beyond the end and on a tool's tokens
-    rows: list[int] = field(default_factory=list)  # index of each rollout in the step
-    old_logprobs: Tensor | None = None  # (n, T), of the policy before the step's first update
-    ref_logprobs: Tensor | None = None  # (n, T), under the start adapter
-    tool_mask: Tensor | None = None  # (n, T) of bool, False where a tool wrote; None: no tool wrote
+    sampler_logprobs: Tensor  # (n, T), 0 for padding and for tokens written by a tool
+    rows: list[int] = field(default_factory=list)  # index of each rollout in the mini-batch
+    old_logprobs: Tensor | None = None  # (n, T), of the policy before the first update of the step
+    ref_logprobs: Tensor | None = None  # (n, T), of the reference model
+    tool_mask: Tensor | None = None  # (n, T) of bool, False for tokens written by a tool
 
     @property
     def completion_mask(self) -> Tensor:
-        """(n, T) of bool: True on tokens that the model sampled, up to and including the end token.
+        """The mask of the tokens that are learned, (n, T) of bool.
 
-        It is made from lengths and the tool's mask, never from ids. Every sum over tokens uses it;
-        other tokens are attended to but not learned.
+        The mask is True for the tokens that the model sampled, up to and including the end token.
+        The mask is computed from the lengths and the tool mask, never from token ids. Every sum
+        over tokens uses this mask; the other tokens are attended to but not learned.
         """
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
 
     def sequences(self) -> list[tuple[list[int], list[int]]]:
-        """Return the prompt and the completion of each rollout, as token ids."""
+        """Return the token ids of the prompt and of the completion for each rollout."""
         width, found = self.input_ids.shape[1], []
         parts = zip(self.sources.split(self.lengths), self.targets.split(self.lengths), strict=True)
         for sources, targets in parts:
@@ -245,16 +255,17 @@ class MicroBatch:
 def make_micro_batches(
     rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str
 ) -> list[MicroBatch]:
-    """Split the rollouts of a mini-batch into micro-batches of similar length.
+    """Split the rollouts of a mini-batch into micro-batches of sequences with similar lengths.
 
     Args:
-        max_rows: most completions in a micro-batch.
-        max_tokens: most padded tokens in a micro-batch (a single completion may exceed it).
+        max_rows: the maximum number of completions in a micro-batch.
+        max_tokens: the maximum number of tokens, including padding, in a micro-batch. A single
+            completion may exceed this number.
     """
     max_packed = min(max_rows, GPU_PACKED_ROWS) if device == "cuda" else max_rows
-    # One packed sequence per problem, split where it would have too many rows or tokens.
+    # Each problem has one packed sequence, which is split if it has too many rows or tokens.
     sequences: list[list[int]] = []
-    open_sequence: dict[int, list[int]] = {}  # by problem
+    open_sequence: dict[int, list[int]] = {}  # problem → its sequence that is not yet full
     for row, rollout in enumerate(rollouts):
         rows = open_sequence.get(rollout.problem)
         if rows and len(rows) < max_packed and _packed_length(rollouts, [*rows, row]) <= max_tokens:
@@ -278,17 +289,22 @@ def make_micro_batches(
 
 
 def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
-    # The last token of a completion predicts nothing, so it is a target but no input.
+    # The last token of a completion predicts nothing, so it is a target but not an input.
     return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)
 
 
 def pack_rollouts(
     rollouts: Sequence[Rollout], sequences: Sequence[Sequence[int]], device: str
 ) -> MicroBatch:
-    """Pack rollouts into tensors; each of `sequences` lists, by index, rollouts with one prompt."""
+    """Pack rollouts into the tensors of a micro-batch.
+
+    Args:
+        sequences: the packed sequences. Each is a list of indices into `rollouts`, all of which
+            have the same prompt.
+    """
     ids, positions, segments, sources, targets = [], [], [], [], []
     width = max(_packed_length(rollouts, rows) for rows in sequences)
-    if device == "cuda":  # every layer's attention would copy a mask of another width
+    if device == "cuda":  # otherwise every attention layer would copy and pad the mask
         width += -width % 8
     for b, rows in enumerate(sequences):
         prompt = rollouts[rows[0]].prompt
@@ -297,7 +313,7 @@ def pack_rollouts(
         for number, row in enumerate(rows, start=1):
             completion = rollouts[row].completion
             first, count = b * width + len(row_ids), len(completion) - 1
-            # The prompt's last token predicts the completion's first, each token the next.
+            # The last token of the prompt predicts the first token of the completion.
             sources += [b * width + len(prompt) - 1, *range(first, first + count)]
             targets += completion
             row_ids += completion[:-1]
@@ -315,7 +331,7 @@ def pack_rollouts(
     if any(rollout.tool_mask for rollout in packed):
         own = [rollout.tool_mask or [True] * len(rollout.completion) for rollout in packed]
         tool_mask = pad_sequence([torch.tensor(row) for row in own], batch_first=True)
-        sampled = sampled.where(tool_mask, 0.0)  # these are NaN, and NaN times 0 is NaN
+        sampled = sampled.where(tool_mask, 0.0)  # NaN for tool tokens, and NaN times 0 is NaN
     tensor = partial(torch.tensor, device=device)
     return MicroBatch(
         input_ids=tensor(ids),

@@ -1,4 +1,4 @@
-"""The options of GRPO training: what `train_grpo.py --help` lists and `GRPOTrainer` takes."""
+"""The options of GRPO training, which `train_grpo.py --help` lists and `GRPOTrainer` takes."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from rlm.training.resolve import (
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
 VLLM_COMMAND = "vllm serve"
-# Options that the server sets with --backend tinker: the base model and the sampler are there.
+# Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-# Defaults when the GPU's memory picks the model, which then trains on GSM8K.
+# Defaults for a model that was selected by the GPU's memory and that trains on GSM8K.
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
-STEPS = 20  # default on the command line without --steps
-REFILL_ROUNDS = 3  # most rounds in which a step replaces groups without signal
+STEPS = 20  # default number of steps on the command line
+REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups with equal rewards
 LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
-EVAL_GROUP_SIZES = 2, 16  # fewest and most completions of a validation problem
-LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher one breaks it
+EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per validation problem
+LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 ALGORITHMS_OWN = "as --algorithm says"
 
 
 def one_of(field: str, on: str, off: str) -> Flag:
-    """Make an alias of an option: a switch that sets `field` to `on` or `off`."""
+    """Make an alias of an option: a boolean flag that sets `field` to `on` or `off`."""
     return spelling(bool, lambda is_on: {field: on if is_on else off}, default=False)
 
 
-# Flags of other programs (docs/reference/names.md) → our fields.
+# Flags of other programs' command lines (docs/reference/names.md), mapped to our config fields.
 SWITCHES = {
     "use_4bit": one_of("quantize", "4bit", "none"),
     "use_wandb": one_of("tracker", "wandb", "none"),
@@ -66,14 +66,14 @@ SWITCHES = {
 @takes_aliases
 @dataclass(frozen=True)
 class GRPOConfig:
-    """One training run. A step is one round of sample → score → compare → learn."""
+    """The options of a training run. A step is one round of sample → score → compare → learn."""
 
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "reward", "output"),
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
 
-    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # until torch has looked for a GPU
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # used until torch is imported
 
     OTHER_SPELLINGS: ClassVar = {
         **SWITCHES,
@@ -82,7 +82,7 @@ class GRPOConfig:
         ),
         "use_lora": always(
             True,
-            "--no-use-lora: only LoRA adapters are trained here, the base model is never changed",
+            "--no-use-lora is not supported: only LoRA adapters are trained, never the base model",
         ),
     }
 
@@ -278,10 +278,10 @@ class GRPOConfig:
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
-        """Refuse options that contradict each other.
+        """Check that the options do not contradict each other.
 
         Raises:
-            ValueError: the first contradiction; the message says what to change.
+            ValueError: two options contradict each other; the message explains what to change.
         """
         looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
         kept = {(self.run_dir / name).resolve() for name in KEPT_AS.values()}
@@ -299,11 +299,13 @@ class GRPOConfig:
             "--tool does not work with --sampler vllm: vLLM cannot write into a completion while "
             "it is generated": self.tool != "none" and by_vllm,
             "--doctor and --plan inspect a run's start; leave out --resume": looks and self.resume,
-            "--doctor and --plan are two commands; give one of them": self.doctor and self.plan,
+            "--doctor and --plan exclude each other; give only one of them": (
+                self.doctor and self.plan
+            ),
             "--plan times our own sampler; leave out --sampler vllm": self.plan and by_vllm,
             "--output would overwrite --sft-adapter; type another folder, such as --output "
             "runs/mine/adapter": overwrites and not looks,  # --plan and --doctor write nothing
-            f"--output {self.output} is a folder that the run writes itself; name another": (
+            f"--output {self.output} is a folder that the run itself writes; name another folder": (
                 self.output.resolve() in kept and not looks
             ),
         }
@@ -313,27 +315,27 @@ class GRPOConfig:
                 raise ValueError(reason)
 
     def _refused_by_backend(self) -> dict[str, bool]:
-        """Return the reasons to refuse --backend tinker, and whether each one applies."""
+        """Return the errors for --backend tinker: message → whether the error applies."""
         if self.backend != "tinker":
             return {}
         usual = {option.name: option.default for option in fields(self)}
         theirs = [name for name in ON_SERVER if getattr(self, name) != usual[name]]
         options = ", ".join(f"--{name.replace('_', '-')}" for name in theirs)
         return {
-            f"{options}: the server of --backend tinker decides that; leave it out": bool(theirs),
+            f"{options}: not available with --backend tinker, whose server decides this; leave it "
+            "out": bool(theirs),
             f"--sft-adapter {self.sft_adapter} cannot be sent to the server of --backend tinker: "
             "merge it (inference.py --merge FOLDER), and serve that folder": (
                 self.sft_adapter not in (None, DEFAULT_SFT_ADAPTER)
             ),
             "--kl-weight must be 0 with --backend tinker, whose server has no reference model; a "
             "lower --learning-rate keeps the policy near its start": self.kl_weight > 0,
-            "--temperature must be 1 with --backend tinker: its server scores at no other": (
-                self.temperature != 1
-            ),
-            "--lora-alpha must be 32 with --backend tinker, as its servers have it; change "
+            "--temperature must be 1 with --backend tinker: its server computes log-probabilities "
+            "only at temperature 1": self.temperature != 1,
+            "--lora-alpha must be 32 with --backend tinker, whose servers use this value; change "
             "--learning-rate instead": self.lora_alpha != 32,
-            "--tool does not work with --backend tinker: its server cannot be told what to write "
-            "while it samples": self.tool != "none",
+            "--tool does not work with --backend tinker: its server cannot insert text while it "
+            "samples": self.tool != "none",
             "--plan times this machine; leave out --backend tinker": self.plan,
             f"--server {self.server} is not a URL: --backend tinker needs a running server": (
                 self.server is not None and not self.server_urls
@@ -342,7 +344,7 @@ class GRPOConfig:
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with unset options filled in from the data and the algorithm."""
+        """Return the values, with defaults for unset options from the data and the algorithm."""
         length = values["max_new_tokens"]
         if length is None:
             length = choose_max_new_tokens(values["dataset"])
@@ -353,33 +355,35 @@ class GRPOConfig:
         """Build a config from a preset; `options` override its values.
 
         Raises:
-            ValueError: there is no such preset; the message lists the presets.
+            ValueError: the preset does not exist; the message lists the existing presets.
         """
         preset: Mapping[str, Any] | None = PRESETS.get(find_choice(name, list(PRESETS)))
         if preset is None:
-            raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
+            raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
         return cls(**{**preset, **by_field(cls, options)})
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in options from the start adapter, the data and the machine.
+        """Fill in unset options from the start adapter, the data and the machine.
 
-        `resolve_config` calls this.
+        `resolve_config` calls this method.
 
         Raises:
-            UsageError: the start adapter does not exist or contradicts --lora-r or --lora-alpha.
-                The default adapter is required only if no model is named, because training then
-                continues where SFT ended.
+            UsageError: the start adapter does not exist, or contradicts --lora-r or --lora-alpha.
+                The default adapter has to exist only if no model is named, because training then
+                continues from the result of SFT.
         """
         from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, adapter_mismatch, check_adapter
 
         if given.get("backend") == "tinker":
             given = {"sft_adapter": None, **given}
             if not given.get("model"):
-                raise UsageError("--backend tinker needs --model: the base that its server serves")
+                raise UsageError(
+                    "--backend tinker needs --model: the base model that its server serves"
+                )
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
         is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
-        may_lack = is_default and (model or given.get("plan"))  # a plan needs no trained weights
+        may_lack = is_default and (model or given.get("plan"))  # --plan needs no trained weights
         if adapter is not None and not (may_lack and not adapter.exists()):
             start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
             is_renamed = model not in (None, start.base_model)
@@ -389,11 +393,11 @@ class GRPOConfig:
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
-        """Check adapter, data, reward and tool before torch is imported.
+        """Check the adapter, the data, the reward and the tool before torch is imported.
 
         Raises:
-            UsageError: one of them does not exist, rows of the data are invalid, or the data lacks
-                a column that the reward needs.
+            UsageError: the adapter, the data, the reward or the tool does not exist, rows of the
+                data are invalid, or the data lacks a column that the reward needs.
         """
         from rlm.rewards import load_reward
 
@@ -405,18 +409,18 @@ class GRPOConfig:
 
     @property
     def server_urls(self) -> list[str]:
-        """Return the URLs of --server; [] if it is a command or unset."""
+        """Return the URLs in --server; the list is empty if --server is a command or unset."""
         is_url = (self.server or "").startswith(("http://", "https://"))
         return [url.strip() for url in (self.server or "").split(",")] if is_url else []
 
     @property
     def vllm_command(self) -> str:
-        """Return the command that starts vLLM, for use if `server_urls` is empty."""
+        """Return the command that starts vLLM, which is needed if `server_urls` is empty."""
         return self.server or VLLM_COMMAND
 
     @property
     def resolved_algorithm(self) -> Algorithm:
-        """Return the algorithm's entry in ALGORITHMS with this config's options applied."""
+        """Return the algorithm's entry in ALGORITHMS, with the options of this config applied."""
         return replace(
             ALGORITHMS[self.algorithm],
             advantage=self.advantage,
@@ -429,7 +433,7 @@ class GRPOConfig:
 
     @property
     def formula(self) -> str:
-        """Return the minimised objective as one line."""
+        """Format the minimised objective as one line."""
         return self.resolved_algorithm.formula(str(self.max_new_tokens))
 
     @property
@@ -438,29 +442,33 @@ class GRPOConfig:
         return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def with_steps_for(self, problem_count: int) -> GRPOConfig:
-        """Return the config with its number of steps for a dataset of this size."""
+        """Return a copy of the config with its number of steps set for this number of problems."""
         return replace(self, steps=self.steps_for(problem_count))
 
     def steps_for(self, problem_count: int) -> int:
-        """Return `steps`; if unset, the number of steps in one pass over the problems."""
+        """Return `steps`, or the number of steps in one pass over the problems if it is unset."""
         return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return the completions per validation problem: fewer if there are more problems.
+        """Return the number of completions to sample for each validation problem.
 
-        Another problem is more informative than another completion, so completions are added only
-        until a validation costs about as much as the sampling of a step.
+        An additional problem is more informative than an additional completion of the same problem.
+        Therefore completions are added only until a validation costs about as much as the sampling
+        of a training step.
         """
         low, high = EVAL_GROUP_SIZES
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
         return min(high, max(low, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
-        """Return the learning rate: linear warm-up, then constant or decaying to LAST_RATE.
+        """Return the learning rate of an update.
+
+        The learning rate rises linearly during the warm-up. Then it is constant, or decays to
+        LAST_RATE times the peak.
 
         Args:
-            step: the step's number plus the share of its updates made so far.
-            updates: the number of updates made so far in the run, for the warm-up.
+            step: the number of the step, plus the share of the step's updates already made.
+            updates: the number of updates already made in the run, for the warm-up.
         """
         if updates < self.warmup_steps:
             return self.learning_rate * (updates + 1) / self.warmup_steps
@@ -474,7 +482,7 @@ class GRPOConfig:
 
 
 def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a GRPOConfig, with the algorithm's defaults in place of None."""
+    """Return the values of a GRPOConfig, with None replaced by the defaults of the algorithm."""
     if values["algorithm"] not in ALGORITHMS:  # `check_values` raises
         return dict(values)
     algorithm = ALGORITHMS[values["algorithm"]]
@@ -495,8 +503,12 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge_learning_rate(rate: float) -> tuple[str, str] | None:
-    """Return what is wrong with a learning rate for GRPO with LoRA, "too low" or "too high", and
-    why; None if it is in the range that has worked."""
+    """Judge a learning rate for GRPO with LoRA.
+
+    Returns:
+        The verdict "too low" or "too high" and the reason; None if the learning rate is in the
+        range that is known to work.
+    """
     slow, fast = LORA_RATES
     if rate < slow:
         return "too low", f"{rate:g} hardly moves a LoRA adapter"

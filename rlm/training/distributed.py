@@ -1,9 +1,9 @@
-"""Distributed training: several processes on one run, started by `torchrun` (or, on GPUs,
-`accelerate launch`).
+"""Distributed training: several processes, started by `torchrun` or (on GPUs) by `accelerate
+launch`, work on one run.
 
-Each process samples and scores its share of a step's problems. All groups are then gathered, so
-advantages and denominators equal those of a single process. Each process trains on its share of the
-rollouts, and the gradients are summed once per update.
+Each process samples and scores its share of a step's problems. Then all groups are gathered, so the
+advantages and the denominators equal those of a single process. Each process trains on its share of
+the rollouts, and the gradients are summed once per update.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from rlm.cli import UsageError, terminal
 
 T = TypeVar("T")
 
-# Timeout for a silent process. It is long because a slow start or a long completion is no failure:
-# a process that has exited is noticed at once, only a lost connection runs into the timeout.
+# Timeout for a process that does not answer. The timeout is long because a slow start or a long
+# completion is not a failure. A process that has exited is detected at once; only a lost connection
+# has to be detected by the timeout.
 TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Distributed:
-    """The processes of a run. With size 1 every method returns its argument at once."""
+    """The processes of a run. In a single process, each method returns its argument unchanged."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_env(cls) -> Distributed:
-        """Join the process group that the launcher's environment variables describe."""
+        """Join the process group that is described by the launcher's environment variables."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -58,28 +59,29 @@ class Distributed:
         terminal.console.quiet = not distributed.is_main
         host = socket.gethostname()
         where = f"; the run directory is on {host}" if distributed.on_several_machines else ""
-        # A launcher may have started only one process; then this line is missing.
+        # If the launcher started only one process by mistake, the user can notice it because this
+        # line is missing.
         terminal.line(f"{size} processes share this run{where}")
         return distributed
 
     @property
     def on_several_machines(self) -> bool:
-        """Whether the processes run on several machines, which have different disks."""
+        """Whether the processes run on several machines, which do not share a disk."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) < self.size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """Whether this is the main process, which writes the files and prints."""
         return self.rank == 0
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """Return this process's share: every size-th item."""
+        """Return this process's share of the items, which is every size-th item."""
         return list(items[self.rank :: self.size])
 
     def gather(self, shares: Sequence[T]) -> list[T]:
-        """Gather the items of all processes, in the order before `shard`.
+        """Gather the items of all processes, in the order that the items had before `shard`.
 
-        Processes may have different numbers of items.
+        The processes may have different numbers of items.
         """
         if self.size == 1:
             return list(shares)
@@ -90,7 +92,7 @@ class Distributed:
         return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
     def broadcast(self, value: T) -> T:
-        """Return the main process's value; clocks and disks differ between processes."""
+        """Return the main process's value, for values that may differ between the processes."""
         if self.size == 1:
             return value
         box = [value]
@@ -99,11 +101,11 @@ class Distributed:
         return box[0]
 
     def any(self, value: bool) -> bool:
-        """Return whether the value is true in any process; a signal may reach only one."""
+        """Return whether the value is true in any process, such as the receipt of a signal."""
         return True in self.gather([value])
 
     def all_reduce(self, parameters: Iterable[Tensor]) -> None:
-        """Sum every gradient over the processes; None counts as zero."""
+        """Sum the gradient of each parameter over the processes; a missing gradient counts as 0."""
         if self.size == 1:
             return
         parameters = list(parameters)
@@ -127,13 +129,13 @@ def _leave() -> None:
 
 @contextmanager
 def _explain_lost_process() -> Iterator[None]:
-    """Turn the error of a lost process into a UsageError."""
+    """Convert the RuntimeError that a lost process causes to a UsageError."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise UsageError(
-            "another of the processes that share this run has ended or does not answer; what it "
-            "printed says why; start all of them again with --resume"
+            "another of the processes that share this run has ended or does not answer; see its "
+            "output for the cause, and start all of them again with --resume"
         ) from error

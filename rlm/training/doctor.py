@@ -1,7 +1,8 @@
-"""`train_grpo.py --doctor`: diagnose a flat reward before training.
+"""`train_grpo.py --doctor`: diagnoses the causes of a flat reward before training.
 
-The doctor samples one group for each of 32 problems from the model that training would start from,
-scores the completions with the run's own reward, and prints each finding with what to change.
+The doctor samples a group of completions for each of 32 problems from the model that training would
+start from, scores the completions with the reward function of the run, and prints its findings with
+advice on what to change.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from rlm.training.memory_plan import plan_memory
 from rlm.training.mixed_precision import Learner
 from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
 
-PROBLEMS = 32
-NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # shares from which a finding is a note, or a fault
-NO_MOVE = 1e-6  # learning rate below which nothing is learned
+PROBLEMS = 32  # number of problems to sample
+NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # thresholds above which a finding is a note or a fault
+NO_MOVE = 1e-6  # learning rate below which the model learns nothing
 SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and its remedy. `fault`: training would achieve nothing."""
+    """An issue with the set-up, and advice on how to fix it.
+
+    Attributes:
+        fault: whether the issue would make training useless; otherwise the finding is a note.
+    """
 
     name: str
     text: str
@@ -43,7 +48,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Example:
-    """A completion to read, with its reward; `name` is best, typical or worst."""
+    """A completion to show to the user, with its reward.
+
+    Attributes:
+        name: the rank of the completion: best, typical or worst.
+    """
 
     name: str
     problem: Problem
@@ -58,14 +67,18 @@ class Example:
 
 
 class Doctor:
-    """Diagnoses the model that training would start from."""
+    """Diagnoses problems with the model, the data, the reward and the options before training."""
 
     def __init__(self, validator: Validator, weights: Learner, render: Render) -> None:
         self.validator, self.weights, self.render = validator, weights, render
         self.config, self.format, self.scorer = validator.config, validator.format, validator.scorer
 
     def run(self, problems: Sequence[Problem]) -> int:
-        """Diagnose, print the findings, and return 1 if one of them is a fault, else 0."""
+        """Run the diagnosis, and print the findings.
+
+        Returns:
+            The exit code: 1 if a finding is a fault, otherwise 0.
+        """
         config = self.config
         problems = fit_prompts(config, self.weights.policy, self.render, problems)
         if isinstance(self.scorer, Scorer):
@@ -90,7 +103,11 @@ class Doctor:
     def diagnose(
         self, problems: Sequence[Problem]
     ) -> tuple[dict[str, float], list[Finding], list[Example]]:
-        """Sample and score problems; return the metrics, the findings and three completions."""
+        """Sample and score completions of the first problems.
+
+        Returns:
+            The metrics, the findings, and three example completions.
+        """
         config, problems = self.config, list(problems[:PROBLEMS])
         with terminal.progress("sampling", len(problems) * config.group_size) as advance:
             drawn = self.validator.sample(problems, config.group_size, advance)
@@ -108,7 +125,11 @@ class Doctor:
         return metrics, findings, _examples(drawn, rewards)
 
     def _teach_the_format(self, problems: Sequence[Problem]) -> str:
-        """Return what the run's data lacks for SFT, if anything, and then the SFT command."""
+        """Return advice on how to teach the format to the model with SFT.
+
+        The advice is the SFT command. If the data has no solutions, the advice is to write some
+        first.
+        """
         config = self.config
         data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
         command = command_of("train_sft", model=config.model, **data)
@@ -127,7 +148,7 @@ def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> l
     ]
     rows.sort(key=lambda row: row[0], reverse=True)
     places = {"best": 0, "typical": len(rows) // 2, "worst": -1}
-    if rows[0][0] == rows[-1][0]:  # with equal rewards none is the best
+    if rows[0][0] == rows[-1][0]:  # if all rewards are equal, no completion is the best
         places = {"one of equals": 0, "another": len(rows) // 2, "a third": -1}
     return [replace(rows[place][1], name=name) for name, place in places.items()]
 
@@ -150,7 +171,7 @@ def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
-    """Find a chat template that belongs to another tokenizer or drops a message."""
+    """Detect a chat template that belongs to another tokenizer or that drops a message."""
     text = str(tokenizer.decode(render_prompt(tokenizer, "QUESTION", format)))
     foreign = sorted(
         marker
@@ -160,9 +181,9 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
     if foreign:
         yield Finding(
             "wrong chat template",
-            f"it writes {', '.join(foreign)}, which are not tokens of this tokenizer: the "
-            "model reads each as several ordinary tokens",
-            "use the tokenizer and template that came with the model",
+            f"the template contains {', '.join(foreign)}, which are not tokens of this tokenizer: "
+            "the model reads each of them as several ordinary tokens",
+            "use the tokenizer and the template that came with the model",
         )
     if "".join(format.system_prompt.split()) not in "".join(text.split()):
         yield Finding(
@@ -173,7 +194,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
 
 
 def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
-    """Find numeric answers to a text task: the adapter has learned arithmetic only."""
+    """Detect numeric answers to a text task, which an adapter trained on arithmetic gives."""
     kinds = {"text": "text", "choice": "a letter"}
     pairs = [
         (problem, graded)
@@ -199,7 +220,7 @@ def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
 def _parsing(
     drawn: Evaluation, format: Format, metrics: dict[str, float], teach: str
 ) -> Iterator[Finding]:
-    """Find answers that only the lenient grading can read."""
+    """Detect answers that the lenient grading can read, but not the strict grading."""
     strict, lenient = metrics["answer in the right tags"], metrics["answer anywhere"]
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
@@ -216,15 +237,15 @@ def _parsing(
         why = next((r for r in drawn.reasons(True) if r not in ("correct", "wrong")), "")
         yield Finding(
             "parser mismatch",
-            f"{lenient:.0%} of the completions give an answer, {strict:.0%} in the format that "
-            f"is rewarded (most often: {why})",
-            f"teach the format first: {teach}; or reward what it writes: --reward",
+            f"{lenient:.0%} of the completions give an answer, but only {strict:.0%} in the format "
+            f"that is rewarded (most frequent reason: {why})",
+            f"teach the format first: {teach}; or reward the format that the model uses: --reward",
             fault=strict < 1 - FAULT_SHARE,
         )
     elif drawn.truncated_rate < 1 and strict < NOTABLE_SHARE:
         yield Finding(
             "no answers",
-            f"{strict:.0%} of the completions contain an answer that can be read",
+            f"only {strict:.0%} of the completions contain an answer that can be read",
             f"teach the format first: {teach}",
         )
 
@@ -236,7 +257,7 @@ def _reward(
     metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
 ) -> Iterator[Finding]:
-    """Find a reward that does not prefer right answers, by scoring right and wrong texts."""
+    """Detect a reward that does not prefer right answers, by scoring right and wrong texts."""
     if problem.answer_type == "open":  # open answers have no reference
         return
     right = tags.completion("It follows.", problem.answer)
@@ -255,7 +276,7 @@ def _reward(
         yield Finding(
             "reward can be had without being right",
             f"{', '.join(paid)} scores as much as a right answer in the right format",
-            "fine if that is what you want to teach; else look at the reward function",
+            "this is fine if the reward is meant to allow it; otherwise check the reward function",
             fault=False,
         )
         return
@@ -263,13 +284,13 @@ def _reward(
     if len(given) == 1 and 0 < share < 1:
         yield Finding(
             "reward sees nothing",
-            f"{share:.0%} of the completions are right, and all are rewarded alike",
-            "look at the reward function",
+            f"{share:.0%} of the completions are right, but all completions get the same reward",
+            "check the reward function",
         )
 
 
 def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterator[Finding]:
-    """Find out whether too many groups teach nothing because their rewards are equal."""
+    """Detect that too many groups teach nothing because their rewards are equal."""
     share = metrics["groups with equal rewards"]
     advice = f"easier problems, a larger --group-size, or teach the format first: {teach}"
     if metrics["pass@1, strict"] > 0.5:
@@ -277,9 +298,9 @@ def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterat
     if share > FAULT_SHARE:
         yield Finding(
             "no signal",
-            f"in {share:.0%} of the groups there is no difference in reward (the mean is "
-            f"{metrics['reward, mean']:.3g}), and only a difference teaches: in a step of "
-            f"{config.batch_size} problems about {config.batch_size * (1 - share):.0f} have one",
+            f"in {share:.0%} of the groups all rewards are equal (the mean is "
+            f"{metrics['reward, mean']:.3g}), and only groups with different rewards teach: in a "
+            f"step of {config.batch_size} problems about {config.batch_size * (1 - share):.0f} do",
             advice,
             fault=share > 0.97,
         )

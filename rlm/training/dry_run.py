@@ -1,7 +1,8 @@
-"""`train_grpo.py --plan`: estimate a run's memory and time without training.
+"""`train_grpo.py --plan`: estimates the memory and the time of a run without training.
 
-This times the loaded model on this machine: the first tokens of a step's rollouts, and the forward
-and backward pass of one micro-batch. The times are scaled to completions of `max_new_tokens`.
+The estimate is based on timings of the loaded model on this machine: the time to sample the first
+tokens of a step's rollouts, and the time for the forward and backward pass of one micro-batch. The
+times are extrapolated to completions of `max_new_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from rlm.training.trainer import Render, TrainingData
 if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
-PROBE_TOKENS = 16  # tokens of each completion that are timed after its first
-PROBE_SECONDS = 1.5  # seconds after which no further token or pass is timed
+PROBE_TOKENS = 16  # number of tokens that are timed after the first token of each completion
+PROBE_SECONDS = 1.5  # time limit of a measurement
 
 
 @dataclass(frozen=True)
 class SamplingTime:
-    """Seconds of sampling with this model on this machine."""
+    """The measured sampling time of this model on this machine."""
 
-    max_num_seqs: int  # completions decoded at the same time
-    first: float  # seconds to the first token, for merging weights and prefill
+    max_num_seqs: int  # number of completions decoded at the same time
+    first: float  # seconds until the first token, including weight merging and prefill
     next: float  # seconds for each further token
 
     def of(self, completions: int, tokens: int) -> float:
-        """Return the seconds for this many completions of `tokens` tokens each.
+        """Return the estimated seconds to sample completions of `tokens` tokens each.
 
         >>> SamplingTime(4, first=2.0, next=0.5).of(6, tokens=3)
         6.0
@@ -56,7 +57,7 @@ class SamplingTime:
 
 
 class DryRun:
-    """Times one step of a run and prints the estimate for all of them."""
+    """Times one step of a run, and prints an estimate for the whole run."""
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class DryRun:
         render: Render,
         distributed: Distributed,
     ) -> None:
-        """Plan the memory.
+        """Plan the memory of the run.
 
         Args:
-            config: the config of the run; its `steps` is set.
+            config: the config of the run, with its number of steps set.
         """
         if not isinstance(sampler, Sampler):
             raise UsageError("--plan times our own sampler; leave out --sampler vllm")
@@ -82,7 +83,7 @@ class DryRun:
         set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
 
     def show(self) -> None:
-        """Time a step and print the estimates."""
+        """Time a step, and print the estimates."""
         config, policy, shard = self.config, self.policy, self.distributed.shard
         drawn = shard(problems_for_step(self.data.problems, 0, config.batch_size, config.seed))
         tokens, speed = config.max_new_tokens, self.time_sampling(drawn)
@@ -116,19 +117,22 @@ class DryRun:
                 "total": terminal.duration(validation + seconds)
                 + f" for {steps} of {config.steps} steps{limit}",
                 "assumed": f"{tokens} tokens in each completion, the maximum (half as many take "
-                "about half as long), a difference in each group, and a reward that takes no time",
+                "about half as long); different rewards in each group; no time for the reward",
             },
         )
 
     def time_sampling(self, problems: Sequence[Problem]) -> SamplingTime:
-        """Time the first tokens of a step's rollouts, in the batch that the run would decode."""
+        """Time the first tokens of a step's rollouts, decoded in a batch as in the run."""
         return time_sampling(self.sampler, self.config, [self.render(p) for p in problems])
 
     def time_learning(self, problems: Sequence[Problem]) -> tuple[float, list[MicroBatch]]:
-        """Time a step's largest micro-batch, and scale its seconds by padded tokens to the step.
+        """Time the largest micro-batch of a step, and extrapolate the time to the whole step.
+
+        The time is assumed to be proportional to the number of tokens, including padding.
 
         Returns:
-            The seconds of the step's training passes, and its micro-batches, the largest first.
+            The seconds for the training passes of the step, and the micro-batches of the step, with
+            the largest micro-batch first.
         """
         config, length = self.config, self.config.max_new_tokens
         rollouts = [
@@ -175,16 +179,16 @@ class DryRun:
 def time_sampling(
     sampler: Sampler, config: GRPOConfig, prompts: Sequence[Sequence[int]]
 ) -> SamplingTime:
-    """Time the first tokens of the groups of these prompts."""
+    """Time the sampling of the first tokens of a group for each prompt."""
     params = SamplingParams(config.max_new_tokens, config.temperature)
     requests = [Request(ids, params, seed, config.group_size) for seed, ids in enumerate(prompts)]
     marks: list[float] = []
-    drawn: set[tuple[int, int]] = set()  # rows whose token of this round has come
+    drawn: set[tuple[int, int]] = set()  # rows that have received their token of this round
     rows, began = 0, time.monotonic()
     with closing(sampler.stream(requests)) as stream:
         for token in stream:
             row = token.request, token.row
-            if not marks or row in drawn:  # each row has its token: a new round begins
+            if not marks or row in drawn:  # a new round begins
                 marks.append(time.monotonic())
                 drawn = set()
             drawn.add(row)

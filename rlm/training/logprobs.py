@@ -1,7 +1,7 @@
 """Log-probabilities of completion tokens: the forward pass of the trained policy.
 
-Letters: n rollouts of a micro-batch, B packed sequences, S padded length of those, M completion
-tokens, T padded completion length, V vocabulary.
+The letters in the shapes are: n rollouts of a micro-batch, B packed sequences, S padded length of
+the packed sequences, M completion tokens, T padded length of the completions, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from rlm.training.config import GRPOConfig
 if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is imported
     from peft import PeftModel
 
-# Log-probability and entropy of each completion token, at a temperature.
+# (micro-batch, temperature) → the log-probability and the entropy of each completion token, (n, T).
 Score = Callable[[MicroBatch, float], tuple[Tensor, Tensor]]
-# The number of tokens whose logits are computed at once.
+# Number of tokens whose logits are computed at once.
 LOGITS_CHUNK = 128
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask (B, 1, S, S): causal, within the prompt and the own completion."""
+    """Return the additive attention mask, (B, 1, S, S), of packed sequences.
+
+    Each token attends to the earlier tokens of the prompt and of its own completion.
+    """
     own = segments[:, :, None] == segments[:, None, :]
     prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
     size = segments.shape[1]
@@ -43,11 +46,12 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 def token_logprobs(
     model: PreTrainedModel | PeftModel, batch: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return each completion token's log-probability and its distribution's entropy, each (n, T).
+    """Return the log-probability and the entropy of each completion token, each (n, T).
 
-    The distribution is softmax(logits / temperature), as in sampling. Logits are computed for
-    completion tokens only, one chunk at a time, and scored in fp32, so no (tokens × V) tensor of
-    the batch exists. Entropy carries no gradient. Both are 0 beyond a row's end.
+    The distribution of a token is softmax(logits / temperature), as in sampling. The logits are
+    computed for completion tokens only, one chunk at a time, so a (tokens × V) tensor of the whole
+    batch is never allocated. The log-probabilities are computed in fp32. The entropy has no
+    gradient. Both results are 0 for padding.
     """
     decoder, head = decoder_and_head(model)
     hidden = decoder(
@@ -66,7 +70,11 @@ def token_logprobs(
 
 @torch.no_grad()
 def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
-    """Return log-probabilities (n, T) under the start adapter, or the base if there is none."""
+    """Return the log-probabilities (n, T) under the reference model.
+
+    The reference model is the base model with the start adapter, or the base model alone if
+    training started from a new adapter.
+    """
     with using_reference(policy, config.sft_adapter):
         logprobs, _ = token_logprobs(policy, batch, config.temperature)
     return logprobs
@@ -81,17 +89,22 @@ def set_constant_logprobs(
 ) -> bool:
     """Set the log-probabilities that stay constant during the updates of a step.
 
-    `ref_logprobs` are set if there is a KL term. `old_logprobs` are the sampler's if the
-    algorithm's ratio is to the sampling policy ("tapered"). Otherwise, with several mini-batches,
-    they are the sampler's if it matches the trainer, or else come from a forward pass over the
-    step. With a single mini-batch the first training pass sets them.
+    `ref_logprobs` are set if there is a KL term. `old_logprobs` are set as follows:
+
+    - If the objective is "tapered", they are the log-probabilities of the sampler.
+    - Otherwise, with several mini-batches, they are the log-probabilities of the sampler if the
+      sampler matches the trainer. If the sampler does not match, a forward pass computes them.
+    - Otherwise, with a single mini-batch, they are left unset, and the first training pass sets
+      them.
 
     Args:
-        score: computes log-probabilities by the current policy, here or on a server.
-        matches_trainer: whether the sampler's probabilities are the trainer's (`Sampler`).
+        score: computes log-probabilities under the current policy, on this machine or on a server.
+        updates: the micro-batches of each mini-batch.
+        matches_trainer: whether the sampler's probabilities equal the trainer's (see `Sampler`).
 
     Returns:
-        Whether the loss must correct for a sampler that computes differently.
+        Whether the loss must be corrected because the sampler's probabilities differ from those of
+        the trainer.
     """
     off_policy = config.resolved_algorithm.objective == "tapered"
     for micro in (micro for micro_batches in updates for micro in micro_batches):
@@ -112,13 +125,13 @@ def score_tokens(
     temperature: float,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target given its hidden state, and the entropy, each (M,).
+    """Return the log-probability of each target token and the entropy, each (M,).
 
     Args:
-        hidden: (M, hidden), contiguous.
-        head: the output embeddings, frozen.
-        targets: (M,) of token ids.
-        ops: the `Ops` for the model.
+        hidden: the hidden states from which the targets are predicted, (M, hidden), contiguous.
+        head: the LM head, whose parameters are frozen.
+        targets: the token ids of the targets, (M,).
+        ops: the kernels for the model (see `Ops`).
     """
     chunks = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     scored = [
@@ -130,13 +143,16 @@ def score_tokens(
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """Log-probabilities and entropies of tokens, and the gradient, from one set of logits.
+    """Computes log-probabilities, entropies and the gradient of tokens from one set of logits.
 
-    d logprob / d hidden = Σ_v (1[v = target] - p_v) W[v] / temperature does not depend on the loss,
-    so the forward pass computes it from its logits, and the backward pass only scales it. This
-    takes two matmuls with the head, where recomputing the logits would take three, and keeps no
-    logits. The coefficients are computed in fp32 and then rounded to the weights' dtype. With
-    p = 0.998 rounded to bf16 first, W[target] would get the coefficient 0.004 instead of 0.002.
+    The derivative d logprob / d hidden = Σ_v (1[v = target] - p_v) W[v] / temperature does not
+    depend on the loss. Therefore the forward pass computes this derivative from its logits, and the
+    backward pass only scales the derivative. This takes two matmuls with the LM head and stores no
+    logits; recomputing the logits in the backward pass would take three matmuls.
+
+    The coefficients 1[v = target] - p_v are computed in fp32 and then rounded to the dtype of the
+    weights. If p = 0.998 were rounded to bf16 before the subtraction, the coefficient of W[target]
+    would be 0.004 instead of 0.002.
     """
 
     @staticmethod
@@ -150,7 +166,7 @@ class _ScoreTokens(torch.autograd.Function):
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
-        slopes = ctx.needs_input_grad[0]  # then the coefficients overwrite the logits
+        slopes = ctx.needs_input_grad[0]  # if True, the coefficients overwrite the logits
         logprobs, entropy = ops.token_logprobs(logits, targets, temperature, slopes)
         if slopes:
             ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)

@@ -1,6 +1,6 @@
-"""The policy loss: clipped ratios, KL to the reference, importance weights.
+"""The policy loss, with clipped ratios, a KL term to the reference model and importance weights.
 
-Letters: n rollouts of a micro-batch, T their padded length.
+In the shapes, n is the number of rollouts in a micro-batch and T their padded length.
 """
 
 from __future__ import annotations
@@ -13,44 +13,50 @@ from torch import Tensor
 from rlm.training.algorithms import Algorithm
 from rlm.training.batches import MicroBatch
 
-IMPORTANCE_CAP = 2.0
+IMPORTANCE_CAP = 2.0  # upper bound of the importance weights
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """Detached sums over the tokens of a micro-batch; `LearnMetrics` makes means of them."""
+    """Detached sums over the tokens of a micro-batch, from which `LearnMetrics` computes means."""
 
-    policy: float
-    kl: float  # Σ weight · estimate: the KL term of the loss
-    kl_total: float  # Σ estimate
-    clipped_low: float
-    clipped_high: float
+    policy: float  # the policy loss, without the KL term
+    kl: float  # Σ weight · KL estimate: the KL term of the loss, before multiplying by kl_weight
+    kl_total: float  # Σ KL estimate, without weights
+    clipped_low: float  # number of tokens whose ratio is clipped at the lower bound
+    clipped_high: float  # number of tokens whose ratio is clipped at the upper bound
     tokens: int
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-    """Return weights (n, T) that correct for a sampler whose probabilities are not the trainer's.
+    """Return importance weights (n, T) that correct for a sampler with different probabilities.
 
-    The weight of a token is min(π_old / π_sampler, 2), without gradient: truncated importance
-    sampling (Ionides, 2008), which Yao et al. (2025) use for rollouts from another engine.
+    The weight of a token is min(π_old / π_sampler, 2) and has no gradient. This is truncated
+    importance sampling (Ionides, 2008), which Yao et al. (2025) use for rollouts that were sampled
+    by another inference engine.
     """
     return (old_logprobs - sampler_logprobs).exp().clamp(max=IMPORTANCE_CAP).detach()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy ‖ reference) from each sampled token: (n, T).
+    """Estimate KL(policy ‖ reference) for each sampled token, (n, T).
 
-    The estimate exp(d) - d - 1 with d = ref_logprobs - logprobs is unbiased and never negative (k3
-    of Schulman 2020, as in DeepSeekMath).
+    The estimate is exp(d) - d - 1, where d = ref_logprobs - logprobs. It is unbiased and never
+    negative (the estimator k3 of Schulman, 2020, as in DeepSeekMath).
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, of: str) -> Tensor:
-    """Return the ratio of new to old probability by "token", (n, T), or by "sequence", (n, 1).
+    """Return the ratio of the new to the old probability.
 
-    A sequence's ratio is the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071).
+    The ratio of a sequence is the geometric mean of the ratios of its tokens (GSPO, arXiv
+    2507.18071).
+
+    Args:
+        of: "token" for a ratio of each token, (n, T); "sequence" for a ratio of each sequence,
+            (n, 1).
     """
     log_ratio = logprobs - old_logprobs
     if of == "sequence":
@@ -66,23 +72,33 @@ def policy_loss(
     correct_sampler: bool = False,
     kl_weight: float = 0.0,
 ) -> tuple[Tensor, LossSums]:
-    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch, by the algorithm's choices.
+    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch with the settings of the algorithm.
 
-    objective "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), ρ = `policy_ratio`.
-    With old = logprobs.detach() the value is -A and the gradient -A ∇logprob: REINFORCE with a
-    group baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
-    objective "weighted": l = -clip(ρ) A logprob with the clipped ratio as a constant, so no token
-    loses its gradient (CISPO, arXiv 2506.13585).
-    objective "tapered": the same where A < 0, and l = -A logprob where A > 0. A good completion is
-    learned no matter how likely it has become. A bad token is pushed down less, the less likely it
-    has become since it was sampled (TOPR, arXiv 2503.14286, with a ratio per token).
-    TRL's default multiplies the KL term by ρ; here it is not multiplied.
+    The objective of the algorithm determines l, with ρ = `policy_ratio`:
+
+    "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A). If the old log-probabilities equal the
+    current ones, the value is -A and the gradient is -A ∇logprob, as in REINFORCE with a group
+    baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
+
+    "weighted": l = -clip(ρ) A logprob, where the clipped ratio is a constant without gradient.
+    Therefore every token has a gradient (CISPO, arXiv 2506.13585).
+
+    "tapered": l = -A logprob where A > 0, and the same as "weighted" where A < 0. The gradient of a
+    good completion does not shrink, however likely the completion has become. The gradient of a bad
+    token shrinks as the token becomes less likely than when it was sampled (TOPR, arXiv 2503.14286,
+    but with a ratio per token).
+
+    TRL's default multiplies the KL term by ρ; this loss does not.
 
     Args:
-        logprobs: (n, T), of the current policy.
-        batch: needs ref_logprobs for a KL term; without old_logprobs the detached logprobs are
-            used.
-        correct_sampler: whether the sampler's distribution differs from the policy's.
+        logprobs: the log-probabilities of the current policy, (n, T).
+        batch: the micro-batch. Its `ref_logprobs` are needed for a KL term. If its `old_logprobs`
+            are None, the detached `logprobs` are used.
+        correct_sampler: whether to multiply the loss by importance weights, because the sampler's
+            probabilities differ from the trainer's.
+
+    Returns:
+        The loss, and sums over the tokens for the metrics.
     """
     mask = batch.completion_mask.to(logprobs.dtype)  # (n, T)
     scale = batch.weights[:, None] * mask

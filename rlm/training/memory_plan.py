@@ -1,7 +1,7 @@
-"""Memory plan: the memory that a run will need, and the micro-batch that fits.
+"""Estimate the memory of a run, and choose the size of the micro-batches.
 
-The activations that a forward pass saves are measured with a few tokens on the loaded model, not
-estimated from its shape. Everything else is computed.
+The memory for the activations that a forward pass saves is measured by running a few tokens through
+the loaded model. All other amounts are computed.
 """
 
 from __future__ import annotations
@@ -33,41 +33,48 @@ if TYPE_CHECKING:
     from rlm.training.sft_config import SFTConfig
     from rlm.training.sft_examples import Example
 
-PROBE_TOKENS = 64
-# Larger micro-batches are hardly faster. A CPU's matmuls are saturated by a few hundred tokens in
-# fp32 and by a thousand (plus 128 for prompts) in bf16, a GPU's by several thousand.
-CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}  # tokens
+PROBE_TOKENS = 64  # number of tokens with which the memory for activations is measured
+# Upper bounds for the tokens of a micro-batch, because larger micro-batches are hardly faster. The
+# matmuls of a CPU are saturated by a few hundred tokens in fp32 and by a thousand tokens (plus 128
+# for prompts) in bf16; the matmuls of a GPU are saturated by several thousand tokens.
+CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}
 GPU_MICRO_BATCH = 8192
-SMALLEST_MICRO_BATCH = 64
-HEADROOM = 0.9  # share of the available memory
-# CPU memory that nothing else counts: code that oneDNN generates for each matmul shape, and holes
-# between saved activations, which glibc hardly reuses (docs/log.md).
+SMALLEST_MICRO_BATCH = 64  # tokens
+HEADROOM = 0.9  # share of the available memory that the plan may use
+# Memory that is not counted elsewhere: the code that oneDNN generates for each matmul shape, and
+# heap fragmentation between saved activations, which glibc hardly reuses (docs/log.md).
 LIBRARY_BYTES = {"cpu": 3 * 2**26, "cuda": 0}
-FRAGMENTATION = {"cpu": 1 / 3, "cuda": 0}  # a share of the learning pass
+FRAGMENTATION = {"cpu": 1 / 3, "cuda": 0}  # as a share of the memory of the learning pass
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run needs, on the GPU if the model is there."""
+    """The bytes that a run needs: GPU memory if the model is on a GPU, otherwise CPU memory."""
 
-    loaded: int  # already allocated: weights, libraries
+    loaded: int  # memory that is already allocated, for weights and libraries
     sampling: int  # the sampler's copy of the weights, and its KV cache
-    optimizer: int  # gradients, two moments, the best adapter so far
+    optimizer: int  # gradients, the two moments of Adam, and a copy of the best adapter
     learning: int  # activations saved by a micro-batch, and its logits
-    kept: int  # memory that libraries and the allocator keep after it is freed
-    available: int  # free memory, without what is loaded
-    train_batch_tokens: int  # padded tokens in a micro-batch
-    checkpointing: bool = False  # recompute activations in the backward pass
-    halved: bool = False  # the micro-batch was halved after an out-of-memory error
+    kept: int  # memory that libraries and the allocator do not return to the system
+    available: int  # free memory, after loading the model
+    train_batch_tokens: int  # tokens in a micro-batch, including padding
+    checkpointing: bool = False  # whether the backward pass recomputes the activations
+    halved: bool = False  # whether the micro-batch was halved after an out-of-memory error
 
     def halve(self) -> MemoryPlan:
-        """Return the plan after an out-of-memory error: half the micro-batch, checkpointing."""
+        """Return a plan with half the micro-batch and gradient checkpointing.
+
+        This is the plan after an out-of-memory error.
+        """
         tokens = max(self.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
         return replace(self, train_batch_tokens=tokens, checkpointing=True, halved=True)
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak. Sampling and learning take turns and free their memory."""
+        """The bytes at the peak.
+
+        Sampling and learning alternate, and each frees its memory before the other one starts.
+        """
         return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
 
     def __str__(self) -> str:
@@ -101,15 +108,16 @@ def plan_memory(
         evaluated: the number of validation problems.
     """
     policy = weights.policy
-    sampler.start()  # servers take memory, so they start before memory is measured
+    sampler.start()  # a server uses memory, so it starts before the measurement
     longest = max(map(len, prompts))
     served = getattr(sampler, "max_model_len", None)  # the limit of a vLLM server
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "
-            f"server's {served}; leave that problem out, or serve with a longer --max-model-len"
+            f"server's limit of {served} tokens; leave out this problem, or serve with a larger "
+            "--max-model-len"
         )
-    if policy.device.type == "meta":  # a server has the weights, and splits batches itself
+    if policy.device.type == "meta":  # a server has the weights
         return MemoryPlan(0, 0, 0, 0, 0, 0, train_batch_tokens=sys.maxsize)
     beyond_prefix = longest - common_prefix_length(prompts)
     sampling = max(
@@ -149,15 +157,21 @@ def plan_memory(
 def plan_sft(
     policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
 ) -> tuple[int, bool]:
-    """Return the micro-batch of SFT, at most `config.micro_batch`, and whether it needs gradient
-    checkpointing. A CPU uses `config.micro_batch` without checkpointing."""
+    """Choose the micro-batch of SFT, and print the planned memory.
+
+    On a CPU the micro-batch is always `config.micro_batch`, without gradient checkpointing.
+
+    Returns:
+        The number of examples in a micro-batch, which is at most `config.micro_batch`, and whether
+        to use gradient checkpointing.
+    """
     micro_batch = config.micro_batch
     if policy.device.type != "cuda":
         return micro_batch, False
     longest = max(len(example["input_ids"]) for example in examples)
     available = available_memory("cuda")
     trained = sum(t.numel() * 4 for t in policy.parameters() if t.requires_grad)
-    room = int(HEADROOM * available - 3 * trained)  # gradients, two moments
+    room = int(HEADROOM * available - 3 * trained)  # gradients and two moments
     while True:
         _, checkpointing, learning = _fit_micro_batch(policy, longest, room, micro_batch * longest)
         smaller = micro_batch // 2
@@ -178,15 +192,19 @@ def _fit_micro_batch(
     room: int,
     tokens: int | None = None,
 ) -> tuple[int, bool, int]:
-    """Choose the tokens of a micro-batch, and whether to use gradient checkpointing.
+    """Choose the size of a micro-batch, and whether to use gradient checkpointing.
 
-    Checkpointing is used only if the smallest micro-batch would not fit into `room` without it.
+    Gradient checkpointing is used only if otherwise even the smallest micro-batch would not fit
+    into the memory.
 
     Args:
-        tokens: the fixed size of a micro-batch, for SFT; None: as many as fit.
+        longest_sequence: the number of tokens in the longest sequence.
+        room: the bytes that are available for a micro-batch.
+        tokens: the fixed size of a micro-batch, for SFT. The default is the largest size that fits.
 
     Returns:
-        The tokens, whether to use checkpointing, and the bytes of a micro-batch.
+        The number of tokens in a micro-batch, whether to use gradient checkpointing, and the bytes
+        that a micro-batch needs.
     """
     set_gradient_checkpointing(policy, False)
     per_token = activation_bytes(policy)
@@ -202,7 +220,7 @@ def _fit_micro_batch(
 
 
 def micro_batch_tokens(model: PreTrainedModel | PeftModel) -> int:
-    """Return the padded tokens of a micro-batch when memory is not the limit."""
+    """Return the number of tokens in a micro-batch if memory is not the limit."""
     if model.device.type == "cuda":
         return GPU_MICRO_BATCH
     return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
@@ -215,16 +233,18 @@ def _learning_bytes(
     longest_sequence: int,
     tokens: int,
 ) -> int:
-    """Return the bytes of a micro-batch of this many tokens, or of the longest sequence if larger.
+    """Return the bytes that the forward and backward pass of a micro-batch needs.
+
+    The micro-batch has `tokens` tokens, or `longest_sequence` tokens if that is more.
 
     Args:
-        per_token: bytes that the forward pass saves per token without checkpointing.
+        per_token: the bytes that the forward pass saves per token without checkpointing.
     """
     model = policy.config.get_text_config()
     layers = model.num_hidden_layers
-    if checkpointing:  # each layer's input, and all activations of one layer
+    if checkpointing:  # the inputs of all layers, and all activations of one layer
         per_token = per_token // layers + layers * model.hidden_size * policy.dtype.itemsize
-    else:  # and the gradients of the current layer
+    else:  # the activations of all layers, and the gradients of one layer
         per_token += per_token // layers
     tokens, dtype = max(tokens, longest_sequence), policy.dtype
     logits = score_bytes(model.vocab_size, LOGITS_CHUNK, dtype, policy.device.type)
@@ -232,7 +252,7 @@ def _learning_bytes(
 
 
 def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
-    """Measure the bytes that the forward pass of one token saves for backward."""
+    """Measure the bytes per token that the forward pass saves for the backward pass."""
     seen: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 
@@ -249,7 +269,7 @@ def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
     )
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
-    del logprobs  # frees the saved activations, too
+    del logprobs  # this frees the saved activations, too
     return sum(seen.values()) // PROBE_TOKENS
 
 

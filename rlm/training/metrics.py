@@ -1,4 +1,4 @@
-"""Metrics of a training step (`area/name`), its line on the terminal, and the run's summary."""
+"""The metrics of a training step (`area/name`), the progress lines and the summary of a run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 from rlm.training.validation import validation_facts
 
-PHASES = ("sample", "score", "learn")  # in this order
-RECENT_STEPS = 5  # steps from which the remaining time is estimated
+PHASES = ("sample", "score", "learn")  # the phases of a step, in order
+RECENT_STEPS = 5  # number of steps from which the remaining time is estimated
 
 
 def announce_run(
     config: GRPOConfig, trainable: int, sampler: str, problems: int, validation: int
 ) -> None:
-    """Print what a run will do.
+    """Print an overview of a run.
 
     Args:
-        trainable: parameters that are trained.
-        sampler: the sampler's description.
-        problems, validation: the numbers of training and validation problems.
+        trainable: the number of trainable parameters.
+        sampler: the description of the sampler.
+        problems, validation: the numbers of training problems and of validation problems.
     """
     limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
     few = ""
@@ -55,7 +55,7 @@ def announce_run(
             "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
             "steps": f"{config.steps_for(problems)}{limit} (the first step's line says "
             "how long they take)",
-            "signal": "share of groups whose rewards differ; the others teach nothing",
+            "signal": "share of groups whose rewards differ; the other groups teach nothing",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
             **(
                 {}
@@ -72,7 +72,7 @@ def announce_run(
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
-    """Print the results of a run, and the command to run next."""
+    """Print the results of a run, and the next command."""
     terminal.table(
         "Stage 2 done",
         {
@@ -97,7 +97,10 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def mean_metrics(
     processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
 ) -> dict[str, float]:
-    """Average the reward's metrics over all calls and processes, weighted by the number of groups.
+    """Average the metrics of the reward function over all calls and processes.
+
+    Each element of `processes` lists, for each call, the number of groups and the metrics. The
+    average is weighted by the number of groups.
 
     >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
     {'a': 0.75, 'b': 1.0}
@@ -115,15 +118,18 @@ def step_metrics(
     kept: Tensor,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the metrics of rewards, completions and times.
+    """Return the metrics of the rewards, the completions and the times of a step.
 
-    Dropped groups count too, because without them dynamic sampling would flatter the reward.
+    The metrics include the groups that dynamic sampling dropped. Without these groups the mean
+    reward would look better than it is.
 
     Args:
-        rewards: (P, G), as the reward returned them, NaN without a verdict.
-        penalties: (P, G), the length penalties.
-        kept: (P,) of bool, the groups that were learned from; dynamic sampling drops the others.
-        seconds: by "sample", "score", "learn".
+        rewards: the rewards returned by the reward function, (P, G), with NaN for a completion
+            without a verdict.
+        penalties: the length penalties, (P, G).
+        kept: whether each group is used for training, (P,) of bool. Dynamic sampling drops the
+            other groups.
+        seconds: the duration of each phase: "sample", "score" and "learn".
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -155,23 +161,25 @@ def step_metrics(
 
 @dataclass
 class LearnMetrics:
-    """Sums over the micro-batches of a step, and the training metrics made from them."""
+    """Collects sums over the micro-batches of a step, and computes the training metrics."""
 
-    mini_batches: int = 1  # updates in a pass
-    passes: int = 0  # passes that were begun
-    grad_norms: list[float] = field(default_factory=list)  # one per update
-    sums: list[LossSums] = field(default_factory=list)  # last pass only
-    entropy: list[float] = field(default_factory=list)  # first pass only
-    # First update only: sum and maximum of |log-probability - the sampler's|, and tokens.
+    mini_batches: int = 1  # number of updates in a pass
+    passes: int = 0  # number of passes that have begun
+    grad_norms: list[float] = field(default_factory=list)  # one norm per update
+    sums: list[LossSums] = field(default_factory=list)  # of the last pass only
+    entropy: list[float] = field(default_factory=list)  # of the first pass only
+    # Sum and maximum of |log-probability - sampler's log-probability|, and the number of tokens.
+    # Only the first update of a step is recorded.
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
 
     def add(
         self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
     ) -> None:
-        """Add a micro-batch of an update.
+        """Add the sums of a micro-batch.
 
         Args:
-            logprobs, entropy: (n, T), of the policy.
+            update: the index of the update within the step.
+            logprobs, entropy: the log-probabilities and the entropies of the policy, (n, T).
         """
         if update // self.mini_batches == self.passes:
             self.passes, self.sums = self.passes + 1, []
@@ -184,7 +192,7 @@ class LearnMetrics:
             self.gaps.append((gap.sum().item(), gap.max().item(), sums.tokens))
 
     def as_dict(self, distributed: Distributed) -> dict[str, float]:
-        """Return means over the tokens of all processes; {} if no token was learned from."""
+        """Return the means over the tokens of all processes; empty if no token was learned."""
         sums, gaps = distributed.gather(self.sums), distributed.gather(self.gaps)
         entropy = distributed.gather(self.entropy)
         if not sums:
@@ -206,12 +214,15 @@ class LearnMetrics:
 def remaining(
     config: GRPOConfig, done: int, a_step: float, validation: float, seconds: float
 ) -> tuple[int, float]:
-    """Return the step at which a run ends, by --steps or --max-minutes, and the seconds left.
+    """Estimate the end of a run, which is determined by --steps or by --max-minutes.
 
     Args:
-        done: steps so far.
-        a_step, validation: seconds of each.
-        seconds: the part of --max-minutes already used.
+        done: the number of steps that are finished.
+        a_step, validation: the duration of a step and of a validation, in seconds.
+        seconds: the part of --max-minutes that is already used, in seconds.
+
+    Returns:
+        The step at which the run ends, and the remaining seconds.
     """
     until, limit = 0.0, 60 * (config.max_minutes or math.inf)
     steps = required(config.steps, "--steps")
@@ -226,11 +237,11 @@ def remaining(
 
 
 def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: float) -> float:
-    """Estimate a run's remaining seconds, validations included, from its last steps.
+    """Estimate the remaining seconds of a run, including validations, from its last steps.
 
     Args:
-        rows: the metrics of the steps so far.
-        minutes: the minutes that this process has trained.
+        rows: the metrics of the finished steps.
+        minutes: the number of minutes that this process has trained.
     """
     took = [sum(row[f"time/{phase}"] for phase in PHASES) for row in rows[-RECENT_STEPS:]]
     evaluated = [row["time/evaluate"] for row in rows if "time/evaluate" in row] or [0.0]
@@ -239,7 +250,11 @@ def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: 
 
 
 def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
-    """Return a step as one line for the terminal; `left`: the remaining seconds."""
+    """Format the metrics of a step as one line for the terminal.
+
+    Args:
+        left: the remaining seconds of the run.
+    """
     seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
     parts = [
         f"step {metrics['step'] + 1}/{steps}",
@@ -269,6 +284,6 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
 
 
 def _exact(metrics: Mapping[str, float]) -> list[str]:
-    """Return the share of right answers if it differs from the mean reward."""
+    """Format the share of right answers, if this share differs from the mean reward."""
     right = metrics.get("reason/correct", metrics["reward/mean"])
     return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]

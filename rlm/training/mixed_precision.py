@@ -1,4 +1,4 @@
-"""Mixed precision: fp32 master weights of a LoRA adapter that computes in bf16 or fp16."""
+"""Mixed precision: fp32 master weights for a LoRA adapter that computes in bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # trains here or on a server
 
-GOOD_UPDATES = 200
+GOOD_UPDATES = 200  # number of finite updates after which the loss scale is doubled
 MAX_LOSS_SCALE = 2.0**16
 
 
 class MixedPrecisionAdapter:
-    """The trained LoRA matrices: the model's copy and their fp32 master weights.
+    """The trained LoRA matrices: the model's weights and their fp32 master weights.
 
-    A bf16 model is fast only if its adapter is bf16 too. Updates are too small for bf16, so they
-    are added to fp32 master weights. For an fp32 model both are the same tensors, and `accumulate`
-    and `copy_to_model` do nothing.
+    A bf16 model is fast only if its adapter is in bf16 too. The updates are too small for bf16, so
+    they are added to fp32 master weights. In an fp32 model, the model's weights and the master
+    weights are the same tensors, and `accumulate` and `copy_to_model` do nothing.
 
-    The smallest fp16 number is 6e-8, and most gradients of one token among ten thousand lie below
-    it. Therefore the loss is multiplied by `loss_scale` before the backward pass, and `accumulate`
-    divides by it in fp32. If a gradient overflows, the update is skipped and the scale is halved.
-    After GOOD_UPDATES finite updates in a row the scale is doubled.
+    The smallest positive fp16 number is 6e-8, and most gradients of a single token in a batch of
+    ten thousand are smaller than this number. Therefore the loss is multiplied by `loss_scale`
+    before the backward pass, and `accumulate` divides the gradients by `loss_scale` in fp32. If a
+    gradient overflows, the update is skipped and `loss_scale` is halved. After GOOD_UPDATES finite
+    updates in a row, `loss_scale` is doubled.
     """
 
     def __init__(self, policy: PeftModel) -> None:
@@ -50,24 +51,24 @@ class MixedPrecisionAdapter:
                 tensor.data = tensor.data.to(policy.dtype)
 
     def token_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy of each completion token, each (n, T)."""
+        """Compute the log-probability and the entropy of each completion token, each (n, T)."""
         return token_logprobs(self.policy, batch, temperature)
 
     def make_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        """Make the optimizer of the master weights."""
+        """Make the optimizer that updates the master weights."""
         return torch.optim.Adam(self.master_weights.values(), lr=learning_rate)
 
     def fetch(self) -> None:
-        """Do nothing: the master weights are on this machine."""
+        """Do nothing, because the master weights are already on this machine."""
 
     def save_state(self) -> None:
-        """Return None: checkpoints contain the whole state."""
+        """Return None, because the checkpoints contain the whole state."""
 
     def load_state(self, path: str | None) -> None:
-        """Do nothing: checkpoints contain the whole state."""
+        """Do nothing, because the checkpoints contain the whole state."""
 
     def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the master weights' gradients, in fp32."""
+        """Add the gradients of a micro-batch to the gradients of the master weights, in fp32."""
         if self.master_weights is self.model_weights:
             return
         for name, tensor in self.model_weights.items():
@@ -80,7 +81,14 @@ class MixedPrecisionAdapter:
                 tensor.grad = None
 
     def adapt_loss_scale(self, *, skipped: bool) -> bool:
-        """Adapt the loss scale after an update; return whether it may have caused the overflow."""
+        """Adapt the loss scale after an update.
+
+        Args:
+            skipped: whether the update was skipped because its gradient was not finite.
+
+        Returns:
+            Whether the loss scale may have caused the overflow of the gradient.
+        """
         at_fault = skipped and self.loss_scale > 1
         if at_fault:
             self.loss_scale /= 2

@@ -1,5 +1,4 @@
-"""Resolve the options of SFT and GRPO: the start adapter, the data and the machine decide what the
-user leaves unset."""
+"""Fill in the unset options of SFT and GRPO from the start adapter, the data and the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")  # GRPOConfig or SFTConfig
 
-SHORT, ON_CPU, LONGEST = 96, 256, 512  # tokens
-GENERATED = {"word-problems", "elementary"}  # their worked solutions take at most 84 tokens
+SHORT, ON_CPU, LONGEST = 96, 256, 512  # defaults of --max-new-tokens
+GENERATED = {"word-problems", "elementary"}  # generated data, with solutions of at most 84 tokens
 MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
@@ -30,18 +29,19 @@ def resolve(
     start: AdapterInfo | None,
     gpu_defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the given options of a training config, with the missing ones filled in.
+    """Return the given options of a training config, with missing options filled in.
 
-    Model, data, quantization, tool, rank, tags and system prompt come from the start adapter, or
-    else from the machine.
+    The model, the data, the quantization, the tool, the rank, the tags and the system prompt come
+    from the start adapter, or from the machine if there is no start adapter.
 
     Args:
-        given: field → value.
-        gpu_defaults: defaults that replace the usual ones if the GPU's memory picks the model.
-            None, for calls from Python, picks no model and no data.
+        given: the options that the user has set, field → value.
+        start: the metadata of the start adapter, if there is a start adapter.
+        gpu_defaults: the defaults that replace the usual defaults if the model is selected by the
+            GPU's memory. If None, as in calls from Python, no model and no data are selected.
 
     Raises:
-        UsageError: a given value contradicts the adapter.
+        UsageError: a given value contradicts the start adapter.
     """
     from rlm.model import AdapterInfo, default_values, pick_quantization
 
@@ -63,14 +63,17 @@ def resolve(
 def check_start(
     adapter: Path | None, dataset: str | None, columns: str | None, rows: str | None, tool: str
 ) -> list[Problem]:
-    """Check these options before torch is imported; return the problems of the user's own files
-    (`peek_problems`).
+    """Check the adapter, the data and the tool before torch is imported.
 
     Args:
-        rows: --split.
+        rows: the value of --split.
+
+    Returns:
+        The problems in the user's own files (see `peek_problems`).
 
     Raises:
-        UsageError: one of them does not exist, or rows of the data are invalid.
+        UsageError: the adapter, the data or the tool does not exist, or rows of the data are
+            invalid.
     """
     from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 
@@ -84,10 +87,10 @@ def check_start(
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
-    """Return a config made in Python, completed by `resolve`.
+    """Complete a config that was made in Python with `resolve`.
 
     Raises:
-        UsageError: the config contradicts the adapter.
+        UsageError: the config contradicts the start adapter.
     """
     options = {option.name: getattr(config, option.name) for option in fields(config)}
     unset = {option.name for option in fields(config) if options[option.name] == option.default}
@@ -97,10 +100,10 @@ def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
 
 
 def choose_max_new_tokens(dataset: str | None) -> int:
-    """Return the default of --max-new-tokens.
+    """Return the default of --max-new-tokens for a dataset.
 
     Args:
-        dataset: None if unknown, as in a config made in Python.
+        dataset: the name of the dataset, or None if it is unknown, as in a config made in Python.
     """
     parts = dataset_parts(dataset) if dataset else []
     if parts and {dataset_name(part).partition(":")[0] for part in parts} <= GENERATED:

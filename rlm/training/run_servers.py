@@ -1,5 +1,5 @@
-"""vLLM servers for the rollouts of a GRPO run. They are already running, or the run starts one per
-training GPU."""
+"""The vLLM servers that sample the rollouts of a GRPO run. The servers are either already running,
+or the run starts one server per training GPU."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-LONGEST_PROMPT = 2048  # tokens of the longest prompt that a started server accepts
+LONGEST_PROMPT = 2048  # maximum prompt length, in tokens, of a server that the run starts
 
 
 class RunServers:
-    """The vLLM servers of a run. The main process starts and stops them; all processes use them."""
+    """The vLLM servers that a run starts.
+
+    The main process starts and stops the servers; all processes of the run use them.
+    """
 
     def __init__(self, policy: PeftModel, config: GRPOConfig, distributed: Distributed) -> None:
         self._policy, self._config, self._distributed = policy, config, distributed
-        self._servers: list[ManagedVLLM] = []  # on the main process
+        self._servers: list[ManagedVLLM] = []  # empty except in the main process
 
     def start(self) -> list[APIClient]:
-        """Start the servers, wait until they answer, and return a client for each.
+        """Start the servers, wait until they answer, and return a client for each server.
 
         Raises:
-            UsageError: a server cannot be started, or other machines could not reach it.
+            UsageError: a server cannot be started, or the run uses several machines, which could
+                not reach the servers.
         """
         if self._distributed.on_several_machines:
             raise UsageError(
-                "--sampler vllm starts servers that only this machine reaches; with several "
-                "machines start them yourself and name them: --server A,B"
+                "--sampler vllm starts servers that only this machine can reach: with several "
+                "machines, start the servers yourself and pass their URLs with --server A,B"
             )
         if self._distributed.is_main:
             command, config = self._command(), self._config
@@ -74,7 +78,7 @@ class RunServers:
     def _command(self) -> list[str]:
         policy, config = self._policy, self._config
         model = str(policy.get_base_model().name_or_path)
-        if not Path(model).is_dir():  # the local files that were loaded here, found offline
+        if not Path(model).is_dir():  # find the downloaded files without the network
             model = snapshot_download(model, local_files_only=True)
         length = LONGEST_PROMPT + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
@@ -83,7 +87,7 @@ class RunServers:
         return server_command(config.vllm_command, model, options)
 
     def _environments(self) -> list[dict[str, str]]:
-        """Return the environment variables of each server, which select its GPU."""
+        """Return the environment variables for each server, which select the server's GPU."""
         size = self._distributed.size
         if size == 1 or self._policy.device.type != "cuda":
             return [{}]
@@ -97,21 +101,21 @@ def make_vllm_sampler(
     config: GRPOConfig,
     distributed: Distributed,
 ) -> VLLMSampler:
-    """Make the sampler of --sampler vllm.
+    """Make the sampler for --sampler vllm.
 
     Raises:
-        UsageError: no server answers at --server.
+        UsageError: a server given by --server does not answer.
     """
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
             f"warning: --quantize {config.quantize} changes the model that is trained, but not the "
-            "one that vLLM samples from (sampler/logprob_gap_mean shows how far they differ): use "
-            "--quantize none"
+            "model that vLLM samples from (sampler/logprob_gap_mean shows how far the two differ): "
+            "use --quantize none"
         )
 
     def export() -> Path:
         path = config.run_dir / "sampler_adapter"
-        # save_embedding_layers="auto" would ask the hub for the base's config each time.
+        # save_embedding_layers="auto" would request the base model's config from the hub each time.
         policy.save_pretrained(
             str(path), selected_adapters=["default"], save_embedding_layers=False
         )

@@ -1,13 +1,15 @@
-"""TRL's SFTTrainer with our own loss and checkpoints. The loss computes the system prompt once per
-micro-batch, and no logits of tokens that are not learned. A run that is resumed from a checkpoint
-ends with exactly the same adapter as one that was never stopped.
+"""TRL's SFTTrainer with a custom loss and custom checkpoints.
 
-TRL's own loss drops prompts before the matmul with the output embeddings only where Triton runs.
-Elsewhere it scores every position and then drops masked ones (1.16, `_use_triton`). Two thirds of a
-word problem's tokens are prompt, and that matmul takes a third of a small model's step.
+The custom loss computes the system prompt once per micro-batch, and computes logits only for the
+tokens that are learned. TRL's own loss leaves out the prompts before the matmul with the LM head
+only if Triton is available. Otherwise TRL computes the logits of every position, and then drops the
+masked positions (TRL 1.16, `_use_triton`). In a word problem two thirds of the tokens belong to the
+prompt, and in a small model this matmul takes a third of the time of a step.
 
-transformers' own checkpoints contain pickles, may be half-written, and continue a second epoch with
-other batches (5.23), because they lack the random state at the epoch's beginning.
+With the custom checkpoints, a run that is resumed produces exactly the same adapter as a run that
+was never stopped. The checkpoints of transformers contain pickles and may be half-written. Because
+these checkpoints lack the random state at the beginning of an epoch, a resumed second epoch has
+different batches (transformers 5.23).
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is importe
     from peft import PeftModel
 
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
-SAVE_SECONDS = 60.0  # log and save at the first step after this many seconds
-KEEP = 2  # checkpoints
-# Options that may differ when a run is resumed. Either training does not depend on them, or a hash
-# of what they name is compared instead.
+SAVE_SECONDS = 60.0  # minimum time between two checkpoints
+KEEP = 2  # number of checkpoints that are kept
+# Options that may change when a run is resumed. Training does not depend on these options, or a
+# hash of the model or the data that the option names is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
     *("eval_samples", "micro_batch", "max_minutes"),
@@ -60,7 +62,7 @@ MAY_CHANGE = {
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
-    """TRL's trainer with our own loss and resume."""
+    """TRL's SFTTrainer with a custom loss and custom resuming."""
 
     def compute_loss(
         self,
@@ -69,10 +71,11 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the mean negative log-likelihood of the labels, equal to TRL's."""
+        """Return the mean negative log-likelihood of the labels, which equals TRL's loss."""
         if return_outputs or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Other attention kernels compute masked positions, most of a packed sequence.
+        # Other attention kernels also compute the masked positions, which are most positions of a
+        # packed sequence.
         packed = model.config._attn_implementation == ATTN_IMPLEMENTATION
         batch = pack_examples(inputs, model.device.type, packed)
         logprobs, _ = token_logprobs(model, batch, 1.0)
@@ -84,18 +87,18 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return self.evaluate(datasets.Dataset.from_list([dict(e) for e in examples]))["eval_loss"]
 
     def train_from(self, step: int) -> None:
-        """Train from this step; `CheckpointCallback` restores its adapter and optimizer."""
+        """Train from this step on; `CheckpointCallback` restores the adapter and the optimizer."""
         if step == 0:
             self.train()
             return
         state = TrainerState(global_step=step, train_batch_size=self.args.train_batch_size)
         state.compute_steps(self.args, max_steps=self.args.max_steps)
-        with tempfile.TemporaryDirectory() as folder:  # the only state that transformers reads
+        with tempfile.TemporaryDirectory() as folder:  # for the state that transformers reads
             state.save_to_json(str(Path(folder) / "trainer_state.json"))
             self.train(resume_from_checkpoint=folder)
 
     def _load_from_checkpoint(self, *arguments: object, **options: object) -> None:
-        """Skip the part of transformers' resume that looks for adapter files."""
+        """Do nothing, because transformers would look for adapter files in the checkpoint."""
 
 
 def make_trainer(
@@ -105,7 +108,7 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     examples: list[Example],
 ) -> SFTTrainer:
-    """Make the trainer of a run."""
+    """Make the SFT trainer of a run."""
     micro_batch, checkpointing = plan_sft(policy, config, examples)
     steps, gpu = config.steps(len(examples)), device.type == "cuda"
     arguments = sft_config.SFTConfig(
@@ -119,11 +122,11 @@ def make_trainer(
         warmup_steps=round(config.warmup_share * steps),
         max_grad_norm=1.0,
         logging_steps=max(1, steps // 20),
-        logging_first_step=True,  # the first line estimates the time of the run
+        logging_first_step=True,  # the first log line estimates the time of the run
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        train_sampling_strategy="group_by_length",  # little padding
+        train_sampling_strategy="group_by_length",  # reduces padding
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         # On a CPU, autocast takes twice as long as a bf16 model.
@@ -133,7 +136,7 @@ def make_trainer(
         gradient_checkpointing=checkpointing,
         seed=config.seed,
     )
-    if arguments.device.type == "cuda":  # TrainingArguments counts all GPUs; use one
+    if arguments.device.type == "cuda":  # TrainingArguments counts all GPUs, but SFT uses one
         arguments._n_gpu = 1
     trainer = SFTTrainer(
         model=policy,
@@ -142,7 +145,7 @@ def make_trainer(
         args=arguments,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    # TRL casts the adapter of a quantized base to bf16, in which small updates round to 0.
+    # TRL casts the adapter of a quantized base model to bf16, which would round small updates to 0.
     for tensor in policy.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
@@ -150,7 +153,7 @@ def make_trainer(
 
 
 class CheckpointCallback(TrainerCallback):
-    """Logs, saves our checkpoints and decides whether to stop, after each step."""
+    """Logs the metrics, saves checkpoints and decides whether to stop, after each step."""
 
     def __init__(
         self,
@@ -163,10 +166,11 @@ class CheckpointCallback(TrainerCallback):
         """Begin the run, or load its newest checkpoint for the trainer.
 
         Raises:
-            UsageError: too little disk space; no checkpoint to resume, or one of another run.
+            UsageError: there is too little disk space, there is no checkpoint to resume from, or
+                the checkpoint belongs to another run.
         """
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
-        self.steps, self.step = config.steps(len(examples)), 0  # total, and those done before
+        self.steps, self.step = config.steps(len(examples)), 0  # all steps, steps done before
         self._seconds_before = 0.0
         self._loaded: dict[str, Tensor] = {}
         self._epoch_began = torch.get_rng_state()
@@ -194,11 +198,14 @@ class CheckpointCallback(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on the run, including earlier processes."""
+        """The seconds spent on the run, including the time before the run was resumed."""
         return self._seconds_before + time.monotonic() - self._started
 
     def mean_loss(self) -> float:
-        """Return the mean loss of all steps; a log row has the mean since the previous row."""
+        """Return the mean loss of all steps.
+
+        Each row of the log contains the mean loss of the steps since the previous row.
+        """
         total, done = 0.0, 0
         for row in self.run.metrics():
             total += row["loss/sft"] * (row["step"] + 1 - done)
@@ -215,8 +222,9 @@ class CheckpointCallback(TrainerCallback):
                 group["lr"] = rate
 
     def on_epoch_begin(self, args: Any, state: TrainerState, *control: Any, **parts: Any) -> None:
-        # The epoch's order is drawn next. A resumed epoch draws the same order, skips the steps
-        # that were done, and continues with the random state that was saved after them.
+        # The order of the examples is drawn next. A resumed epoch draws the same order, skips the
+        # steps that are already done, and continues with the random state that was saved after
+        # these steps.
         if self._loaded:
             between = state.global_step % (self.steps // int(args.num_train_epochs)) == 0
             torch.set_rng_state(self._loaded["random/now" if between else "random/epoch"])
@@ -241,7 +249,7 @@ class CheckpointCallback(TrainerCallback):
             control.should_training_stop = True
         control.should_training_stop |= self.run.interrupted
         control.should_log |= control.should_training_stop or state.global_step == self.steps
-        control.should_log |= self._save_is_due()  # between the regular reports, too
+        control.should_log |= self._save_is_due()  # also between the regular log steps
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         logs, done = parts.get("logs") or {}, state.global_step
@@ -264,7 +272,7 @@ class CheckpointCallback(TrainerCallback):
     def _save(self, step: int) -> None:
         tensors = checkpoint_tensors(self.adapter, self._optimizer)
         tensors |= {"random/epoch": self._epoch_began, "random/now": torch.get_rng_state()}
-        if torch.cuda.is_available():  # dropout uses its generator
+        if torch.cuda.is_available():  # dropout uses the GPU's generator
             tensors["random/cuda"] = torch.cuda.get_rng_state()
         schedule = self._scheduler.state_dict()
         state = {"origin": self.origin, "seconds": self.seconds, "schedule": schedule}

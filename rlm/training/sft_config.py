@@ -1,4 +1,4 @@
-"""The options of supervised fine-tuning: what `train_sft.py --help` lists."""
+"""The options of supervised fine-tuning, which `train_sft.py --help` lists."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from rlm.runs import TRACKER_NAMES
 from rlm.training.config import SWITCHES
 from rlm.training.resolve import check_start, resolve
 
-MAX_SAMPLES = 400  # unless the data is a file of the user's
-ENOUGH_STEPS = 20  # 11 examples taught nothing in one step, but a text task in twenty steps
-# Defaults when the GPU's memory picks the model, which then trains on GSM8K.
+MAX_SAMPLES = 400  # default, except for the user's own data files
+# Number of steps after which a small data set has been learned: with 11 examples, a model learned
+# nothing in one step, but it learned a text task in twenty steps.
+ENOUGH_STEPS = 20
+# Defaults for a model that was selected by the GPU's memory and that trains on GSM8K.
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
@@ -129,9 +131,14 @@ class SFTConfig:
                 f"{self.micro_batch}: add --micro-batch {divisor}"
             )
         if self.adapter and self.lora_dropout:
-            raise ValueError("--lora-dropout is for a new adapter; --adapter keeps its own")
+            raise ValueError(
+                "--lora-dropout is for a new adapter; the adapter of --adapter keeps its dropout"
+            )
         if self.lora_dropout == 1:
-            raise ValueError("--lora-dropout must be below 1: nothing of the adapter would be left")
+            raise ValueError(
+                "--lora-dropout must be below 1: a dropout of 1 would drop all of the adapter's "
+                "input"
+            )
         overwrites = self.adapter and self.output.resolve() == self.adapter.resolve()
         if overwrites and not self.dry_run:  # --dry-run writes nothing
             raise ValueError(
@@ -141,7 +148,10 @@ class SFTConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in options from --adapter and the machine; `resolve_config` calls this."""
+        """Fill in unset options from --adapter and the machine.
+
+        `resolve_config` calls this method.
+        """
         from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 
         adapter = given.get("adapter")
@@ -152,11 +162,15 @@ class SFTConfig:
         return values
 
     def check_files(self) -> None:
-        """Check adapter, data and tool before torch is imported."""
+        """Check the adapter, the data and the tool before torch is imported."""
         check_start(self.adapter, self.dataset, self.columns, self.split, self.tool)
 
     def epochs_for(self, examples: int) -> int:
-        """Return `epochs`; if unset, enough for ENOUGH_STEPS with a user's file, else 1."""
+        """Return the number of passes over the examples.
+
+        If `epochs` is unset, the default is 1. For the user's own data files the default is the
+        number of passes that makes at least ENOUGH_STEPS steps.
+        """
         enough = math.ceil(ENOUGH_STEPS / math.ceil(examples / self.batch_size))
         return self.epochs or (enough if self.dataset and own_files(self.dataset) else 1)
 

@@ -1,4 +1,4 @@
-"""SFT examples: problems as token ids, with the loss on the completions alone."""
+"""SFT examples: problems as token ids, in which only the completions have a loss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-Example = dict[str, list[int]]  # input_ids and labels
+Example = dict[str, list[int]]  # keys: input_ids, labels
 
 
 def drop_unsolved(
     problems: Sequence[Problem], dataset: str | None, what: str = "problems"
 ) -> list[Problem]:
-    """Return the problems that have a solution, and print how many have none.
+    """Return the problems that have a solution, and print the number of those without a solution.
+
+    Args:
+        what: the name of the problems in messages.
 
     Raises:
         UsageError: no problem has a solution.
@@ -55,33 +58,36 @@ def to_examples(
     format: Format,
     max_length: int,
 ) -> list[Example]:
-    """Turn problems with solutions into training examples; leave out those that are too long."""
+    """Convert problems with solutions to training examples of at most `max_length` tokens.
+
+    Longer examples are left out.
+    """
     examples = [to_example(tokenizer, problem, format) for problem in problems]
     return [e for e in examples if len(e["input_ids"]) <= max_length]
 
 
 def to_example(tokenizer: PreTrainedTokenizerBase, problem: Problem, format: Format) -> Example:
-    """Return the example of a problem."""
+    """Convert a problem with a solution to a training example."""
     prompt = render_problem(tokenizer, problem, format)
     completion = render_completion(tokenizer, problem.solution, problem.answer, format)
     return mask_prompt(prompt, completion)
 
 
 def mask_prompt(prompt: list[int], completion: list[int]) -> Example:
-    """Make `input_ids` and `labels`; the labels of the prompt are IGNORE_INDEX."""
+    """Make an example from token ids; the labels of the prompt are IGNORE_INDEX."""
     return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + completion}
 
 
 def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> MicroBatch:
-    """Pack a padded batch of examples.
+    """Convert a padded batch of examples to a micro-batch without padding.
 
     Args:
-        inputs: `input_ids`, `attention_mask` and `labels`, (B, S) each, padded on the right.
-        packed: put all examples into one sequence that computes their common prefix (the system
-            prompt) once; otherwise each example is a sequence.
+        inputs: `input_ids`, `attention_mask` and `labels`, each (B, S), padded on the right.
+        packed: whether to pack all examples into one sequence, in which their common prefix (the
+            system prompt) is computed only once. Otherwise each example is a sequence of its own.
 
     Returns:
-        A micro-batch of B completions whose targets are the learned tokens.
+        A micro-batch of B completions, whose targets are the tokens that have a loss.
     """
     lengths = inputs["attention_mask"].sum(1).tolist()
     ids, labels = (
@@ -105,7 +111,7 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> Mi
 
 
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
-    """Print the rendered prompt, which has no loss, and the completion."""
+    """Print the prompt of an example, which has no loss, and the completion."""
     prompt = example["labels"].count(IGNORE_INDEX)
     parts = {"prompt, no loss": slice(prompt), "completion, learned": slice(prompt, None)}
     for what, part in parts.items():
@@ -115,6 +121,6 @@ def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
 
 
 def show_counts(problems: int, examples: int, max_length: int, what: str = "problems") -> None:
-    """Print how many problems were read, are used, and were left out."""
+    """Print how many problems were read, how many are used, and how many were left out."""
     left_out = f"{problems - examples} left out (over --max-length {max_length} tokens)"
     terminal.line(f"{what}: {problems} read, {examples} used, {left_out}")

@@ -1,4 +1,4 @@
-"""The state of a GRPO run, saved and restored exactly."""
+"""The state of a GRPO run, which checkpoints save and restore exactly."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ from rlm.training.distributed import Distributed
 from rlm.training.mixed_precision import Learner
 from rlm.training.validation import ProblemScores, Validations
 
-MAX_CONSECUTIVE_SKIPS = 3  # updates without a finite gradient
-LOG_BYTES = 50 * 2**20  # metrics, samples and pictures of a run
-# Options that may differ when a run is resumed. Either training does not depend on them, or a hash
-# of what they name (model, dataset) is compared instead.
+MAX_CONSECUTIVE_SKIPS = 3  # number of updates without a finite gradient that are tolerated in a row
+LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
+# Options that may change when a run is resumed. Training does not depend on these options, or a
+# hash of the model or the data that the option names is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),
     *("max_num_seqs", "sampler", "server", "train_batch_size"),
 }
-# Fields of the state in a checkpoint's JSON, besides the run's origin.
+# Fields of TrainingState that a checkpoint stores as JSON and restores.
 SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
 
 
 @dataclass(frozen=True)
 class StepControl:
-    """The actions due at the end of a step (transformers' TrainerControl); all processes agree."""
+    """The actions that are due at the end of a step, like transformers' TrainerControl.
+
+    The values are the same in all processes.
+    """
 
     should_evaluate: bool
     should_save: bool
@@ -53,9 +56,10 @@ class StepControl:
 
 @dataclass
 class TrainingState:
-    """Adapter, optimizer and the best adapter so far.
+    """The adapter, the optimizer, the validations and the best adapter so far.
 
-    It has no random state, because what a step samples depends only on the seed and the step.
+    The state contains no random state, because the samples of a step depend only on the seed, the
+    step and the weights.
     """
 
     weights: Learner
@@ -64,30 +68,30 @@ class TrainingState:
     distributed: Distributed = field(default_factory=Distributed)
     validations: Validations = field(default_factory=Validations)
     best: dict[str, Tensor] = field(default_factory=dict)
-    skipped_total: int = 0  # updates without a finite gradient, which changed nothing
-    consecutive_skips: int = 0
-    last_finite: int = 0  # the last step whose first weights gave a finite gradient
-    updates: int = 0  # updates made, for the warm-up
-    keep: int = 2  # how many of the newest checkpoints are kept
+    skipped_total: int = 0  # number of updates skipped because their gradient was not finite
+    consecutive_skips: int = 0  # number of updates skipped in a row
+    last_finite: int = 0  # the last step with a finite gradient, whose initial weights are good
+    updates: int = 0  # number of updates so far, for the warm-up
+    keep: int = 2  # number of newest checkpoints to keep
     updated: bool = False  # whether the current step has changed the weights
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
-    origin: dict[str, Any] = field(default_factory=dict)  # config and data of the run
+    origin: dict[str, Any] = field(default_factory=dict)  # the config and the data of the run
     _began: float = field(default_factory=time.monotonic)
-    _seconds_before: float = 0.0  # seconds of earlier processes, up to the checkpoint
+    _seconds_before: float = 0.0  # seconds of the run before it was resumed
 
     @property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
-        """The fp32 master weights, by name."""
+        """The fp32 master weights of the adapter, by name."""
         return self.weights.master_weights
 
     @property
     def minutes(self) -> float:
-        """Minutes that this process has trained, which --max-minutes limits."""
+        """The minutes that this process has trained, which --max-minutes limits."""
         return (time.monotonic() - self._began) / 60
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, including earlier processes."""
+        """The seconds spent on the run, including the time before the run was resumed."""
         return self._seconds_before + time.monotonic() - self._began
 
     def begin(
@@ -97,19 +101,21 @@ class TrainingState:
         problems: Sequence[Problem],
         eval_problems: Sequence[Problem],
     ) -> int:
-        """Write the first checkpoint of a new run, or load the newest of this one.
+        """Write the first checkpoint of a new run, or load the newest checkpoint of a resumed run.
 
         Returns:
             The step to continue with.
 
         Raises:
-            UsageError: too little disk space; nothing to resume; or the checkpoint or another
-                process has other data, options, base or start adapter.
+            UsageError: there is too little disk space; there is no run to resume; or the data, the
+                options, the base model or the start adapter differ from those of the checkpoint or
+                of another process.
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
-            # A checkpoint has the adapter, the best adapter and two moments. Besides those kept
-            # there are a protected one, the one being written, and the exported best and last.
+            # A checkpoint contains the adapter, the best adapter and two moments. In addition to
+            # the `keep` newest checkpoints, there may be a protected checkpoint, the checkpoint
+            # that is being written, and the exported best and last adapters.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
@@ -127,15 +133,15 @@ class TrainingState:
         else:
             self.save(run, 0)
             step = 0
-        run.begin(to_dict(config))  # last, so that a refused run starts no tracker
+        run.begin(to_dict(config))  # last, so that a rejected run does not start a tracker
         return step
 
     def _compare_origins(self) -> None:
-        """Check that all processes train the same run, because each loads its own files.
+        """Check that all processes train the same run, because each process loads its own files.
 
         Raises:
-            UsageError: this process has other data, options, base or start adapter than the main
-                process.
+            UsageError: the data, the options, the base model or the start adapter of this process
+                differ from those of the main process.
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
         free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # the adapter's tensors are compared
@@ -144,12 +150,16 @@ class TrainingState:
             changes.append("the base model: other tensors under its name")
         if changes:
             raise UsageError(
-                f"this machine's run is not the main process's ({'; '.join(changes)}): give all "
-                "processes the same options and files"
+                "the run on this machine differs from that of the main process "
+                f"({'; '.join(changes)}): start all processes with the same options and files"
             )
 
     def control_after(self, step: int, config: GRPOConfig, interrupted: bool) -> StepControl:
-        """Decide what is due after a step, from its number, the clock and any process's signals."""
+        """Decide which actions are due after a step.
+
+        The decision depends on the number of the step, the time limit and the signals received by
+        any process.
+        """
         done = step + 1
         out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
         last = self.distributed.broadcast(out_of_time) or done == config.steps
@@ -162,8 +172,13 @@ class TrainingState:
         return StepControl(due(config.eval_every), save, last, interrupted)
 
     def count_update(self, *, skipped: bool) -> None:
-        """Count an update. Skipped ones in a row are counted, too, except those that a lower loss
-        scale may cure."""
+        """Count an update, and the updates that were skipped in a row.
+
+        A skipped update does not count as skipped in a row if the loss scale may have caused it.
+
+        Args:
+            skipped: whether the update was skipped because its gradient was not finite.
+        """
         self.updates += 1
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
@@ -171,16 +186,16 @@ class TrainingState:
         self.updated |= not skipped
 
     def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
-        """After MAX_CONSECUTIVE_SKIPS, restore the last good weights and halve the learning rate.
+        """Restore the last good checkpoint if MAX_CONSECUTIVE_SKIPS updates in a row were skipped.
 
-        A checkpoint is good if a finite update was made from it: the weights after the last update
-        may have caused the bad gradient. Training continues with the next step, because the same
-        problems with the same weights would fail again.
+        The learning rate is halved. A checkpoint is good if a finite update was made from its
+        weights; later weights may be the cause of the bad gradients. Training continues with the
+        next step, because the same problems with the same weights would fail again.
 
         Raises:
-            UsageError: there is no good checkpoint, or this has happened before.
+            UsageError: there is no good checkpoint, or a checkpoint was already restored before.
         """
-        if self.updated:  # a step without an update proves nothing about its weights
+        if self.updated:  # a step without an update does not show that its weights are good
             self.last_finite, self.updated = step, False
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
@@ -188,7 +203,11 @@ class TrainingState:
         if self.lr_scale < 1 or loaded is None:
             raise UsageError(
                 f"{self.consecutive_skips} updates in a row had no finite gradient, "
-                + ("at half the rate too" if loaded else "and there is no checkpoint to go back to")
+                + (
+                    "even at half the rate"
+                    if loaded
+                    else "and there is no checkpoint to go back to"
+                )
                 + "; start again with a lower --learning-rate"
             )
         self._load(*loaded)
@@ -199,30 +218,38 @@ class TrainingState:
         )
 
     def brake(self, step: int) -> str:
-        """Print and return why the run must stop at this step, or "" (`Validations.fall`)."""
+        """Check whether the run must stop because the accuracy has fallen (see `Validations.fall`).
+
+        Returns:
+            The reason, which is also printed, or "" if the run may continue.
+        """
         fall = self.validations.fall()
         if fall:
             terminal.line(
-                f"stopped after step {step}: {fall}; see what the reward prefers (samples.jsonl), "
-                "or lower --learning-rate"
+                f"stopped after step {step}: {fall}; check which completions the reward prefers "
+                "(samples.jsonl), or lower --learning-rate"
             )
         return fall
 
     def keep_validation(self, step: int, scores: ProblemScores) -> None:
-        """Record a validation, and keep the adapter if it is the best so far."""
+        """Record a validation, and keep a copy of the adapter if it is the best so far."""
         if self.validations.add(step, scores):
             self.weights.fetch()
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
     def put_on_model(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter's weights, named as in `self.adapter`."""
+        """Copy these tensors, which are named as in `self.adapter`, to the adapter of the model."""
         for name, tensor in adapter.items():
             self.adapter[name].copy_(tensor)
         self.weights.copy_to_model()
 
     def save(self, run: RunDirectory, next_step: int) -> None:
-        """Write a checkpoint. Each has the best adapter, so deleting old ones cannot lose it."""
+        """Write a checkpoint.
+
+        Each checkpoint contains the best adapter, so the deletion of old checkpoints cannot delete
+        the best adapter.
+        """
         if not run.writes:
             return
         self.weights.fetch()
@@ -239,7 +266,8 @@ class TrainingState:
         """Load the newest checkpoint and return the step to continue with.
 
         Raises:
-            UsageError: there is no checkpoint, or it has another base, adapter, config or data.
+            UsageError: there is no checkpoint, or the base model, the start adapter, the config or
+                the data of the checkpoint differ from those of this run.
         """
         tensors, state = resume_run(
             run,
@@ -259,8 +287,11 @@ class TrainingState:
         return state["step"]
 
     def _restore_validations(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's validations and best adapter if they are comparable with this
-        run's, or if this run has no validation."""
+        """Restore the validations and the best adapter from a checkpoint.
+
+        Validations that are not comparable with those of this run are not restored: the validation
+        problems, the reward or the measure have changed.
+        """
         saved = Validations.from_dict(state["validations"])
         now = self.validations
         if now.data and (saved.data, saved.measure) != (now.data, now.measure):
@@ -275,7 +306,7 @@ class TrainingState:
     def _load_checkpoint(
         self, run: RunDirectory, **options: Any
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Load the checkpoint in the main process, which has the directory, and broadcast it."""
+        """Load a checkpoint in the main process, which has the run directory, and broadcast it."""
         is_main = self.distributed.is_main
         return self.distributed.broadcast(run.checkpoints.load(**options) if is_main else None)
 

@@ -1,7 +1,8 @@
-"""Everything around the loop of train_grpo.py: data, components, and a run.
+"""Supporting code for the training loop in train_grpo.py: components, data, validation, runs.
 
-`TrainingRun` is one call of `GRPOTrainer.train`: the run directory, the memory plan, validations,
-logs and the export. `Validator` samples as training does, for validation and for --doctor.
+`TrainingRun` represents one call of `GRPOTrainer.train`; it manages the run directory, the memory
+plan, the validations, the logs and the export. `Validator` samples as training does, for validation
+and for --doctor.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
 T = TypeVar("T")
-Render = Callable[[Problem], list[int]]  # a problem's prompt as token ids
-# (problems, k, callback) → each problem's mean over k completions, by "accuracy" or "reward". The
-# callback is called after each completion.
+Render = Callable[[Problem], list[int]]  # renders the prompt of a problem as token ids
+# (problems, k, callback) → the mean score of each problem over k completions, for "accuracy" or
+# "reward". The callback is called after each completion.
 ScoreProblems = Callable[[Sequence[Problem], int, Callable[[], None]], Mapping[str, ProblemScores]]
 
 
 class StepScorer(Protocol):
-    """Scores all completions of a step: `rlm.rewards.Scorer`, or a recipe's own."""
+    """Scores all completions of a step; `rlm.rewards.Scorer`, or a scorer defined by a recipe."""
 
     def __call__(
         self,
@@ -102,42 +103,47 @@ class StepScorer(Protocol):
 
 
 def check_arguments(model_name: object, config: object) -> None:
-    """Refuse a loaded model or another library's config before anything is loaded.
+    """Check the types of the arguments `model_name` and `config` before anything is loaded.
 
     Raises:
-        TypeError: the message says what to pass instead.
+        TypeError: `model_name` is a loaded model, or `config` belongs to another library.
     """
     if not isinstance(model_name, str | Path):
         kind = type(model_name).__name__
         raise TypeError(
-            f"model_name is a {kind}: give a hub id or a directory; it is loaded as trainer.model"
+            f"model_name is a {kind}: pass a hub id or a directory; the trainer loads the model "
+            "itself, as trainer.model"
         )
     if not isinstance(config, GRPOConfig | None):
         kind = f"{type(config).__module__}.{type(config).__name__}"
-        raise TypeError(f"config is a {kind}: give a rlm.GRPOConfig")
+        raise TypeError(f"config is a {kind}: pass a rlm.GRPOConfig")
 
 
 def resolve_start(
     config: GRPOConfig, model: str, base_hash: str, tool: Tool | None, processes: int
 ) -> tuple[GRPOConfig, AdapterInfo, Tool | None]:
-    """Return the config adapted to this base and machine, the start adapter, and the run's tool
-    (`tool`, or what --tool names). Each change is printed.
+    """Complete the config for this base model and machine, and load the start adapter's metadata.
 
-    Values that `GRPOConfig.resolve` has set are kept. A config made in Python may have the default
-    adapter, which is used only if it fits, or `quantize="auto"`.
+    Each change to the config is printed. Values that `GRPOConfig.resolve` has set are not changed.
+    A config made in Python may contain the default adapter, which is used only if it fits the base
+    model, or `quantize="auto"`, which is resolved here.
+
+    Returns:
+        The completed config; the metadata of the start adapter; and the tool of the run, which is
+        `tool` or the tool named by --tool.
 
     Raises:
         TypeError: `tool` is not a Tool.
-        UsageError: a given adapter does not exist or belongs to another base, or has other tags or
-            another rank than the config; there are more processes than problems in a step; --tool
-            names no tool.
-        ValueError: a tool is given with a sampler on a server, which supports none.
+        UsageError: the given adapter does not exist, belongs to another base model, or has other
+            tags or another rank than the config; there are more processes than problems in a step;
+            or the tool named by --tool does not exist.
+        ValueError: a tool is given, but the sampler runs on a server, which does not support tools.
     """
     tool = load_tool(config.tool) if tool is None else as_tool(tool)
     config = replace(config, tool=tool.name if tool else "none")
     if config.batch_size < processes:
         too_small = f"--batch-size {config.batch_size} is too small"
-        raise UsageError(f"{too_small}: {processes} processes need a problem each")
+        raise UsageError(f"{too_small}: each of the {processes} processes needs a problem")
     if config.sampler == "vllm" and not config.server_urls:
         from rlm.sampling import split_command
 
@@ -145,8 +151,8 @@ def resolve_start(
     adapter = config.sft_adapter
     if config.backend == "tinker":
         if processes > 1:
-            raise UsageError("--backend tinker computes on its server: start one process here")
-        adapter = None  # it can only be the default one: the config refuses others
+            raise UsageError("--backend tinker computes on its server: start only one process here")
+        adapter = None  # this can only be the default adapter: the config rejects all others
     elif adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
             terminal.line(f"starts from a new adapter: {problem}")
@@ -164,15 +170,19 @@ def resolve_start(
         if then != now:
             terminal.line(f"{adapter} was trained with --{name} {then}, now --{name} {now}")
     if asked.system_prompt not in (None, start.system_prompt):
-        terminal.line(f"{adapter} was trained with another system prompt than --system-prompt")
+        terminal.line(f"{adapter} was trained with a system prompt other than --system-prompt")
     return config, start, tool
 
 
 def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftModel:
-    """Load the base with the trainable adapter, in eval mode; for a server, load no weights."""
+    """Load the base model with the trainable adapter, in eval mode.
+
+    With --backend tinker no weights are loaded, because the server has the base model.
+    """
     if config.backend == "tinker":
         return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
-    gc.collect()  # frees SFT's trainer if it ran in this process: a gigabyte in a reference cycle
+    # If SFT ran in this process, its trainer is a reference cycle that contains a gigabyte.
+    gc.collect()
     release_memory()
     device = device or pick_device(config.dtype)
     base = load_base(model, device, quantize=config.quantize, attn="auto")
@@ -189,10 +199,11 @@ def make_engine(
     distributed: Distributed,
     tool: Tool | None = None,
 ) -> tuple[Learner, RolloutSampler]:
-    """Make the learner and the sampler.
+    """Make the learner and the sampler of a run.
 
     Raises:
-        UsageError: no server answers, or --sampler merged with a model that has no fast path.
+        UsageError: the server does not answer, or --sampler merged is used with a model that the
+            fast sampler does not support.
     """
     if config.backend != "tinker":
         weights = MixedPrecisionAdapter(policy)
@@ -218,10 +229,11 @@ def make_sampler(
     distributed: Distributed,
     tool: Tool | None = None,
 ) -> RolloutSampler:
-    """Make the sampler of the config.
+    """Make the sampler selected by the config.
 
     Raises:
-        UsageError: no server answers, or --sampler merged with a model that has no fast path.
+        UsageError: the server does not answer, or --sampler merged is used with a model that the
+            fast sampler does not support.
     """
     if config.sampler == "vllm":
         from rlm.training.run_servers import make_vllm_sampler
@@ -241,10 +253,10 @@ def make_sampler(
 
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to train on and to validate on.
+    """Load the training problems and the validation problems.
 
     Raises:
-        UsageError: they cannot be loaded, or the run to resume has no checkpoint.
+        UsageError: the problems cannot be loaded, or the run to resume has no checkpoint.
     """
     if config.resume:
         check_resumable(config.run_dir)
@@ -266,14 +278,15 @@ def fit_prompts(
     problems: Sequence[Problem],
     what: str = "problems",
 ) -> list[Problem]:
-    """Leave out the problems whose prompts leave no room for a completion in the model's context
-    window, and print their number.
+    """Return the problems whose prompt and completion fit into the model's context window.
+
+    The number of problems that are left out is printed.
 
     Args:
-        what: what the printed line calls the problems.
+        what: the name of the problems in the printed line.
 
     Raises:
-        UsageError: all problems would be left out.
+        UsageError: no problem fits.
     """
     if (window := context_window(policy)) is None:
         return list(problems)
@@ -283,13 +296,13 @@ def fit_prompts(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The problems of a run; all prompts fit into the model's context window."""
+    """The problems of a run, whose prompts all fit into the model's context window."""
 
     problems: list[Problem]
     eval_problems: list[Problem]
-    longest_prompts: list[list[int]]  # as token ids
-    answer_types: tuple[AnswerType, ...]  # in the training problems, most frequent first
-    measure: str  # "accuracy" or "reward", which selects the adapter to export
+    longest_prompts: list[list[int]]  # the token ids of the longest prompts
+    answer_types: tuple[AnswerType, ...]  # types of the training problems, most frequent first
+    measure: str  # the score that selects the adapter to export: "accuracy" or "reward"
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -302,10 +315,11 @@ class TrainingData:
         dataset: Iterable[Problem | Mapping[str, Any]],
         eval_dataset: Iterable[Problem | Mapping[str, Any]] | None,
     ) -> TrainingData:
-        """Load the problems and leave out those that do not fit.
+        """Load the problems, and leave out those that do not fit into the context window.
 
         Raises:
-            UsageError: there is no problem, none fits, or the data lacks a column of the reward.
+            UsageError: there are no problems, no problem fits, or the data lacks a column that the
+                reward function needs.
         """
         problems = as_problems(dataset)
         if isinstance(eval_dataset, Sized) and not len(eval_dataset):
@@ -325,14 +339,15 @@ class TrainingData:
         if shared := sum(problem.question in questions for problem in eval_problems):
             warnings.append(
                 f"{shared} of {len(eval_problems)} validation problems are training problems too: "
-                "their accuracy says nothing about new problems; remove them from one of the two"
+                "the accuracy on these problems does not measure how well new problems are solved; "
+                "remove these problems from one of the two sets"
             )
         is_strict = isinstance(getattr(scorer, "reward", None), CorrectnessReward)
         if is_strict and config.sft_adapter is None:
             warnings.append(
                 "training starts from a bare model, and only a right number in the right tags is "
-                "rewarded, so it will likely learn nothing: teach the tags first "
-                f"({command_of('train_sft')} --model {config.model}), or reward them too "
+                "rewarded, so the model will likely learn nothing: teach the tags first "
+                f"({command_of('train_sft')} --model {config.model}), or reward the tags too "
                 "(reward_fn=[FormatReward(), CorrectnessReward()])"
             )
         kinds = answer_types(problems)
@@ -340,7 +355,7 @@ class TrainingData:
         return cls(problems, eval_problems, longest, kinds, measure, warnings)
 
     def announce(self, config: GRPOConfig, weights: Learner, sampler: RolloutSampler) -> None:
-        """Print what the run will do, with warnings."""
+        """Print an overview of the run, and the warnings about its data."""
         trainable = sum(tensor.numel() for tensor in weights.master_weights.values())
         counts = len(self.problems), len(self.eval_problems)
         announce_run(config, trainable, sampler.description, *counts)
@@ -349,8 +364,10 @@ class TrainingData:
 
 
 def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
-    """Return what selects the adapter to export: "reward" with a custom reward or open answers,
-    else "accuracy"."""
+    """Return the score that selects the adapter to export.
+
+    The score is "reward" for a custom reward function or open answers, otherwise "accuracy".
+    """
     is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
     return "reward" if is_own or "open" in kinds else "accuracy"
 
@@ -360,19 +377,19 @@ def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
 
 @dataclass(frozen=True)
 class Validator:
-    """Samples completions as training does, and grades and scores them."""
+    """Samples completions in the same way as training does, and grades and scores them."""
 
     config: GRPOConfig
     sampler: RolloutSampler
     tokenizer: PreTrainedTokenizerBase
     format: Format
     scorer: StepScorer
-    measure: str = "accuracy"  # or "reward"; selects the adapter to export
+    measure: str = "accuracy"  # the score that selects the adapter to export, or "reward"
 
     def sample(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> Evaluation:
-        """Sample k completions of each problem and grade them; call `advance` after each."""
+        """Sample and grade k completions of each problem; call `advance` after each completion."""
         return evaluate(
             self.sampler,
             self.tokenizer,
@@ -394,8 +411,11 @@ class Validator:
     def scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> dict[str, ProblemScores]:
-        """Return each problem's strict accuracy, unless all answers are open, and its mean reward
-        if that selects the adapter."""
+        """Sample completions, and return the scores of each problem by the name of the score.
+
+        The scores contain the strict accuracy, unless all answers are open, and the mean reward if
+        the reward selects the adapter to export.
+        """
         drawn = self.sample(problems, k, advance)
         scores: dict[str, ProblemScores] = {}
         if drawn.comparable:
@@ -411,9 +431,11 @@ class Validator:
 class TrainingRun:
     """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
 
-    config: with `steps` set. first_step: 0, or the step at which a resumed run continues.
-    start_metrics: metrics of the validation before training.
-    memory_plan: the micro-batch that fits.
+    Attributes:
+        config: the config of the run, with its number of steps set.
+        first_step: 0, or the step at which a resumed run continues.
+        start_metrics: the metrics of the validation before training.
+        memory_plan: the memory of the run, and the size of its micro-batches.
     """
 
     def __init__(
@@ -426,14 +448,17 @@ class TrainingRun:
         directory: RunDirectory,
         score_problems: ScoreProblems,
     ) -> None:
-        """Write the first checkpoint or load the newest one, plan memory, validate the start."""
+        """Write the first checkpoint or load the newest one, plan the memory, and validate.
+
+        The validation before training is skipped if the run is resumed.
+        """
         self.config, self.data, self.state = config, data, state
         self.steps = required(config.steps, "--steps")
         self.sampler, self.tokenizer, self.directory = sampler, tokenizer, directory
         self.policy, self.distributed = state.weights.policy, state.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
-        self._stopped = ""  # why the run stops early: its last weights are not to be trusted
+        self._stopped = ""  # why the run stopped early, if its last weights are not usable
         state.validations.measure = data.measure
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         plan = plan_memory(
@@ -455,23 +480,27 @@ class TrainingRun:
         tokenizer: PreTrainedTokenizerBase,
         score_problems: ScoreProblems,
     ) -> Iterator[TrainingRun]:
-        """Open --run-dir and begin or resume the run. Within the context, signals take effect only
-        at the end of a step.
+        """Open --run-dir, and begin or resume the run.
+
+        Within the context, signals take effect only at the end of a step.
 
         Raises:
-            UsageError: --run-dir is in use, --output not writable, or nothing can be resumed.
+            UsageError: --run-dir is in use, --output is not writable, or there is no run to resume.
         """
         writes = state.distributed.is_main
         if writes:
-            check_output(config.output)  # before the directory of an old run is moved
+            check_output(config.output)  # must precede RunDirectory, which moves an old run away
         directory = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
         with directory, closing(sampler):
             yield cls(config, data, state, sampler, tokenizer, directory, score_problems)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Validate after `step` steps and keep the best adapter; {} without problems.
+        """Validate the adapter after `step` steps, and keep a copy if it is the best so far.
 
         The processes of a run share the problems.
+
+        Returns:
+            The metrics of the validation; empty if there are no validation problems.
         """
         problems, validations = self.data.eval_problems, self.state.validations
         if not problems:
@@ -483,7 +512,7 @@ class TrainingRun:
             measured = self._score_problems(mine, k, advance) if mine else {}
         self.sampler.release()
         metrics: dict[str, float] = {}
-        for name in self.distributed.broadcast(list(measured)):  # the main process's is not empty
+        for name in self.distributed.broadcast(list(measured)):  # never empty in the main process
             scores = self.distributed.gather(measured.get(name, []))
             found = Validation(step, scores).summary(name)
             start = "" if step else "start_"
@@ -500,7 +529,7 @@ class TrainingRun:
         return metrics | seconds
 
     def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
-        """Cut this process's share of a mini-batch into micro-batches that fit into memory."""
+        """Split this process's share of a mini-batch into micro-batches that fit into memory."""
         mine = shard_rollouts(rollouts, self.distributed)
         return make_micro_batches(
             mine,
@@ -510,18 +539,18 @@ class TrainingRun:
         )
 
     def repeat_if_out_of_memory(self, learn: Callable[[], T]) -> T:
-        """Call `learn`, the training pass of a step, and repeat it if a GPU's memory runs out.
+        """Call `learn`, the training pass of a step, and repeat the call if GPU memory runs out.
 
-        This happens at most once per run. The repetition and later steps use half the micro-batch
-        and gradient checkpointing. After the step's first update there is no repetition, because
-        that update would be applied twice.
+        The call is repeated at most once per run. From then on, the run uses half the micro-batch
+        and gradient checkpointing. After the first update of a step the call is not repeated,
+        because the update would be applied twice.
         """
         try:
             return learn()
         except torch.OutOfMemoryError:
             if self.state.updated or self.memory_plan.halved:
                 raise
-        # Outside of `except`, the error no longer keeps tensors alive.
+        # This is outside of `except`, because the exception keeps tensors alive.
         weights = self.state.weights
         for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
             tensor.grad = None
@@ -530,23 +559,24 @@ class TrainingRun:
         set_gradient_checkpointing(self.policy, True)
         terminal.line(
             "out of GPU memory: the update is repeated in micro-batches of "
-            f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing, and later "
-            "updates are made in the same way"
+            f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
+            "updates use the same settings"
         )
         return learn()
 
     def control_after(self, step: int) -> StepControl:
-        """Decide what is due after a step."""
+        """Decide which actions are due after a step."""
         return self.state.control_after(step, self.config, self.directory.interrupted)
 
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
     ) -> None:
-        """Write a line to the terminal, one to metrics.jsonl, and all completions to samples.jsonl.
-        Print a completion of the first step, of the last, and of every `eval_every`-th.
+        """Log the metrics to the terminal and metrics.jsonl, and all completions to samples.jsonl.
+
+        A completion is printed at the first step, at the last step and every `eval_every` steps.
 
         Args:
-            advantages: (P, G).
+            advantages: the advantage of each rollout, (P, G).
         """
         directory, config = self.directory, self.config
         directory.log(metrics)
@@ -586,7 +616,7 @@ class TrainingRun:
             terminal.sample(first.problem.question, first.texts[0], verdict)
 
     def _tool_calls(self, group: Group) -> dict[str, object]:
-        """Return the character ranges that a tool wrote, for samples.jsonl."""
+        """Return the character ranges of each completion that a tool wrote, for samples.jsonl."""
         if not any(completion.tool_mask for completion in group.completions):
             return {}
         return {"tool_calls": [tool_spans(self.tokenizer, c) for c in group.completions]}
@@ -596,10 +626,10 @@ class TrainingRun:
         learning_curves(rows, self.directory.path / "curves.png", title)
 
     def save_or_stop(self, step: int, control: StepControl) -> bool:
-        """Save a checkpoint if due; return whether the run ends at this step.
+        """Save a checkpoint if one is due, and return whether the run ends at this step.
 
         Raises:
-            Interrupted: a signal was received, and the step was saved.
+            Interrupted: a signal was received; the current step was finished and saved.
         """
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
@@ -611,8 +641,10 @@ class TrainingRun:
         return False
 
     def export(self) -> dict[str, Any]:
-        """Export the adapter that `choose_export` names, keep the best and the last in --run-dir,
-        and return the contents of run.json."""
+        """Export the adapter selected by `choose_export`, and return the contents of run.json.
+
+        The best adapter and the last adapter are also saved in --run-dir.
+        """
         rows = self.distributed.broadcast(self.directory.metrics())  # one row per step
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
@@ -647,7 +679,7 @@ class TrainingRun:
         def save(name: str, path: Path, keep_previous: bool) -> dict[str, Any]:
             step, tensors = found[name]
             state.put_on_model(tensors)
-            self.sampler.invalidate_weights()  # a recipe may sample from the exported adapter
+            self.sampler.invalidate_weights()  # a recipe may sample with the exported adapter
             accuracy = rows[step - 1].get("eval/accuracy") if step else summary["start_accuracy"]
             of_step = summary | {"step": step, "accuracy": accuracy}
             if self.distributed.is_main:

@@ -1,7 +1,8 @@
-"""Compare the validations of a GRPO run, and choose the step to export by a paired interval.
+"""Compare the validations of a GRPO run, and choose the adapter to export.
 
-The best of several validations looks better than it is: with six problems chance alone moves the
-mean by tens of points. Therefore the last step is exported, unless the best leads beyond chance.
+The best of several validations looks better than it is: with six problems, chance alone changes the
+mean by tens of points. Therefore the adapter of the last step is exported, unless a paired
+confidence interval shows that the best adapter is better by more than chance.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from typing import Any
 from rlm.evaluation import t_interval
 
 CONFIDENCE = 0.95
-# With fewer problems no result is significant: a sign test of 5 problems has p = 2 / 2⁵ > 0.05.
+# With fewer problems no difference is significant: a sign test of 5 problems has p = 2/2⁵ > 0.05.
 MIN_PROBLEMS = 6
-# Each problem's mean over its completions; None: no completion had a verdict.
+# The mean score of each problem over its completions; None if no completion had a verdict.
 ProblemScores = Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The adapter's score on each validation problem after `step` steps."""
+    """The scores of the adapter on the validation problems after `step` steps."""
 
     step: int
     scores: ProblemScores
 
     @property
     def mean(self) -> float:
-        """Return the mean over the problems that have a score; 0 without any."""
+        """The mean over the problems that have a score; 0 if no problem has a score."""
         scores = [score for score in self.scores if score is not None]
         return sum(scores) / len(scores) if scores else 0.0
 
     def summary(self, measure: str) -> dict[str, float]:
-        """Return the mean and the ends of its interval, which is clipped to 0…1 for accuracy."""
+        """Return the mean and its confidence interval, which is clipped to 0…1 for an accuracy."""
         scores = [score for score in self.scores if score is not None]
         low, high = t_interval(scores) if scores else (-math.inf, math.inf)
         if measure == "accuracy":
@@ -44,9 +45,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Gain:
-    """The lead of one validation over another: the mean difference and its interval.
+    """The gain of one validation over another: the mean difference and its confidence interval.
 
-    comparisons: the number of validations from which the leading one was chosen.
+    Attributes:
+        comparisons: the number of validations from which the better validation was selected.
     """
 
     mean: float
@@ -56,11 +58,11 @@ class Gain:
 
 
 def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
-    """Compare two validations problem by problem.
+    """Return the gain of `after` over `before`, from the differences for each problem.
 
     Args:
-        comparisons: the number of validations from which `after` was chosen. The interval is
-            widened to be valid for all of them (Bonferroni).
+        comparisons: the number of validations from which `after` was selected. The interval is
+            widened accordingly (Bonferroni correction).
     """
     pairs = zip(before.scores, after.scores, strict=True)
     differences = [b - a for a, b in pairs if a is not None and b is not None]
@@ -73,11 +75,12 @@ def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
 
 @dataclass
 class Validations:
-    """The validations of the start, of the best step and of the last step of a run.
+    """The validations of a run: before training, at the best step, and at the last step.
 
-    measure: the kind of score, "accuracy" or "reward".
-    data: identifies the problems and the reward; "" without validation problems.
-    count: the number of validations, including the start's.
+    Attributes:
+        measure: the kind of score: "accuracy" or "reward".
+        data: identifies the validation problems and the reward; "" without validation problems.
+        count: the number of validations, including the validation before training.
     """
 
     measure: str = "accuracy"
@@ -86,23 +89,25 @@ class Validations:
     start: Validation | None = None
     best: Validation | None = None
     last: Validation | None = None
-    # Strict accuracy, whatever the measure is.
+    # The strict accuracy, which is recorded for both measures.
     start_accuracy: Validation | None = None
     last_accuracy: Validation | None = None
 
     def add_accuracy(self, step: int, scores: ProblemScores) -> None:
-        """Record a validation's accuracy, for `fall`."""
+        """Record the accuracy of a validation, which `fall` needs."""
         self.last_accuracy = Validation(step, list(scores))
         if step == 0:
             self.start_accuracy = self.last_accuracy
 
     def fall(self) -> str:
-        """Describe how far the accuracy has fallen below the start's.
+        """Describe how far the accuracy has fallen since the start of training.
 
-        Returns "" if the fall may be chance, or if the measure has risen beyond chance.
+        The accuracy shows that a reward which ignores the answers ruins a model; the mean reward
+        does not show this.
 
-        The accuracy shows when a reward that ignores the answers ruins a model; the mean reward
-        does not.
+        Returns:
+            The description, or "" if the fall may be due to chance, or if the measure has risen by
+            more than chance.
         """
         if not (self.start_accuracy and self.last_accuracy and self.start and self.last):
             return ""
@@ -113,9 +118,10 @@ class Validations:
         return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
 
     def add(self, step: int, scores: ProblemScores) -> bool:
-        """Record a validation; return whether it is the best so far. Of equals, the later one is.
+        """Record a validation, and return whether it is the best so far.
 
-        One whose accuracy fell is not, whatever its reward, so call `add_accuracy` before this.
+        If two validations are equal, the later one is better. A validation whose accuracy fell is
+        never the best, regardless of its reward. Therefore `add_accuracy` must be called first.
         """
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         if step == 0:
@@ -126,10 +132,13 @@ class Validations:
         return is_best
 
     def summary(self, completions: int) -> dict[str, Any] | None:
-        """Return the validations for run.json, with intervals and leads over the start, or None.
+        """Return the validations for run.json, with intervals and gains over the start.
 
         Args:
-            completions: the number of each problem's completions.
+            completions: the number of completions of each problem.
+
+        Returns:
+            The summary, or None if nothing was validated.
         """
         if self.start is None or self.best is None or self.last is None:
             return None
@@ -153,7 +162,7 @@ class Validations:
 
 @dataclass(frozen=True)
 class Choice:
-    """The adapter to export, `best` or `last`, with its step and the reason as one line."""
+    """The adapter to export, "best" or "last", with its step and the reason as one line."""
 
     name: str
     step: int
@@ -161,23 +170,26 @@ class Choice:
 
 
 def choose_export(validations: Validations, last_step: int, stopped: str = "") -> Choice:
-    """Choose the last step, or the best validated one if the interval of its lead is above zero.
+    """Choose the adapter to export.
+
+    The adapter of the last step is chosen, unless the interval of the gain of the best adapter over
+    the last adapter is above zero.
 
     Args:
         last_step: the number of steps that were run.
-        stopped: why the run was stopped early, if its last weights are not to be trusted; then
-            the best is chosen.
+        stopped: the reason why the run was stopped early, if its last weights are not usable. In
+            this case the best adapter is chosen.
     """
     best, last = validations.best, validations.last
     the_last = f"the last step, {last_step}"
     if best is None or last is None:
         return Choice("last", last_step, f"{the_last}: nothing was validated")
     named = f"step {best.step}" if best.step else "the start"
-    if last.step != last_step:  # resumed without validation problems
+    if last.step != last_step:  # the run was resumed without validation problems
         return Choice("last", last_step, f"{the_last}: it was not validated")
     if best.step == last_step:
         return Choice("last", last_step, f"{the_last}: it is the best, too")
-    lead = gain(last, best, validations.count - 1)  # `best` was chosen from all but the last
+    lead = gain(last, best, validations.count - 1)  # the last is not a candidate
     by, is_sure = describe(lead, validations.measure), lead.low > 0
     if stopped or is_sure:
         why = "more than chance" if best.step else "no step was better; try a lower --learning-rate"
@@ -190,7 +202,7 @@ def choose_export(validations: Validations, last_step: int, stopped: str = "") -
 
 
 def describe_mean(mean: float, measure: str) -> str:
-    """Format a mean; an accuracy in per cent.
+    """Format a mean score; an accuracy is formatted in per cent.
 
     >>> describe_mean(0.5, "accuracy"), describe_mean(-1, "reward")
     ('50.0%', '-1.000')
@@ -199,7 +211,7 @@ def describe_mean(mean: float, measure: str) -> str:
 
 
 def sample_count(completions: int, problems: int) -> str:
-    """Describe the size of a validation.
+    """Describe the number of samples in a validation.
 
     >>> sample_count(1, 50)
     '1 completion of each of 50 problems'
@@ -208,7 +220,7 @@ def sample_count(completions: int, problems: int) -> str:
 
 
 def describe(gain: Gain, measure: str) -> str:
-    """Format a gain with its interval; a gain in accuracy in points.
+    """Format a gain with its interval; a gain in accuracy is formatted in percentage points.
 
     >>> describe(Gain(0.07, 0.015, 0.125), "accuracy"), describe(Gain(0.25, -0.5, 1.0), "reward")
     ('+7.0 points (95 % interval +1.5 to +12.5)', '+0.250 (95 % interval -0.500 to +1.000)')
@@ -221,10 +233,13 @@ def describe(gain: Gain, measure: str) -> str:
 
 
 def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return lines for a run's summary: start, best and last, the gains, the exported adapter.
+    """Return the lines about validation in the summary of a run, label → text.
+
+    The lines contain the start, the best and the last validation, the gains, and the exported
+    adapter.
 
     Args:
-        summary: what `TrainingRun.export` returns.
+        summary: the return value of `TrainingRun.export`.
     """
     said = summary["validation"]
     if said is None:
@@ -252,5 +267,5 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace values that are not finite by None."""
+    """Replace infinite values and NaN by None, because JSON cannot represent them."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -283,7 +283,7 @@ class Bounded:
         ({"share": 1.01}, "--share must be at most 1"),
         ({"sizes": (2, 1)}, "--sizes must be at least 2"),
         ({"sizes": [2, 1]}, "--sizes must be at least 2"),  # as JSON hands them to a process
-        ({"kind": "c"}, "--kind: unknown 'c'; there are a, b"),
+        ({"kind": "c"}, "--kind: unknown value 'c'; choose from a, b"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_in_python_and_when_typed(values, message):

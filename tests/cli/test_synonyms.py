@@ -243,7 +243,7 @@ def test_every_pair_of_tags_is_read_wherever_tags_are(name):
 
 
 def test_tags_that_there_are_not_are_one_line():
-    message = "--reasoning-format: unknown 'xml'; there are deepseek, simple"
+    message = "--reasoning-format: unknown value 'xml'; choose from deepseek, simple"
     with pytest.raises(UsageError, match=message):
         FormatReward()("", "5", reasoning_format="xml")
     with pytest.raises(ValueError, match=message):

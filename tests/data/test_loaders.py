@@ -129,13 +129,13 @@ def test_golds_that_are_no_numbers(write):
 
 BAD_LINES = {
     "not JSON (Expecting value)": b"oops",
-    "an object over several lines; write each on one (jq -c . FILE)": b"{ ",
+    "an object spans several lines; write one object per line (jq -c . FILE)": b"{ ",
     "not a JSON object": b"[1, 2]",
     "no field question or prompt or problem": {"answer": "1"},
     "no field answer or response": {"question": "?", "answer": None},
     "question is empty": {"question": "  ", "answer": "1"},
     "question is neither text nor a number": {"question": True, "answer": "1"},
-    "messages are no list of role and content": {"question": ["?"], "answer": "1"},
+    "messages is not a list of role and content": {"question": ["?"], "answer": "1"},
     "answer is neither text nor a number": {"question": "?", "answer": [[1]]},
     "the answer is an object; name one of its keys": {"question": "?", "answer": {"a": 1}},
     "the answer is not a number (line 31: 'seven or 8')": {"question": "?", "answer": "seven or 8"},
@@ -177,7 +177,7 @@ def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
     )
     path = write(*numbered(18), b"oops", b"oops")
     assert refusal(path) == (
-        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are bad; repair these)"
+        f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are invalid: fix them)"
     )
     row = {**GOOD, "id": "a"}
     assert len(load_jsonl(write(row, *numbered(30), row))) == 31
@@ -207,7 +207,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, write):
     assert "Is a directory" in refusal(str(tmp_path / "folder.jsonl"))
     needs = "contains no problems: it is empty; write a row for each problem, with a question and"
     assert needs in refusal(write())
-    assert "line 1: not UTF-8 text (1 of 1 lines are bad" in refusal(write(b'{"question": "\xb8"}'))
+    assert "line 1: not UTF-8 text (1 of 1 lines are invalid" in refusal(
+        write(b'{"question": "\xb8"}')
+    )
     assert "contains no gsm8k_train.jsonl or" in refusal(f"gsm8k:{tmp_path}")
     assert "contains no aime2024.jsonl" in refusal(f"aime2024:{tmp_path}", "test")
 
@@ -334,7 +336,7 @@ def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
     assert own_files(spec) == {Path(SAMPLE).resolve()}
     assert own_files("elementary+gsm8k:/a+b") == set()
     assert "unknown dataset 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")
-    assert "ids are in two of the datasets" in refusal(f"{SAMPLE}+{SAMPLE}", "test")
+    assert "ids are in more than one of the datasets" in refusal(f"{SAMPLE}+{SAMPLE}", "test")
 
 
 # Word problems.

@@ -89,7 +89,7 @@ def test_a_file_with_other_columns(tmp_path, suffix):
 def test_a_missing_column_is_named_with_the_columns_that_are_there(tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", rows_of(30))
     assert refusal(path, columns="question=ask,answer=reply") == (
-        f"{path}: line 1: no column 'reply' (30 of 30 lines are bad; repair these); the columns "
+        f"{path}: line 1: no column 'reply' (30 of 30 lines are invalid: fix them); the columns "
         "are ask, target: name yours with --columns question=COLUMN,answer=COLUMN"
     )
     said = refusal(path)
@@ -283,20 +283,23 @@ def test_the_report_says_that_choices_are_numbered_from_1(tmp_path, row, labels,
 def test_a_number_outside_the_choices_of_its_file_is_refused(tmp_path, outside):
     rows = [SOCIAL | {"label": label} for label in (3, outside, 1)]
     said = refusal(write_jsonl(tmp_path / "m.jsonl", rows), "test", columns="answer=label")
-    assert f"line 2: the answer is none of the choices: '{outside}'" in said
+    assert f"line 2: the answer is not one of the choices: '{outside}'" in said
 
 
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"choices": ["water", "rock"], "answer": 3}, "the answer is none of the choices: '3'"),
-        ({"choices": ["water", "rock"], "answer": "C"}, "the answer is none of the choices: 'C'"),
-        ({"choices": "water or rock", "answer": 1}, "the choices are one text; write a list"),
-        ({"choices": [["water"], ["rock"]], "answer": 1}, "no list of two or more texts"),
+        ({"choices": ["water", "rock"], "answer": 3}, "the answer is not one of the choices: '3'"),
+        (
+            {"choices": ["water", "rock"], "answer": "C"},
+            "the answer is not one of the choices: 'C'",
+        ),
+        ({"choices": "water or rock", "answer": 1}, "the choices are a single text; write a list"),
+        ({"choices": [["water"], ["rock"]], "answer": 1}, "not a list of two or more texts"),
         ({"choices": ["x"] * 27, "answer": 1}, "more than 26 choices"),
         (
             {"choices": {"text": ["x", "y"], "label": 1}, "answer": 1},
-            "labels of the choices are",
+            "choice labels are",
         ),
     ],
 )
@@ -311,7 +314,7 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"answer": {"value": "5", "aliases": ["five"]}}, None,
          "the answer is an object; name one of its keys: --columns answer=COLUMN.value"),
         ({"answer": ["5", "6"]}, None, "1 with different reference answers (--columns answer="
-         "COLUMN.0 takes the first of a list)"),
+         "COLUMN.0 uses the first answer of a list)"),
         ({"answer": []}, None, "no field answer or response"),
         ({"a": {"b": [1]}}, "answer=a.b.1", "no column 'a.b.1'"),
         ({"a": "1"}, "answer=a,question=question+b", "no column 'b'"),
@@ -345,7 +348,7 @@ def test_the_columns_that_are_used_and_odd_rows_are_reported(tmp_path, caplog):
     problems = load_problems(path, columns="answer=target")
     assert caplog.records[0].message == (
         f"{path}: 23 of 23 rows used; 2 repeat a question, 1 with another answer; 1 with a system "
-        "message of their own, which is not used; question from prompt, answer from target"
+        "message, which is not used; question from prompt, answer from target"
     )
     held_out = load_problems(path, "validation", columns="answer=target")
     assert not {p.question.strip() for p in problems} & {p.question.strip() for p in held_out}
@@ -542,7 +545,7 @@ def test_a_prompt_without_an_assistant_needs_an_answer():
 
 def test_a_role_that_is_no_text_is_refused():
     asked = {"role": ["user"], "content": "2 + 3?"}
-    with pytest.raises(UsageError, match=r"the role of a message is no text: \"\['user'\]\""):
+    with pytest.raises(UsageError, match=r"the role of a message is not a text: \"\['user'\]\""):
         as_problems([{"messages": [asked, REPLY]}])
 
 
@@ -559,7 +562,7 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     assert len(load_jsonl(path)) == 30
     assert caplog.records[0].message == (
         f"{path}: 30 of 34 rows used, 4 left out: 2 with several turns, or none; "
-        "1 with a completion that ends with no number; 1 with a message that is not text; "
+        "1 with a completion that does not end with a number; 1 with a message that is not text; "
         "question from messages, answer from the end of messages, solution from messages"
     )
 
@@ -603,7 +606,7 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     [record] = caplog.records
     assert record.message == (
         f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number "
-        "(--columns answer_type=text takes words); "
+        "(--columns answer_type=text accepts words); "
         "question from ask, answer from target"
     )
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")

@@ -285,10 +285,10 @@ OPENS_THINK = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepS
     [
         (CHATML, ""),
         (MISTRAL, ""),
-        (SMOLLM_3, "changes texts; here each is written as it is"),
+        (SMOLLM_3, "changes the texts of messages; they are inserted unchanged here"),
         (GEMMA, "has no system role: the system prompt begins the first user's turn"),
         (DROPS_SYSTEM, "has no system role: the system prompt begins the first user's turn"),
-        (OPENS_THINK, "begins the reply with <think>: left out"),
+        (OPENS_THINK, "begins the reply with <think>, which is left out"),
         (OPENS_THINK.replace("<think>", "<think>\n\n</think>\n"), "begins the reply with <think>"),
     ],
 )
@@ -333,8 +333,8 @@ REFUSAL = "{{ raise_exception('Only after the robot') }}"
         (CHATML.replace("messages", "messages[-1:]"), "3 went in, 1 came out"),
         (CHATML + "{{ messages[-1]['content'] }}", "repeats"),
         ("{{ range(10**9) }}", "Range too big"),
-        ("{{ range(10**9) }}", "refuses our messages .*Range too big"),
-        ("{% for part in messages[0]['content'] %}{{ part + 1 }}{% endfor %}", "refuses"),
+        ("{{ range(10**9) }}", "rejects the messages .*Range too big"),
+        ("{% for part in messages[0]['content'] %}{{ part + 1 }}{% endfor %}", "rejects"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_one_line(template, message):

@@ -112,8 +112,8 @@ def test_from_the_command_line(run_dir, tmp_path, monkeypatch, capsys):
         run_main(evaluate.main, evaluate.EvaluateConfig, argv=argv)
     assert not exit.value.code
     out = capsys.readouterr().out
-    assert "missed by strict, of lenient's right: 50.0%" in out
-    assert "2 completions: lenient says right, strict says wrong" in out
+    assert "right by lenient, wrong by strict: 50.0%" in out
+    assert "2 completions are right by lenient but wrong by strict" in out
     assert "math-verify is not installed" in out
     written = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert written["false_negatives_of_strict"]["lenient"]["share"] == 0.5

@@ -141,7 +141,7 @@ def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, ca
     assert (tmp_path / "failures.jsonl").read_text() == ""
     assert not (tmp_path / "accuracy.png").exists()
     out = capsys.readouterr().out
-    assert "GRPO − SFT: reward +0.500 (+0.500 to +0.500) (the two hold the same weights)" in out
+    assert "GRPO − SFT: reward +0.500 (+0.500 to +0.500) (both have the same weights)" in out
     assert "0.25 (0.00–0.50)" in out
 
 

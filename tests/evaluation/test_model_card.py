@@ -40,7 +40,7 @@ def test_the_card_of_an_adapter(adapter):
     # 50 of 80: Wilson's interval by hand is 0.5155 to 0.7231.
     assert "62.5% of 80 validation problems" in said
     assert "(95 % interval 51.5% to 72.3%); 50.0% before this stage" in said
-    for line in ("- gsm8k: MIT.", "- elementary: Apache-2.0", "- mine.jsonl: not known here"):
+    for line in ("- gsm8k: MIT.", "- elementary: Apache-2.0", "- mine.jsonl: unknown licence"):
         assert line in said
     assert "Reason in <reasoning>, answer in <answer>." in said
     assert str(adapter.parent) not in said

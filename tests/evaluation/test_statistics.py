@@ -55,13 +55,13 @@ def test_t_interval():
     assert t_interval([1, 2, 3]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
     assert t_interval([1, 2, 3], 0.8)[0] > t_interval([1, 2, 3])[0]
     assert t_interval([4.0]) == (-np.inf, np.inf)
-    with pytest.raises(ValueError, match="no quantile"):
+    with pytest.raises(ValueError, match="cannot compute Student's t quantile"):
         t_quantile(0.4, 3)
 
 
 @pytest.mark.parametrize(("correct", "total"), [(0, 0), (3, 2), (-1, 2)])
 def test_wilson_interval_refuses_what_is_no_proportion(correct, total):
-    with pytest.raises(ValueError, match="no proportion"):
+    with pytest.raises(ValueError, match="cannot compute a proportion"):
         wilson_interval(correct, total)
 
 

@@ -95,7 +95,7 @@ def test_saving_asks_no_hub(plain, tmp_path, tokenizer, monkeypatch):
     save_adapter(policy, tokenizer, tmp_path / "saved", {})
 
 
-BROKEN = r"adapter .* does not fit this base: adapter_config\.json"
+BROKEN = r"adapter .* does not fit this base model: adapter_config\.json"
 
 
 def text_with(**change):
@@ -157,7 +157,7 @@ def test_an_adapter_that_is_more_than_plain_lora_is_refused(tmp_path, options):
         load_adapter(tiny_model("qwen2"), tmp_path, trainable=False)
     is_named = "adapter_config.json" in str(refused.value)
     assert is_named == str(refused.value).endswith(
-        "merge_and_unload), and name the result with --model"
+        "merge_and_unload), and pass the result with --model"
     )
 
 
@@ -213,16 +213,16 @@ def without(part):
 @pytest.mark.parametrize(
     ("rename", "config", "base", "message"),
     [
-        (renamed(PREFIX, ""), {}, {}, "4 of 4 tensors of the file have no place"),
-        (renamed(PREFIX, PREFIX + PREFIX), {}, {}, "4 of 4 LoRA matrices of the base are not in"),
-        (renamed(PREFIX, PREFIX + "_orig_mod."), {}, {}, "no place"),
+        (renamed(PREFIX, ""), {}, {}, "4 of 4 tensors of the file do not exist"),
+        (renamed(PREFIX, PREFIX + PREFIX), {}, {}, "4 of 4 LoRA matrices of the base model are"),
+        (renamed(PREFIX, PREFIX + "_orig_mod."), {}, {}, "do not exist"),
         (renamed("layers.1", "layers.7"), {}, {}, r"2 of 4 .*layers\.7.*2 of 4"),
         (without("layers.1"), {}, {}, "2 of 4 LoRA matrices"),
         (without("lora_B"), {}, {}, r"2 of 4 .*lora_B"),
-        (renamed("lora_A", "base_layer"), {}, {}, "2 of its 4 tensors are no LoRA matrices"),
+        (renamed("lora_A", "base_layer"), {}, {}, "2 of its 4 tensors are not LoRA matrices"),
         (str, {"target_modules": ["q_proj", "v_proj"]}, {}, "4 of 8 LoRA matrices"),
         (str, {"layers_to_transform": [0]}, {}, "2 of 4 tensors of the file"),
-        (str, {"r": "2"}, {}, "r of adapter_config.json is '2', which is no number"),
+        (str, {"r": "2"}, {}, "r of adapter_config.json is '2', which is not a number"),
         (str, {"lora_alpha": None}, {}, "lora_alpha of adapter_config.json is None"),
         (str, {"r": 4}, {}, r"4 of 4 tensors have another shape .*\(2, 32\), here \(4, 32\)"),
         (str, {}, {"num_hidden_layers": 4}, "4 of 8 LoRA matrices"),
@@ -284,11 +284,11 @@ def test_a_model_that_was_not_downloaded_whole_is_one_line(model_dir, tmp_path):
 
     for file in ("model.safetensors", "tokenizer.json"):
         said = refusal(file, lambda _: b"version https://git-lfs.github.com/spec/v1\noid 0\n")
-        assert f"{file} is a pointer of Git LFS, not the content: run git lfs pull" in said
+        assert f"{file} is a Git LFS pointer, not the content: run git lfs pull" in said
     assert "no loadable model" in refusal("model.safetensors", lambda whole: whole[:-1])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).unlink()
-    with pytest.raises(UsageError, match=r"no tokenizer: copy tokenizer\.json and "):
+    with pytest.raises(UsageError, match=r"tokenizer is missing: copy tokenizer\.json and "):
         models.load_tokenizer(str(model))
 
 
@@ -296,7 +296,7 @@ def test_an_adapter_whose_weights_are_not_there_is_one_line(plain):
     file = plain / "adapter_model.safetensors"
     whole = file.read_bytes()
     for content, said in (
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
         (whole[:200], "is broken or cut off, so copy it again"),
         (whole[:-1], "is broken or cut off, so copy it again"),
     ):

@@ -151,19 +151,19 @@ def test_how_llama_cpp_calls_the_way_that_texts_are_split(tokenizer, name, tmp_p
     ],
 )
 def test_what_would_be_converted_wrongly_is_refused(model, tokenizer, said):
-    with pytest.raises(UsageError, match=f"does not know {said}.*convert_hf_to_gguf"):
+    with pytest.raises(UsageError, match=f"does not support {said}.*convert_hf_to_gguf"):
         check_convertible(model, tokenizer)
 
 
 def test_a_tokenizer_of_another_library_is_refused():
-    with pytest.raises(UsageError, match="not of the tokenizers library"):
+    with pytest.raises(UsageError, match="not a tokenizer of the tokenizers library"):
         check_convertible(tiny_model(), PreTrainedTokenizerBase())
 
 
 def test_a_tensor_that_llama_cpp_does_not_know_is_refused(tokenizer, tmp_path):
     model = tiny_model()
     model.model.register_buffer("extra", torch.zeros(4))
-    with pytest.raises(UsageError, match=r"does not know the tensor model\.extra of this model"):
+    with pytest.raises(UsageError, match=r"does not support the tensor model\.extra of this model"):
         write_gguf(model, tokenizer, tmp_path / "m.gguf", "f16")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -181,10 +181,10 @@ def test_mistakes_are_said_in_one_line_and_nothing_is_replaced(adapter, tmp_path
     thesis.write_text("years of work")
     for option in ("--merge", "--gguf"):
         assert exported("--adapter", adapter, option, thesis) == 2
-        assert f"error: {option} {thesis} exists: name a new one\n" in capsys.readouterr().err
+        assert f"error: {option} {thesis} exists: pass a new path\n" in capsys.readouterr().err
         assert exported("--adapter", tmp_path / "nowhere", option, tmp_path / "new") == 2
         assert exported("What?", "--adapter", adapter, option, tmp_path / "new") == 2
-        assert "no question, no --base" in capsys.readouterr().err
+        assert "leave out the question and --base" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["thesis"]
     assert thesis.read_text() == "years of work"
 

@@ -101,5 +101,5 @@ def test_it_is_chosen_on_a_cpu(model_dir, dtype):
 def test_what_it_does_not_do_is_one_line(option):
     q, k, v = inputs(torch.float32, 2, 2)
     mask = attention_mask(SEGMENTS, torch.float32)
-    with pytest.raises(UsageError, match="unsupported"):
+    with pytest.raises(UsageError, match="not supported"):
         attention.attention_forward(torch.nn.Module(), q, k, v, mask, **option)

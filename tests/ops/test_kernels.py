@@ -260,7 +260,7 @@ def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch
 def test_a_number_type_without_code_is_left_to_torch():
     made = load_ops(torch.float16, 3, 64)
     assert isinstance(made, TorchOps)
-    assert "no code for float16" in made.description
+    assert "float16 is not supported" in made.description
 
 
 def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):

@@ -207,7 +207,7 @@ def test_a_failed_call_leaves_its_problem_out_of_every_row(practised, capsys):
     data = ("--dataset", path / "unseen.jsonl", "--library", library(path))
     assert run(path, evaluate, *data, "--seed", 8, "--max-problems", 4) == 0
     assert {row["problems"] for row in evaluation(path).values()} == {3}
-    assert re.search(r"gross_5\d: no reply: .*400 .*too long", capsys.readouterr().out)
+    assert re.search(r"gross_5\d: the request failed: .*400 .*too long", capsys.readouterr().out)
 
 
 def test_without_a_run_or_with_odd_libraries_it_says_what_to_do(tmp_path, practised, capsys):
@@ -215,7 +215,7 @@ def test_without_a_run_or_with_odd_libraries_it_says_what_to_do(tmp_path, practi
     other = tmp_path / library(path).name
     (tmp_path / "api.json").write_text((path / "api.json").read_text())
     assert run(tmp_path, evaluate, "--library", library(path)) == 2
-    assert "give a --dataset" in capsys.readouterr().err
+    assert "pass a --dataset" in capsys.readouterr().err
     assert run(tmp_path, evaluate, "--library", other) == 2
     assert "cannot read the library" in capsys.readouterr().err
     other.write_text("[]")

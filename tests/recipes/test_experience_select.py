@@ -146,7 +146,7 @@ def test_a_price_is_named_before_it_is_paid(capsys):
     assert "generator_1: at most 1,000 requests, about 500,000 tokens read" in said
     assert "100,000 written, cost 0.7" in said
     assert "at most 500 written, no price given" in said
-    assert "in all a cost of at most about 0.7; limit 3" in said
+    assert "total cost: at most about 0.7; limit 3" in said
     assert tokens_of(["12345678", ""]) == 2 + 64 + 64
 
 
@@ -229,7 +229,7 @@ def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys
     assert "critic: at most 120 requests" in capsys.readouterr().out
     assert len(server.requests) == before
     assert run(selected, select, "--held-out", 900) == 2
-    assert "has 88 problems; 948 are needed" in capsys.readouterr().err
+    assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
 
 
 def test_library_placebo_vote_and_critic_in_one_table(selected, capsys):

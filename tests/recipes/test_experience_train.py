@@ -369,7 +369,7 @@ def test_a_judge_that_fails_is_null_and_counted(place, model):
     assert place.run("generator", 1, "--max-problems", 2) == 0
     for row in place.rows():
         assert {r["r_logic"] for r in row["rollouts"]} == {None}
-        assert {r["judge_error"] for r in row["rollouts"]} == {"no_json: the reply holds no {"}
+        assert {r["judge_error"] for r in row["rollouts"]} == {"no_json: the reply contains no {"}
         assert (row["mean"], row["std"]) == (None, 0.0)
     assert place.summary()["judge"] == {"failed": 6}
     assert place.asked("generator_extraction") == []
@@ -421,7 +421,10 @@ def test_plans_are_asked_for_by_schema_until_the_endpoint_refuses_one(place, cap
 @pytest.mark.parametrize(
     ("scaffold", "why"),
     [
-        (lambda prompt, seed: "no plan", "nothing could be learned: no plan could be read (6 no_"),
+        (
+            lambda prompt, seed: "no plan",
+            "nothing could be learned: no reply was a valid plan (6 no_",
+        ),
         (lambda prompt, seed: json.dumps(plan(*numbers(prompt))), "σ ≤ 0.05 (0 of 6 attempts"),
     ],
 )
@@ -448,7 +451,11 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
 
 @pytest.mark.parametrize(
     ("status", "says"),
-    [(401, "generator_1: "), (404, "generator_1: "), (500, "generator_1: no reply for pens_000")],
+    [
+        (401, "generator_1: "),
+        (404, "generator_1: "),
+        (500, "generator_1: all requests for pens_000 failed"),
+    ],
 )
 def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(
     place, status, says, capsys
@@ -488,14 +495,14 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
 def test_a_cap_needs_prices(place, capsys):
     """What is not said to cost anything would be spent without being counted; the judge, too."""
     assert place.run("generator", 1, "--max-cost", 1) == 2
-    assert "--max-cost needs a price for generator_1 in" in capsys.readouterr().err
+    assert "--max-cost requires a price for generator_1 in" in capsys.readouterr().err
     place.configure({"base_url": "https://api.example/v1", "api_key": KEY})
     roles = json.loads(place.config.read_text())
     for name in ROLES:
         roles[name]["price"] = PRICE
     place.config.write_text(json.dumps(roles))
     assert place.run("all", "--max-cost", 1) == 2
-    assert "--max-cost needs a price for judge in" in capsys.readouterr().err
+    assert "--max-cost requires a price for judge in" in capsys.readouterr().err
     assert place.asked() == []
 
 

@@ -96,7 +96,7 @@ def test_nothing_is_run_where_no_graph_is_valid():
     assert scores.metrics["graph/distinct"] == 0
     assert reward.records[0][0][1] == {
         "verdict": "no_json", "correct": False, "leak": False, "graph": None,
-        "detail": "no { anywhere", "reward": 0,
+        "detail": "the text contains no {", "reward": 0,
     }  # fmt: skip
     # Of several processes one may have no group to replace.
     none = reward_of(agents)([], [])

@@ -557,7 +557,7 @@ def test_several_runs_are_averaged(finished, tmp_path, capsys):
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"agent_max_tokens": 7}))
     runs = f"{finished / 'run'},{tmp_path / 'other'}"
     assert run(evaluate, evaluate.EvaluateConfig, "--run", runs, *common, tmp_path / "e") == 2
-    assert "other has --agent-max-tokens 7, the first run 6" in capsys.readouterr().err
+    assert "other used --agent-max-tokens 7, but the first run used 6" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_could_not_be_written_is_not_begun(finished, capsys, tmp_path):
@@ -624,8 +624,8 @@ def test_asking_shows_graph_texts_and_answer(finished, capsys):
     question = "Tom has 3 pens and buys 4. How many has he?"
     assert run(ask, ask.AskConfig, question, "--run", finished / "run") == 0
     out = capsys.readouterr().out
-    assert "agentA, given: solve" in out
-    assert re.search(r"agentB, given: (red|blue|green|gold)", out)
+    assert "agentA received: solve" in out
+    assert re.search(r"agentB received: (red|blue|green|gold)", out)
     assert "answer: " in out
 
 
@@ -702,7 +702,7 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
     assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test"]["total"] == 3
-    assert "warning: the orchestrator starts bare" in capsys.readouterr().out
+    assert "warning: the orchestrator starts without a trained adapter" in capsys.readouterr().out
 
 
 def test_gsm8k_is_read_from_a_folder(monkeypatch):

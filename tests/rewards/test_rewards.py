@@ -96,17 +96,17 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
         return [0.0] * len(completions)
 
     with pytest.raises(
-        UsageError, match=r"reward asks for ground_truth, .* there are answer, .*lev"
+        UsageError, match=r"reward requires ground_truth, .* available are answer, .*lev"
     ):
         Scorer([CorrectnessReward(), reward]).check_columns(PROBLEMS)
-    with pytest.raises(UsageError, match=r"asks for refrence \(did you mean reference_answer\?\)"):
+    with pytest.raises(UsageError, match=r"requires refrence \(did you mean reference_answer\?\)"):
         Scorer(lambda completion, refrence: 0.0).check_columns(PROBLEMS)
 
     class Coloured(RewardFunction):
         def __call__(self, text, gold, colour):
             return 0.0
 
-    with pytest.raises(UsageError, match="the reward Coloured asks for colour"):
+    with pytest.raises(UsageError, match="the reward Coloured requires colour"):
         Scorer([CorrectnessReward(), Coloured()]).check_columns(PROBLEMS)
     Scorer(lambda completion, reference_answer, level: 0.0).check_columns(PROBLEMS)
     Scorer(lambda prompts, completions, **columns: []).check_columns(PROBLEMS)
@@ -153,10 +153,10 @@ def test_columns_that_published_rewards_ask_for(capsys):
     scorer = Scorer(reward)
     scorer.check_columns([problem])
     assert scorer([problem], [["a", "b"]], None, [[[3, 4], [5]]]).rewards == [[7.0, 5.0]]
-    with pytest.raises(UsageError, match="asks for solution, which the data does not have"):
+    with pytest.raises(UsageError, match="requires solution, which the data does not have"):
         scorer.check_columns([Problem("1", "1 + 1?", "2", columns={"nums": [1]})])
     own = Scorer(lambda completions, trainer_state: [])
-    with pytest.raises(UsageError, match="asks for trainer_state, which only TRL's trainer gives"):
+    with pytest.raises(UsageError, match="requires trainer_state, which only TRL's trainer passes"):
         own.check_columns([problem])
 
 
@@ -289,9 +289,9 @@ def other_names(response, gold):
     ("reward", "message"),
     [
         (other_names, "other_names(response, gold) names neither completion nor completions"),
-        ("accuracy", "'accuracy' is no reward: write f(completion, reference_answer) -> float"),
-        ({"format": FormatReward()}, "is no reward: write f(completion"),
-        ((FormatReward(), 2.0), "2.0 is no reward"),
+        ("accuracy", "'accuracy' is not a reward: write f(completion, reference_answer) -> float"),
+        ({"format": FormatReward()}, "is not a reward: write f(completion"),
+        ((FormatReward(), 2.0), "2.0 is not a reward"),
         (NoCall, "NoCall has no __call__(self, completion, reference_answer)"),
         (Threshold, "give Threshold(threshold=..., strict=...)"),
         (BinaryReward, "give BinaryReward(condition_fn=...)"),
@@ -560,11 +560,11 @@ def hang():
     ("how", "message"),
     [
         (divide, "ZeroDivisionError"),
-        (hang, "no answer in 0.2 seconds"),
+        (hang, "did not return within 0.2 seconds"),
         (lambda: math.inf, "infinite"),
-        (lambda: 10**400, "no number"),
+        (lambda: 10**400, "not a number"),
         (lambda: sys.exit("bye"), "SystemExit: bye"),
-        (lambda: "1.x", "no number"),
+        (lambda: "1.x", "not a number"),
         (lambda: math.nan, ""),
         (lambda: None, ""),
     ],
@@ -754,10 +754,10 @@ def test_a_reward_from_a_file(tmp_path):
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "empty.py").touch()
     for spec, message in {
-        f"{file}:number": "it has Mine, short",
+        f"{file}:number": "the file defines Mine, short",
         f"{file}:wrong": r"wrong\(text\) names neither completion nor completions",
         f"{file}:other": "no function or class 'other'",
-        f"{tmp_path}/empty.py:f": "it has none",
+        f"{tmp_path}/empty.py:f": "the file defines none",
         str(file): "write FILE.py:NAME",
         f"{tmp_path}/none.py:f": "does not exist",
         f"{tmp_path}/broken.py:f": "ModuleNotFoundError",

@@ -318,7 +318,9 @@ def test_the_current_directory_is_not_moved_away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with RunDirectory(Path("."), resume=False) as run:
         saved(run.checkpoints.folder, 1)
-    with pytest.raises(UsageError, match=r"--run-dir \. holds another run, which cannot be moved"):
+    with pytest.raises(
+        UsageError, match=r"--run-dir \. contains another run, which cannot be moved"
+    ):
         RunDirectory(Path("."), resume=False)
     with RunDirectory(Path("."), resume=True) as run:  # its lock is free again
         assert run.checkpoints.steps() == [1]

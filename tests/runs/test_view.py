@@ -124,7 +124,7 @@ def test_the_page_runs_its_own_script_alone(tmp_path):
 def test_a_directory_without_rollouts_is_a_mistake(tmp_path, name):
     if name:
         write_run(tmp_path / name)
-    which = f"runs that do, .*: {tmp_path}/one" if name else "name the directory of a run"
+    which = f"runs with rollouts, .*: {tmp_path}/one" if name else "pass the directory of a run"
     with pytest.raises(UsageError, match=f"contains no rollouts; {which}"):
         view.main(view.ViewConfig(tmp_path))
     (tmp_path / "mine").mkdir()
@@ -233,7 +233,7 @@ def test_only_this_machine_by_its_name_is_answered(following):
 
 def test_a_port_that_is_taken_is_a_mistake(following, tmp_path):
     port = int(following.split(":")[2].strip("/"))
-    with pytest.raises(UsageError, match="type another --port"):
+    with pytest.raises(UsageError, match="choose another --port"):
         open_server([tmp_path], port)
 
 

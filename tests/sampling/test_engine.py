@@ -238,7 +238,7 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     model = tiny_model()
     merged, unmerged = Sampler(model, tokenizer), Sampler(model, tokenizer, merged=False)
     assert "merged copy" in merged.description
-    assert "as asked" in unmerged.description
+    assert "as requested" in unmerged.description
     assert "may depend on its batch: unmerged models use torch's matmuls" in unmerged.description
     # Only the same weights in fp32 draw as training scores.
     assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
@@ -252,14 +252,14 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "options", "said"),
     [
-        ("bloom", {}, "bloom: its attention cannot be replaced"),
+        ("bloom", {}, "bloom models are not supported: transformers cannot replace"),
         (
             "deepseek_v3",
             {"num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 2}
             | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
-            "deepseek_v3: its keys have 4 heads of .* numbers, and the cache holds",
+            "deepseek_v3 models .*: their keys have 4 heads of .*, but the cache expects",
         ),
-        ("gpt_oss", {"num_local_experts": 4}, "needs s_aux: unsupported"),
+        ("gpt_oss", {"num_local_experts": 4}, "attention needs s_aux"),
     ],
 )
 def test_an_architecture_that_the_cache_does_not_hold_is_refused(family, options, said):

@@ -118,7 +118,7 @@ def test_a_failed_request_is_repeated_with_its_seed_and_a_refusal_ends_the_step(
 
 
 GOOD = completion_choice([10, END], [-1.0, -1.0])
-SAYS_NOTHING = "no token ids with their log-prob"
+SAYS_NOTHING = "does not return token ids with log-prob"
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ SAYS_NOTHING = "no token ids with their log-prob"
         ([completion_choice([10, 11], [-1.0, -1.0], "stop")], r"\(stop\) at token 11"),
         ([completion_choice([10, END], [-1.0, -1.0], "length")], r"\(length\) at token 2"),
         ([completion_choice([10, 11], [-1.0, -1.0], "abort")], r"\(abort\)"),
-        ([GOOD, GOOD], "asked for 1 completions, got 2"),
-        ([], "asked for 1 completions, got 0"),
+        ([GOOD, GOOD], "returned 2 completions instead of 1"),
+        ([], "returned 0 completions instead of 1"),
     ],
 )
 def test_completions_that_could_not_be_trained_on(server, sampler, choices, says):

@@ -300,9 +300,9 @@ def test_a_public_request_may_draw_so_many_tokens(tokenizer):
         too_much = server.post(body)
         assert (too_much.status_code, too_much.json()["detail"]) == (
             422,
-            "max_new_tokens: a request may draw 320 tokens in all, so with n = 4 at most 80 fit",
+            "max_new_tokens: a request may generate 320 tokens in total, so at most 80 with n = 4",
         )
         assert server.post(body | {"max_new_tokens": 80}).status_code == 200
         detail = server.post(chat | {"max_tokens": 81}, "/v1/chat/completions").json()["detail"]
-        assert detail.startswith("max_tokens: a request may draw 320")
+        assert detail.startswith("max_tokens: a request may generate 320")
         assert server.get("/phase1/info").json()["limits"]["tokens_per_request"] == 320

@@ -232,10 +232,13 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "exactly one of json"),
         ({"structured_outputs": {}}, "exactly one of json"),
         ({"structured_outputs": {"regex": "("}}, "regex: unclosed group"),
-        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar: there is no such"),
+        (
+            {"structured_outputs": {"grammar": "a"}},
+            "structured_outputs.grammar: this field does not",
+        ),
         ({"structured_outputs": {"json": SUM | {"not": {}}}}, 'Unimplemented keys: ["not"]'),
         ({"structured_outputs": {"regex": "a" * 16_001}}, "16001 characters; the limit is 16000"),
-        ({"guided_json": SUM}, "guided_json: there is no such field"),
+        ({"guided_json": SUM}, "guided_json: this field does not exist"),
     ],
 )
 def test_structured_outputs_that_cannot_be_are_refused_in_a_line(client, asked, said):
@@ -255,21 +258,30 @@ def last(content, **others):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"top_k": 5}, "top_k: it is not offered here: send -1 or 0 or null"),
-        ({"presence_penalty": 0.5}, "presence_penalty: a penalty is not offered here: send 0"),
-        ({"logprobs": True}, "logprobs: a log-probability is not offered here: send false"),
-        ({"best_of": True}, "best_of: it is not offered here: send 1 or null"),
-        ({"tools": [{}]}, "tools: a tool is not offered here: send [] or null"),
-        ({"reasoning_effort": "low"}, "reasoning_effort: it (send thinking_budget) is not offered"),
+        ({"top_k": 5}, "top_k: it is not supported: send -1 or 0 or null"),
+        ({"presence_penalty": 0.5}, "presence_penalty: a penalty is not supported: send 0"),
+        ({"logprobs": True}, "logprobs: a log-probability is not supported: send false"),
+        ({"best_of": True}, "best_of: it is not supported: send 1 or null"),
+        ({"tools": [{}]}, "tools: a tool is not supported: send [] or null"),
+        (
+            {"reasoning_effort": "low"},
+            "reasoning_effort: it (send thinking_budget) is not supported",
+        ),
         ({"n": 0}, "n: must be at least 1"),
         ({"n": "two"}, "n: must be a whole number"),
-        ({"colour": 1}, "colour: there is no such field"),
-        (last([{"type": "image_url", "image_url": {"url": "x"}}]), "images are not offered here"),
-        (last([{"type": "input_text", "text": "x"}]), "content: the type of a part must be text"),
+        ({"colour": 1}, "colour: this field does not exist"),
+        (last([{"type": "image_url", "image_url": {"url": "x"}}]), "images are not supported"),
+        (
+            last([{"type": "input_text", "text": "x"}]),
+            "content: the type of every part must be text",
+        ),
         (last(None), "messages.0: content is missing"),
         (last(7), "messages.0: content must be a string"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "a message of a tool is not offered"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message must be the us"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tool messages are not supported"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}]},
+            "the last message must have the ro",
+        ),
     ],
 )
 def test_what_is_not_offered_is_named(client, body, said):

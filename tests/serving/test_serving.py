@@ -110,7 +110,7 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_request_alone(server, monke
     assert server.post({"prompt": "two and three"}).json()["answer"] == "5"
 
 
-OPEN = "the answers here are open, and only the reward of training could judge them"
+OPEN = "the answers are open-ended, and only the training reward could judge them"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_answers_are_read_compared_and_voted_for_by_their_kind(
         assert (reply["verifier"]["correct"], reply["warnings"]) == (right, [])
     else:
         assert (reply["verifier"], reply["details"]["verifier"]) == (None, None)
-        assert reply["warnings"] == [f"expected_answer was compared with nothing: {right}"]
+        assert reply["warnings"] == [f"expected_answer was not compared: {right}"]
 
 
 @pytest.mark.parametrize(

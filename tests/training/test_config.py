@@ -219,5 +219,5 @@ def test_what_writes_nothing_is_not_refused_for_what_it_would_write(look):
     with pytest.raises(ValueError, match="--output would overwrite --sft-adapter"):
         GRPOConfig(sft_adapter=place, output=place)
     for kept in ("adapter_best", "adapter_last"):
-        with pytest.raises(ValueError, match="is a folder that the run writes itself"):
+        with pytest.raises(ValueError, match="is a folder that the run itself writes"):
             GRPOConfig(run_dir=Path("runs/x"), output=Path("runs/x") / kept)

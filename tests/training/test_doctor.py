@@ -167,7 +167,7 @@ BROKEN = {  # what was broken → findings, whether each is a fault, and what st
     "nothing ends": (
         {"text": lambda i, j: "<think>and then", "truncated": True},
         {NO_SIGNAL: True, "truncation": True},
-        "no difference",
+        "all rewards are equal",
     ),
     "nothing to read": (
         {"text": lambda i, j: "I do not know"},

@@ -89,7 +89,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_last_lines(
 
 
 def test_an_error_in_the_run_ends_the_server(model_dir, tmp_path, record):
-    with pytest.raises(UsageError, match="exceed the server's 30; leave that problem out"):
+    with pytest.raises(UsageError, match="exceed the server's limit of 30 tokens; leave out this"):
         train(model_dir, a_config(tmp_path, server=f"{PROGRAM} serve --max-model-len 30"))
     assert not psutil.pid_exists(asked(record, "")[0]["pid"])
 
@@ -135,7 +135,7 @@ def test_each_card_that_trains_has_a_server(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,2,7")
     assert environments(2) == [{"CUDA_VISIBLE_DEVICES": card} for card in "42"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match=r"only this machine reaches.*--server A,B"):
+    with pytest.raises(UsageError, match=r"only this machine can reach.*--server A,B"):
         RunServers(None, a_config(tmp_path), Distributed(0, 4)).start()
 
 

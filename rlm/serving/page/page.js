@@ -1,20 +1,20 @@
-"use strict"; // What the model writes becomes text nodes, never markup.
+"use strict"; // The text of the model is inserted as text nodes, never as HTML.
 
 /* ---- State ---- */
-const SILENCE = 60_000; // ms without a byte (the server pings every 15 s) until a run is given up
-const RETRIED = ["queue_full", "rate_limited", "loading"]; // these pass, so the page asks again
-const BASE = "base"; // the name that stands for no adapter
-const KEPT = 50; // earlier questions that are kept
+const SILENCE = 60_000; // ms without data after which a run fails; the server pings every 15 s
+const RETRIED = ["queue_full", "rate_limited", "loading"]; // temporary errors, after which the page retries
+const BASE = "base"; // the name of the base model without an adapter
+const KEPT = 50; // maximum number of earlier questions on the page
 const $ = (id) => document.getElementById(id);
 const form = $("ask");
 const fields = form.elements;
-let run = null; // the run in progress: its controller and its panels, one for each adapter
-let asked = ""; // the question of the panels that are shown
+let run = null; // the current run: its AbortController and one panel per adapter
+let asked = ""; // the question that the visible panels answer
 let info = {}; // the reply of /phase1/info
 const key = () => sessionStorage.getItem("rlm.key") ?? "";
 
 /* ---- API ---- */
-/** An error to be shown; `more` has the code, status, … of the server's problem details. */
+/** Creates an error to be shown. `more` contains the server's problem details (code, status, …). */
 const problem = (message, more = {}) => Object.assign(new Error(message), more);
 
 const pause = (ms, signal) => new Promise((resolve, reject) => {
@@ -33,7 +33,7 @@ async function call(path, options = {}) {
   throw problem(body.detail || `The server answered ${response.status}`, { ...body, wait });
 }
 
-/** The request from the form. Empty fields are not sent, because the server has defaults. */
+/** Returns the request body from the form. Empty fields are not sent, because the server has defaults. */
 function requestBody() {
   const body = {};
   for (const { name, type, value } of fields) {
@@ -43,7 +43,7 @@ function requestBody() {
   return body;
 }
 
-/** Asks until the server accepts the question; returns the streaming response. */
+/** Sends the question until the server accepts it; returns the streaming response. */
 async function admission(body, signal) {
   const options = { method: "POST", body: JSON.stringify({ ...body, stream: true }), signal };
   for (;;) {
@@ -57,7 +57,7 @@ async function admission(body, signal) {
   }
 }
 
-/** Yields [event, data] of the server-sent events, wherever the network cuts their text. */
+/** Yields [event, data] for each server-sent event. Network chunks may end within an event. */
 async function* serverEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
@@ -67,13 +67,13 @@ async function* serverEvents(response) {
     const events = (text + piece.value).split(/\r?\n\r?\n/);
     text = events.pop();
     for (const event of events) {
-      const [, name, data] = /^event: ?(\w+)\r?\ndata: ?(.*)$/s.exec(event) ?? []; // none: a ping
+      const [, name, data] = /^event: ?(\w+)\r?\ndata: ?(.*)$/s.exec(event) ?? []; // no match: a ping
       if (name) yield [name, JSON.parse(data)];
     }
   }
 }
 
-/** Shows the server's state until it is ready, and then what it offers. */
+/** Shows the state of the server until it is ready, then its model and adapters. */
 async function connect() {
   try {
     await call("ready");
@@ -98,7 +98,7 @@ async function ask(beside = false) {
   showRunning(true);
   $("notice").hidden = true;
   const answered = await Promise.allSettled(run.panels.map((panel, i) => answer(panel, bodies[i], signal)));
-  controller.abort(); // drops responses that were not read to the end, so that the server frees them
+  controller.abort(); // closes unfinished responses, so that the server aborts their requests
   const failed = answered.filter(({ status }) => status === "rejected");
   if (!run.panels.some((panel) => panel.text || panel.said)) $("result").replaceChildren();
   if (failed.length < answered.length) show($("live"), run.panels.map((panel) => panel.said).filter(Boolean).join(". "));
@@ -107,7 +107,7 @@ async function ask(beside = false) {
   if (failed.length) showError(failed[0].reason);
 }
 
-/** Asks the question of one panel, and fills the panel with the response. */
+/** Sends the request of one panel, and fills the panel with the response. */
 async function answer(panel, body, signal) {
   try {
     for await (const [event, data] of serverEvents(await admission(body, signal))) {
@@ -132,13 +132,13 @@ const EVENTS = {
   reasoning(panel, { delta, tool }) {
     const box = panel.reasoning, below = box.scrollHeight - box.scrollTop - box.clientHeight;
     addReasoning(panel, delta, tool);
-    if (below < 24) box.scrollTop = box.scrollHeight; // unless the reader scrolled up
+    if (below < 24) box.scrollTop = box.scrollHeight; // unless the user has scrolled up
   },
   answer(panel, { delta }) {
-    if (panel.n === 1) panel.answer.append(delta); // of several the vote decides
+    if (panel.n === 1) panel.answer.append(delta); // several answers are shown as votes
   },
   sample(panel, { final_answer: final, format }) {
-    const given = format === "strict" ? final : "no answer"; // as the server counts
+    const given = format === "strict" ? final : "no answer"; // the same rule as in the server's vote
     panel.counts[given] = (panel.counts[given] ?? 0) + 1;
     showVotes(panel, null);
   },
@@ -155,7 +155,7 @@ async function answerNow() {
   await Promise.all(ids.map((id) => call(`phase1/reasoning/${id}/answer`, { method: "POST" }))).catch(showNotice);
 }
 
-/* ---- What is seen ---- */
+/* ---- Display ---- */
 const seconds = (ms) => `${(ms / 1000).toFixed(1)} s`;
 const modelName = ({ base, adapter }) => (adapter === BASE ? base : `${base} + ${adapter}`);
 
@@ -170,13 +170,13 @@ function make(tag, className, ...content) {
   return made;
 }
 
-/** A panel of an answer: its elements by class, and the text received so far. */
+/** Creates the panel of an answer: its elements by class, and the text received so far. */
 function newPanel(adapter, n) {
   const article = $("panel").content.cloneNode(true).firstElementChild;
   const panel = { article, n, counts: Object.create(null), text: "", said: "" };
   for (const element of article.querySelectorAll("[class]")) panel[element.className] ??= element;
   const before = $("result").querySelector("article") ?? $("history").querySelector("article");
-  for (const folded of ["thinking", "details"]) { // what the reader folded stays folded
+  for (const folded of ["thinking", "details"]) { // keep the sections that the user has closed closed
     if (before) panel[folded].open = before.querySelector(`.${folded}`).open;
   }
   if (adapter) show(panel.who, adapter === BASE ? "Base" : `Trained: ${adapter}`);
@@ -184,7 +184,7 @@ function newPanel(adapter, n) {
   return panel;
 }
 
-/** Moves the shown answers to the earlier questions. */
+/** Moves the visible answers to the list of earlier questions. */
 function keep() {
   const articles = [...$("result").children];
   if (!articles.some((article) => article.querySelector(".reasoning").textContent || article.querySelector(".answer").textContent)) return;
@@ -197,8 +197,8 @@ function keep() {
 const SIGNS = { "*": "×", "/": "÷" };
 const readable = (text) => text.replace(/\s*([-+*/=])\s*/g, (_, sign) => ` ${SIGNS[sign] ?? sign} `);
 
-/** Adds reasoning. What a tool wrote is marked, and what it computed drawn as a calculation: the
- * model's <<72/9= and the tool's 8>> are one box that says 72 ÷ 9 = 8. */
+/** Appends reasoning text. Text of a tool is marked, and its calculations are shown in a box: the
+ * model's <<72/9= and the tool's 8>> become 72 ÷ 9 = 8. */
 function addReasoning(panel, delta, tool) {
   panel.text += delta;
   if (!tool) {
@@ -213,7 +213,7 @@ function addReasoning(panel, delta, tool) {
     if (at >= 0 && at + 2 + asks.length === written.length) {
       panel.words.data = written.slice(0, at);
       panel.reasoning.append(make("span", "calculation", readable(asks), panel.byTool.element));
-      panel.byTool.end = />*$/; // as the calculator closes
+      panel.byTool.end = />*$/; // the end of a calculation
     } else {
       panel.reasoning.append(panel.byTool.element);
     }
@@ -230,12 +230,12 @@ function redraw(panel, text, hasTool) {
   parts.forEach((part, i) => part && addReasoning(panel, part, i % 2 === 1));
 }
 
-/** Fills a list of terms and their texts or elements. */
+/** Fills a description list; each row is a term and its texts or elements. */
 function showRows(list, rows) {
   list.replaceChildren(...rows.flatMap(([term, ...values]) => [make("dt", "", term), make("dd", "", ...values)]));
 }
 
-/* The words of the page depend on what the adapter was trained for. */
+/* The placeholder depends on the answer type of the adapter. */
 const PLACEHOLDERS = {
   number: "A question whose answer is a number",
   choice: "A question with lettered choices",
@@ -252,7 +252,7 @@ function showInfo(described) {
   show($("status"), modelName(model));
   $("status").className = "ready";
   $("key-form").hidden = true;
-  $("openapi").hidden = keyed; // a link sends no key
+  $("openapi").hidden = keyed; // a link cannot send the API key
   $("forget").hidden = !keyed;
   const option = (name) => new Option(name, name === usual ? "" : name, false, name === usual);
   if (!fields.adapter.length) fields.adapter.append(...adapters.map(option));
@@ -278,7 +278,7 @@ function askForKey() {
   $("key").focus();
 }
 
-/** A text of the server with the page's names of fields: "Token limit", not "max_new_tokens". */
+/** Replaces field names in a server message by their labels: "Token limit" for "max_new_tokens". */
 function inWords(text) {
   return text.replace(/\b(\w+_\w+)\b|^(\w+)(?=:)|\b(n)(?= = )/g, (name) => labelOf(name) ?? name);
 }
@@ -296,15 +296,15 @@ function showNotice({ message, code, request_id: id }, more = "") {
 }
 
 function showError(error) {
-  const known = error.name === "Error"; // otherwise the page could not read the response
+  const known = error.name === "Error"; // other errors: the page could not parse the response
   showNotice(known ? error : problem(`The answer cannot be read: ${error.message}`));
-  $("again").hidden = error.status >= 400 && error.status < 500; // the same would be refused again
+  $("again").hidden = error.status >= 400 && error.status < 500; // the same request would fail again
   const field = fields[error.error?.param];
   if (labelOf(field?.name)) {
     field.ariaInvalid = "true";
     if ($("settings").contains(field)) $("settings").open = true;
   }
-  connect(); // the server's state may have changed, or it asks for a key
+  connect(); // the server may have restarted, or it requires a key
 }
 
 function showRunning(running) {
@@ -333,7 +333,7 @@ const THOUGHT = {
 
 function showResult(panel, result) {
   const { reasoning, answer: prose, final_answer: final, thinking, vote, verifier, details } = result;
-  if ((reasoning ?? "") !== panel.text) redraw(panel, reasoning ?? "", details.tool_calls?.length); // of another sample
+  if ((reasoning ?? "") !== panel.text) redraw(panel, reasoning ?? "", details.tool_calls?.length); // the winner is not the streamed sample
   show(panel.thought, THOUGHT[thinking.status] ?? thinking.status);
   show(panel.final, final);
   panel.final.classList.toggle("long", (final ?? "").length > 40);
@@ -355,7 +355,7 @@ const NUMBER = new RegExp(
   "iu",
 );
 
-/** What a visitor should know beside the answer. */
+/** Returns remarks about the answer, such as warnings. */
 function remarksOf({ final_answer: final, warnings, model, answer_type: type = answerType(model.adapter) }) {
   const remarks = warnings.map((text) => (text === "tie" ? "Two answers have equally many votes: the first is shown." : inWords(text)));
   if (final === null) remarks.push("No final answer in the form that was asked for.");
@@ -365,7 +365,7 @@ function remarksOf({ final_answer: final, warnings, model, answer_type: type = a
   return remarks;
 }
 
-/** In the words of the API, which docs/reference/serving.md explains. */
+/** Returns details of the result in the terms of the API (docs/reference/serving.md). */
 function factsOf({ details, confidence, usage, timings, thinking, ...result }) {
   return [
     ["Format", details.format],
@@ -381,7 +381,7 @@ function factsOf({ details, confidence, usage, timings, thinking, ...result }) {
 
 /* ---- Events ---- */
 form.addEventListener("submit", (event) => { event.preventDefault(); ask(); });
-form.addEventListener("invalid", ({ target }) => { // the browser points at it where it is seen
+form.addEventListener("invalid", ({ target }) => { // open the settings, so that the browser can show the invalid field
   if ($("settings").contains(target)) $("settings").open = true;
 }, true);
 form.addEventListener("input", ({ target }) => {
