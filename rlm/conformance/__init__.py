@@ -1,4 +1,4 @@
-"""Conformance: formulas with hand-computed values, run against this trainer and others."""
+"""Conformance tests: compare the formulas of this trainer and others with hand-computed values."""
 
 import lazy_loader
 

@@ -1,9 +1,11 @@
-"""Compare the formulas of GRPO trainers with values computed by hand: ours, TRL's, verl's, yours.
+"""Compare the formulas of GRPO trainers with values computed by hand.
 
-    python -m rlm.conformance                                # a table; exits with 1 if ours fails
+    python -m rlm.conformance                                # print a table
     python -m rlm.conformance --trainer my_trainer.py:adapter --json conformance.json
 
-docs/reference/conformance.md has the formulas, and shows how to write an adapter.
+The table covers this trainer, TRL and verl if they are installed, and optionally your own trainer.
+The exit code is 1 if a formula of this trainer or of your trainer differs.
+docs/reference/conformance.md lists the formulas, and describes how to write an adapter.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from rlm.cli import check_command_line, flag, load_from_file, run_main, terminal
 
 @dataclass
 class ConformanceConfig:
-    trainer: str | None = flag(None, "FILE.py:NAME of an adapter to your trainer, to be tested too")
-    json: Path | None = flag(None, "write the table there, with every value")
+    trainer: str | None = flag(
+        None, "FILE.py:NAME of an adapter to your own trainer, which is tested as well"
+    )
+    json: Path | None = flag(None, "JSON file to which the table is written, with all values")
 
 
 def main(config: ConformanceConfig) -> int:
+    """Print the table. Return 1 if a formula of this trainer or the user's trainer differs."""
     from rlm.conformance.cases import load_cases
     from rlm.conformance.comparison import table
     from rlm.runs import replace_json
@@ -45,7 +50,7 @@ def main(config: ConformanceConfig) -> int:
 
 
 def markdown(result: dict[str, Any]) -> list[str]:
-    """Return the table in Markdown, followed by the source lines of known differences."""
+    """Format the table as Markdown lines, followed by notes on the known differences."""
     names, notes = result["trainers"], []
     lines = [f"| formula | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for row in result["formulas"]:

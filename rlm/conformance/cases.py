@@ -1,6 +1,6 @@
-"""The cases of cases.yaml: inputs and expected results.
+"""Loads and runs the cases of cases.yaml, each with its inputs and expected results.
 
-Letters: n rows (completions), T their padded length.
+Shape letters: n rows (completions), T padded length of the completions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 FILE = Path(__file__).with_name("cases.yaml")
-# Defaults of a loss case.
+# The default options of a case with the formula "loss".
 LOSS = {
     "aggregation": "sequence",  # "sequence", "token", or "constant": sum / (rows · constant)
     "constant": 8,
@@ -28,15 +28,16 @@ LOSS = {
     "importance_cap": None,  # cap of each token's π_old / π_sampler; None: no correction
     "processes": 1,
 }
-OLD_LOGPROB = -3.0
+OLD_LOGPROB = -3.0  # old log-probability of every token
 
-# (formula, inputs) → a tensor, or None if the trainer does not offer the formula.
+# A function of (formula, inputs). It returns a tensor, or None if the trainer does not offer the
+# formula.
 Adapter = Callable[[str, SimpleNamespace], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A formula with inputs and expected result."""
+    """A formula with its inputs and the expected result."""
 
     name: str
     formula: str
@@ -44,16 +45,21 @@ class Case:
     expected: dict[str, Any]  # "values", or "loss" and "gradient"
     by: str  # how `expected` was computed by hand
     exact: bool = False
-    known: dict[str, dict[str, str]] = field(default_factory=dict)  # peer → line, why
+    known: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # peer → {"line", "why"} of a known difference
 
 
 def load_cases() -> list[Case]:
-    """Load the table."""
+    """Load all cases from cases.yaml."""
     return [Case(**row) for row in yaml.safe_load(FILE.read_text(encoding="utf-8"))]
 
 
 def run_case(adapter: Adapter, case: Case) -> dict[str, Any] | None:
-    """Return a trainer's result in the form of `Case.expected`; None if it is not offered."""
+    """Compute a trainer's result in the format of `Case.expected`.
+
+    Return None if the trainer does not offer the formula.
+    """
     if case.formula == "loss":
         return _run_loss(adapter, case.given)
     given = {name: _without_null(value) for name, value in case.given.items()}
@@ -68,7 +74,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Sum the losses of a step's parts, and compute the gradient of the sum."""
+    """Sum the losses of all parts (micro-batches) of a step, and compute the gradient."""
     ratios = torch.tensor(given["ratios"], dtype=torch.float32)  # (n, T)
     old = torch.full_like(ratios, OLD_LOGPROB)
     logprobs = (old + ratios.log()).requires_grad_(True)
@@ -85,7 +91,7 @@ def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:
     }
     parts = given.get("parts", [list(range(len(ratios)))])
     options = {name: given.get(name, value) for name, value in LOSS.items()}
-    micro_batches = len(parts) // options["processes"]  # per process
+    micro_batches = len(parts) // options["processes"]  # number of micro-batches per process
     whole = {f"step_{name}": value for name, value in step.items()}
     total = torch.zeros(())
     for rows in parts:
@@ -96,5 +102,5 @@ def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:
             return None
         total = total + loss
     total.backward()
-    assert logprobs.grad is not None  # each row is in a part
+    assert logprobs.grad is not None  # never None, because each row is in a part
     return {"loss": total.item(), "gradient": logprobs.grad.tolist()}

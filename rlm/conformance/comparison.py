@@ -1,4 +1,4 @@
-"""Compare trainers' results with values computed by hand."""
+"""Compares the results of trainers with values computed by hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ import torch
 from rlm.conformance.cases import Adapter, Case, run_case
 from rlm.conformance.ours import ours
 
-# Each has a module peer_<name>, whose SOURCE is the module of which lines are cited.
+# Each peer has a module peer_<name>. The constant SOURCE of this module is the peer's module from
+# which lines are cited.
 PEERS = ("trl", "verl")
 
 
 def load_peers() -> tuple[dict[str, tuple[Adapter, ModuleType]], dict[str, str]]:
-    """Return the installed peers, name → (adapter, source), and why others are missing."""
+    """Import the adapters of the installed peers.
+
+    Returns:
+        A map from the name of each installed peer to (adapter, source module), and a map from the
+        name of each other peer to the import error.
+    """
     found, missing = {}, {}
     for name in PEERS:
         try:
@@ -32,11 +38,15 @@ def load_peers() -> tuple[dict[str, tuple[Adapter, ModuleType]], dict[str, str]]
 
 
 def compare(case: Case, adapter: Adapter, peer: str = "", source: ModuleType | None = None) -> dict:
-    """Return {"status": "equal" | "differs" | "documented" | "not offered", "answer": …, …}.
+    """Compare the result of a trainer with the expected result of a case.
 
     Args:
-        peer: its name in the case's known differences.
-        source: the module that contains the line of a difference.
+        peer: the name of the peer in the case's known differences.
+        source: the peer's module, which contains the line of a known difference.
+
+    Returns:
+        A dictionary with "status" ("equal", "differs", "documented" or "not offered"), and, if the
+        trainer offers the formula, with "answer" and details of a difference.
     """
     answer = run_case(adapter, case)
     if answer is None:
@@ -54,7 +64,11 @@ def compare(case: Case, adapter: Adapter, peer: str = "", source: ModuleType | N
 
 
 def _distance(answer: Any, expected: Any, exact: bool) -> float:
-    """Return the largest absolute difference; 0 within fp32 rounding, inf for another shape."""
+    """Return the largest absolute difference.
+
+    A difference within fp32 rounding counts as 0, unless `exact` is set. Results of different
+    shapes have an infinite difference.
+    """
     found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (answer, expected))
     if found.shape != wanted.shape:
         return float("inf")
@@ -64,7 +78,7 @@ def _distance(answer: Any, expected: Any, exact: bool) -> float:
 
 
 def place(source: ModuleType, line: str) -> str:
-    """Locate a line in the installed source: package/file.py:number."""
+    """Return the location of a line in the installed source, as package/file.py:number."""
     for number, text in enumerate(inspect.getsource(source).splitlines(), start=1):
         if line in text:
             return f"{source.__name__.replace('.', '/')}.py:{number}"
@@ -72,7 +86,7 @@ def place(source: ModuleType, line: str) -> str:
 
 
 def table(cases: list[Case], user: Callable[..., Any] | None) -> dict[str, Any]:
-    """Run every case for ours, the installed peers and a user's trainer."""
+    """Run every case with this trainer, the installed peers and the user's trainer, if given."""
     peers, missing = load_peers()
     rows = []
     for case in cases:

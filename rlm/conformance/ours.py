@@ -1,4 +1,4 @@
-"""This project's formulas, through the functions that `train_grpo.py` calls."""
+"""The adapter of this project, which calls the same functions as `train_grpo.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlm.training import (
 
 
 def ours(formula: str, given: SimpleNamespace) -> Tensor:
-    """Compute a case with the functions that `train_grpo.py` calls."""
+    """Compute the result of a case with the functions that `train_grpo.py` calls."""
     return FORMULAS[formula](given)
 
 
@@ -77,7 +77,9 @@ def _scoring_logprobs(given: SimpleNamespace) -> Tensor:
 
 def _sampling_logprobs(given: SimpleNamespace) -> Tensor:
     logits = torch.tensor(given.logits).expand(64, -1)
-    uniform = torch.arange(64, dtype=torch.float64) / 64  # every token is drawn
+    uniform = (
+        torch.arange(64, dtype=torch.float64) / 64
+    )  # spaced so that every token is drawn at least once
     params = SamplingParams(1, temperature=given.temperature)
     tokens, logprobs = sample_tokens(logits, uniform, params, TorchOps())
     found = dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
@@ -103,9 +105,9 @@ def _loss(given: SimpleNamespace) -> Tensor:
     ):
         length = max((t + 1 for t, own in enumerate(mask) if own), default=1)
         own = [bool(m) for m in mask[:length]]
-        reason = "stop" if any(own) else "length"  # a row without tokens: truncated and masked
+        reason = "stop" if any(own) else "length"  # a row without tokens is treated as truncated
         tool_mask = own if any(own) and not all(own) else []
-        # The row's number as token ids, to identify it: the loss ignores ids.
+        # Use the row number as the token ids, to identify the row later. The loss ignores the ids.
         completions.append(Completion([row] * length, logprobs[:length], reason, tool_mask))
     rollouts = _rollouts(completions, given.step_advantages.tolist(), config)
     rollouts = [rollout for rollout in rollouts if rollout.completion[0] in given.rows]

@@ -1,7 +1,8 @@
-"""TRL's formulas as installed: two methods of its GRPOTrainer, called without a model.
+"""The adapter of the installed TRL, which calls two methods of its GRPOTrainer without a model.
 
-`_generate_and_score_completions` computes masks, advantages and importance ratios of given
-completions; `_compute_loss` computes the loss. Options that a case does not set are TRL's defaults.
+`_generate_and_score_completions` computes the masks, advantages and importance ratios of given
+completions, and `_compute_loss` computes the loss. Options that a case does not set have TRL's
+default values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEFAULTS = {option.name: option.default for option in fields(GRPOConfig)}
 
 
 def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
-    """Compute a case with TRL's code."""
+    """Compute the result of a case with TRL's code."""
     if formula == "advantages":
         rewards = torch.tensor(given.rewards, dtype=torch.float32)  # (P, G)
         ids, scale = [[1]] * rewards.numel(), "group" if given.scale else "none"
@@ -39,7 +40,7 @@ def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
 
 
 class Accelerator:
-    """Stands in for accelerate's class."""
+    """A stand-in for `accelerate.Accelerator`."""
 
     device, process_index, sync_gradients = torch.device("cpu"), 0, True
 
@@ -56,7 +57,7 @@ class Accelerator:
 def _trainer(
     processes: int = 1, args: dict[str, Any] | None = None, **own: Any
 ) -> SOURCE.GRPOTrainer:
-    """Return a `self` for the methods: TRL's defaults, overridden by `own`."""
+    """Build a stand-in for the trainer object, with TRL's default values overridden by `own`."""
     options = DEFAULTS | (args or {})
     switched_off = ("_entropy_bonus_enabled", "use_adaptive_entropy", "aux_loss_enabled", "tools")
     rest = {
@@ -70,7 +71,9 @@ def _trainer(
         **dict.fromkeys(("environment_factories", "environments", "pad_to_multiple_of")),
         **dict.fromkeys(switched_off, False),
     }
-    return cast("SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own))  # all that they read
+    return cast(
+        "SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own)
+    )  # every attribute that TRL's methods read
 
 
 def _score(
@@ -79,7 +82,7 @@ def _score(
     logprobs: tuple[Tensor | None, Tensor | None] = (None, None),
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Return TRL's result for sampled completions.
+    """Compute the masks, advantages and importance ratios of completions with TRL's code.
 
     Args:
         rewards: (P, G).
@@ -130,7 +133,7 @@ def _loss(given: SimpleNamespace) -> Tensor:
         loss_type="cispo" if weighted else LOSS_TYPES[given.aggregation],
         importance_sampling_level=given.ratio,
         epsilon_low=given.clip_low,
-        epsilon_high=given.clip_high + weighted,  # for CISPO, TRL takes 1 + ε
+        epsilon_high=given.clip_high + weighted,  # for CISPO, TRL expects 1 + ε
         max_completion_length=given.constant,
         current_gradient_accumulation_steps=given.micro_batches,
         _get_per_token_logps_and_entropies=lambda *_, **__: (given.logprobs, 0 * given.mask, None),

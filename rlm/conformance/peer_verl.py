@@ -1,7 +1,8 @@
-"""verl's formulas as installed: the functions of its `core_algos`, called as its workers call them.
+"""The adapter of the installed verl, which calls `core_algos` in the same way as verl's workers.
 
-Like `verl/workers/utils/losses.py`, this sums policy and KL terms and passes the totals of the
-whole batch to every loss. Options that a case does not set are verl's defaults.
+Like `verl/workers/utils/losses.py`, the adapter adds the policy term and the KL term, and passes
+the totals of the whole batch to every loss. Options that a case does not set have verl's default
+values.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-# No extra of this project installs verl, because it requires its own torch.
+# No extra of this project installs verl, because verl requires a specific version of torch.
 import verl.trainer.ppo.core_algos as SOURCE  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights  # pyright: ignore[reportMissingImports]
@@ -26,10 +27,10 @@ AGGREGATIONS = {
 
 
 def adapter(formula: str, given: SimpleNamespace) -> Tensor | None:
-    """Compute a case with verl's code."""
+    """Compute the result of a case with verl's code."""
     if formula == "advantages":
         rewards = torch.tensor(given.rewards, dtype=torch.float32)  # (P, G)
-        if rewards.isnan().any():  # verl has no missing rewards
+        if rewards.isnan().any():  # verl does not support missing rewards
             return None
         rows, group = rewards.numel(), np.arange(rewards.shape[0]).repeat(rewards.shape[1])
         values, _ = SOURCE.compute_grpo_outcome_advantage(

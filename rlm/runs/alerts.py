@@ -73,8 +73,8 @@ CONSTANT = (
 )
 FLAT = (
     "the reward has not risen in {} steps (from {:.2f} to {:.2f}): try a higher --learning-rate "
-    "(LoRA needs about ten times the rate of full fine-tuning), more problems per step, or problems "
-    "closer to the model's ability"
+    "(LoRA needs about ten times the rate of full fine-tuning), more problems per step, or "
+    "problems closer to the model's ability"
 )
 
 

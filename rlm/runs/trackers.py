@@ -96,7 +96,7 @@ class _Wandb:
             mode="offline" if offline else None,  # with None, WANDB_MODE decides
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # A resumed run logs some steps again, and W&B rejects repeated values of its own step counter.
+        # A resumed run logs some steps again, and W&B's own step counter rejects repeated steps.
         self._run.define_metric("*", step_metric="step")
         url = (
             None if self._run.offline else self._run.url

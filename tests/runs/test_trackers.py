@@ -182,7 +182,7 @@ def test_wandb_offline(alone, capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert err == ""
     (line,) = out.splitlines()
-    assert line.startswith("tracker: wandb; `wandb sync ")
+    assert line.startswith("tracker: wandb; run `wandb sync ")
     (folder,) = (alone / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     assert wandb.run is None

@@ -1,7 +1,7 @@
 "use strict";
-// Model output enters the page through textContent only.
+// Model output is inserted into the page only as textContent.
 const { follow, runs } = JSON.parse(document.getElementById("data").textContent);
-const CHUNK = 40; // completions rendered at once
+const CHUNK = 40; // number of completions that are rendered at a time
 const ASK_EVERY = 3000; // ms between requests to the server that follows a run
 const $ = (id) => document.getElementById(id);
 
@@ -15,8 +15,8 @@ function element(tag, className, text) {
 const number = (x, digits = 2) => (x === null ? "none" : Number(x).toFixed(digits));
 const percent = (x) => `${(100 * x).toFixed(0)} %`;
 
-/* ---- Groups, and which are shown ---- */
-// A run whose completions are not answers (graphs, say) is judged by its reward alone.
+/* ---- Selection of the groups and completions that are shown ---- */
+// If the completions of a run are not answers (for example, graphs), only their rewards are used.
 for (const run of runs) noteAnswers(run);
 function noteAnswers(run) {
   run.answered = run.groups.some((g) => g.completions.some((c) => c.verdict === "correct" || c.verdict === "wrong"));
@@ -28,7 +28,7 @@ const FILTERS = {
   flawed: (c, run) => run.answered && c.flawed,
 };
 const rewardsOf = (group) => group.completions.map((c) => c.reward).filter((r) => r !== null);
-const spread = (group) => Math.max(0, Math.max(...rewardsOf(group)) - Math.min(...rewardsOf(group))); // 0 without rewards
+const spread = (group) => Math.max(0, Math.max(...rewardsOf(group)) - Math.min(...rewardsOf(group))); // 0 if no completion has a reward
 const mean = (group) => rewardsOf(group).reduce((a, b) => a + b, 0) / (rewardsOf(group).length || 1);
 const ORDERS = {
   signal: (a, b) => spread(b) - spread(a),
@@ -39,7 +39,7 @@ const ORDERS = {
 let current = null, filter = "step";
 const stepsOf = () => [...new Set(runs.flatMap((run) => run.groups.map((group) => group.step)))].sort((a, b) => a - b);
 
-/** Return the first or newest step, preferably one with a group whose rewards differ. */
+/** Return the first or newest step, preferably a step with a group whose rewards differ. */
 function stepWithSignal(newest) {
   const signal = new Set(runs.flatMap((run) => run.groups.filter(spread).map((group) => group.step)));
   const steps = stepsOf(), found = steps.filter((step) => signal.has(step));
@@ -58,11 +58,12 @@ function wantedOf(run) {
     if (kept.length) found.push([group, kept]);
   }
   const order = ORDERS[$("order").value];
-  return order ? found.sort(([a], [b]) => order(a, b)) : found; // the sort is stable, so ties stay as sampled
+  return order ? found.sort(([a], [b]) => order(a, b)) : found; // the sort is stable, so ties keep the order of sampling
 }
 
-/* ---- Elements for completions, groups and runs ---- */
-// Insert a completion as text; the tool's spans (in code points, as in Python) are in <ins>.
+/* ---- HTML elements for completions, groups and runs ---- */
+// Insert a completion as text. The spans that a tool wrote become <ins> elements. The offsets of
+// spans count code points, as in Python.
 function fillText(into, text, toolCalls) {
   const points = toolCalls && toolCalls.length ? Array.from(text) : null;
   const slice = (from, to) => (points ? points.slice(from, to).join("") : text.slice(from, to));
@@ -116,7 +117,7 @@ function showGroup(run, group, completions) {
   return article;
 }
 
-// More groups are rendered when the end of the list comes into view.
+// Render a run. More groups are rendered when the end of the list scrolls into view.
 function showRun(run) {
   const section = element("section"), end = element("p", "facts"), wanted = wantedOf(run);
   const count = wanted.reduce((sum, [, completions]) => sum + completions.length, 0);
@@ -170,7 +171,7 @@ function listSteps() {
   }));
 }
 
-/** Move to the next or the previous group, also across steps. */
+/** Move the focus to the next or previous group, also across steps. */
 function move(by) {
   const articles = () => [...document.querySelectorAll("article")];
   let at = articles().indexOf(document.activeElement.closest("article"));
@@ -189,7 +190,7 @@ function move(by) {
   to?.scrollIntoView();
 }
 
-/* ---- Curves: SVG paths that stretch with their box, and HTML labels around them ---- */
+/* ---- Curves: SVG paths that are scaled to their box, with HTML labels around the paths ---- */
 const SVG = "http://www.w3.org/2000/svg";
 function path(className, d) {
   const made = document.createElementNS(SVG, "path");
@@ -204,7 +205,7 @@ function drawCurve(title) {
   const scale = title.endsWith("%") ? 100 : 1, digits = scale === 100 || all.some((p) => p[1] >= 20) ? 0 : 2;
   const last = Math.max(...runs.flatMap((run) => Object.values(run.curves).flat().map((p) => p[0])));
   const first = Math.min(...all.map((p) => p[0]), 1);
-  // The axis begins at 0, so that noise looks small. Bands may leave the plot, values do not.
+  // The axis begins at 0, so that noise looks small. Bands may exceed the plot; values may not.
   const most = Math.max(...all.map((p) => p[1])), low = Math.min(0, ...all.map((p) => p[1]));
   const high = Math.max(1.1 * most, ...all.map((p) => Math.min(p[4], 1.5 * most)), scale === 100 ? 0.05 : 1e-9);
   const x = (step) => (100 * (step - first)) / (last - first || 1);
@@ -214,7 +215,7 @@ function drawCurve(title) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 100 100");
   svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true"); // the caption has the values
+  svg.setAttribute("aria-hidden", "true"); // the caption contains the values
   curves.forEach((points, i) => {
     if (!points.length) return;
     svg.append(path(`band run${i}`, `${line(points, 4)}${line([...points].reverse(), 3).replace("M", "L")}Z`));
@@ -318,7 +319,7 @@ async function ask() {
 /* ---- Events ---- */
 $("filters").addEventListener("click", ({ target }) => { if (target.value) { filter = target.value; show(); } });
 $("steps").addEventListener("click", ({ target }) => { const { value } = target.closest("button") ?? {}; if (value) goTo(Number(value)); });
-$("order").addEventListener("change", () => { show(); $("runs").focus({ preventScroll: true }); }); // frees the arrow keys, which a select takes
+$("order").addEventListener("change", () => { show(); $("runs").focus({ preventScroll: true }); }); // move the focus away from the select, which would handle the arrow keys
 $("search").addEventListener("input", show);
 $("stale").addEventListener("click", show);
 $("newest").addEventListener("change", () => {
