@@ -45,9 +45,8 @@ class Case:
     expected: dict[str, Any]  # "values", or "loss" and "gradient"
     by: str  # how `expected` was computed by hand
     exact: bool = False
-    known: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # peer → {"line", "why"} of a known difference
+    # The known differences of peers: peer → {"line": …, "why": …}.
+    known: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def load_cases() -> list[Case]:

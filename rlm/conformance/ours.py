@@ -77,9 +77,8 @@ def _scoring_logprobs(given: SimpleNamespace) -> Tensor:
 
 def _sampling_logprobs(given: SimpleNamespace) -> Tensor:
     logits = torch.tensor(given.logits).expand(64, -1)
-    uniform = (
-        torch.arange(64, dtype=torch.float64) / 64
-    )  # spaced so that every token is drawn at least once
+    # The numbers are evenly spaced, so that every token is drawn at least once.
+    uniform = torch.arange(64, dtype=torch.float64) / 64
     params = SamplingParams(1, temperature=given.temperature)
     tokens, logprobs = sample_tokens(logits, uniform, params, TorchOps())
     found = dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))

@@ -71,9 +71,8 @@ def _trainer(
         **dict.fromkeys(("environment_factories", "environments", "pad_to_multiple_of")),
         **dict.fromkeys(switched_off, False),
     }
-    return cast(
-        "SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own)
-    )  # every attribute that TRL's methods read
+    # The object has every attribute that TRL's methods read.
+    return cast("SOURCE.GRPOTrainer", SimpleNamespace(**options | rest | own))
 
 
 def _score(

@@ -79,9 +79,8 @@ class ReasoningParser:
             self._held, self._begun = rest[len(opening) :], True
         if not self._begun:
             return ""
-        ended = self._held.endswith(
-            closing
-        )  # the text so far; the answer itself may contain the tag
+        # The closing tag may still turn out to be part of the answer.
+        ended = self._held.endswith(closing)
         end = len(self._held) - (len(closing) if ended else _overlap(self._held, closing))
         answer, self._held = self._held[:end], self._held[end:]
         return answer

@@ -94,9 +94,8 @@ def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
         if len(values) == WINDOW and rule.bad(fmean(values)):
             found[rule.metric] = rule.advice.format(fmean(values))
     if "reward" in found:
-        found.pop(
-            "reward/zero_signal_share", None
-        )  # the alert "reward" reports the same more precisely
+        # The alert "reward" already reports this problem, more precisely.
+        found.pop("reward/zero_signal_share", None)
     return found or _flat_reward(rows)
 
 

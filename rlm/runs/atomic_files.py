@@ -89,9 +89,8 @@ def replace_file(path: Path, text: str) -> None:
     escape sequence, which a JSON parser converts back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(
-        f".{path.name}.new"
-    )  # a fixed name, so that at most one such file is left
+    # The name is fixed, so that killed processes leave at most one such file.
+    scratch = path.with_name(f".{path.name}.new")
     try:
         scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
         sync(scratch)

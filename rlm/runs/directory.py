@@ -34,11 +34,8 @@ from rlm.runs.atomic_files import (
 from rlm.runs.checkpoints import Checkpoints, writing
 from rlm.runs.trackers import Tracker, open_tracker
 
-LOGS = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "rollouts.jsonl",
-)  # each log has one or more lines per step
+# Each of these logs has one or more lines per step.
+LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -232,9 +229,8 @@ def git_commit() -> str | None:
     return done.stdout.strip()
 
 
-Handler = (
-    Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
-)  # the types of handlers in `signal`
+# The type of a signal handler in the module `signal`.
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step (once more: at once)\n"
 
@@ -255,9 +251,8 @@ class Interrupts:
         self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupts:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only the main thread may set handlers
+        # Only the main thread may set handlers.
+        if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
@@ -273,6 +268,5 @@ class Interrupts:
         for other in self._before:
             signal.signal(other, self._then)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(
-                2, NOTICE
-            )  # print() is not safe here: the signal may have interrupted a print()
+            # print() is not safe here: the signal may have interrupted a print().
+            os.write(2, NOTICE)

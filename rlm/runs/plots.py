@@ -85,9 +85,8 @@ def accuracy_over_time(
         axes.axvspan(first, last, color=GREY, alpha=0.08 * (number % 2 == 0), linewidth=0)
         axes.text((first + last) / 2, 0.98 * top, name, ha="center", va="top", color=GREY)
     axes.set(xlabel="training, minutes", ylabel=ylabel, ylim=(0, top))
-    axes.set_xlim(
-        0, 1.08 * max(last for _, last in stages.values())
-    )  # leave space for the labels of the last points
+    # Leave space on the right for the labels of the last points.
+    axes.set_xlim(0, 1.08 * max(last for _, last in stages.values()))
     axes.set_title(title, fontsize=12, loc="left")
     lines, names = axes.get_legend_handles_labels()
     names[-1] += " (bands: 95 % intervals)"
@@ -175,9 +174,8 @@ def _draw_metric(
         low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)
         axes.plot(steps, means, color=ORANGE, lw=2)
-    floor = (
-        5 if scale == 100 else 0
-    )  # percentages: the axis covers at least 5 %, so that noise of 1 % looks small
+    # An axis in per cent extends to at least 5 %, so that noise of 1 % looks small.
+    floor = 5 if scale == 100 else 0
     bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max([*values, *bounds]))
     if top > bottom:
         axes.set_ylim(bottom, top)

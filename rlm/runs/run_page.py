@@ -139,9 +139,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     texts = group["completions"]
-    nothing = [None] * len(
-        texts
-    )  # used for missing columns, such as tool_calls in a run without a tool
+    # Missing columns, such as tool_calls in a run without a tool, are filled with None.
+    nothing = [None] * len(texts)
     columns = (
         map(_finite, group["rewards"]),
         map(_finite, group["advantages"]),

@@ -98,9 +98,8 @@ class _Wandb:
         )
         # A resumed run logs some steps again, and W&B's own step counter rejects repeated steps.
         self._run.define_metric("*", step_metric="step")
-        url = (
-            None if self._run.offline else self._run.url
-        )  # reading the URL of an offline run prints a warning
+        # Reading the URL of an offline run prints a warning.
+        url = None if self._run.offline else self._run.url
         self.where = url or f"run `wandb sync {Path(self._run.dir).parent}` to upload the run"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -196,9 +196,8 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
         options: name → value; None for a flag without a value.
     """
     words = split_command(command)
-    if (
-        "serve" in words
-    ):  # `vllm serve` takes the model as an argument; `python -m vllm…` needs --model
+    # `vllm serve` takes the model as an argument; `python -m vllm…` needs --model.
+    if "serve" in words:
         words.insert(words.index("serve") + 1, model)
     else:
         words += ["--model", model]

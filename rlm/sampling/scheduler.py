@@ -44,9 +44,8 @@ class SequenceState:
     parent: RequestState
     index: int  # position among the n completions
     ids: list[int] = field(default_factory=list)
-    forced: deque[int] = field(
-        default_factory=deque
-    )  # tokens to append next, instead of drawn tokens
+    # Tokens to append next, instead of drawn tokens.
+    forced: deque[int] = field(default_factory=deque)
     finished: bool = False
 
     @property
@@ -161,9 +160,8 @@ class Scheduler:
         state.unfinished -= 1
         if state.unfinished == 0:
             self.free_slots.append(state.slot)
-            self.free_slots.sort(
-                reverse=True
-            )  # use low slots first, so that matmuls read few slots
+            # Use low slots first, so that matmuls read few slots.
+            self.free_slots.sort(reverse=True)
 
 
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
@@ -177,8 +175,5 @@ def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
     if len(prompts) < 2:
         return 0  # a single prompt shares no prefix
     limit = min(len(prompt) for prompt in prompts) - 1
-    first, last = (
-        min(prompts, key=list),
-        max(prompts, key=list),
-    )  # in sorted order, these two differ the most
+    first, last = min(prompts, key=list), max(prompts, key=list)  # the two that differ the most
     return next((i for i in range(limit) if first[i] != last[i]), limit)

@@ -104,9 +104,8 @@ class StructuredOutputs:
         tags = {"opens": f"<{format.reasoning_tag}>", "closes": f"</{format.reasoning_tag}>"}
         if self.choice:
             answer = f"({' | '.join(map(_quote, self.choice))}) {closing}"
-        elif (
-            self.regex is not None
-        ):  # include the tag, because a greedy regex would not end before it
+        elif self.regex is not None:
+            # The rule includes the closing tag, because a greedy regex would not end before it.
             answer = "ANSWER"
             regex = regex_to_lark(self.regex.removeprefix("^").removesuffix("$"), ASCII_ONLY)
             rules = f"ANSWER: /(?u:{regex})/ {closing}\n"

@@ -328,9 +328,8 @@ class TinkerEngine:
             return
         client, name, rest = self._client(), _new_name(), self._service.create_rest_client()
         self._ask("save its adapter", lambda: client.save_weights_for_sampler(name).result())
-        archived = (
-            rest.get_checkpoint_archive_url
-        )  # pass the name, because SkyRL rejects the path that it returned
+        # Request the archive by name, because SkyRL rejects the path that it returned itself.
+        archived = rest.get_checkpoint_archive_url
         link = self._ask("send its adapter", lambda: archived(client.model_id, name).result().url)
         with TemporaryDirectory() as scratch:
             folder, archive = Path(scratch), Path(scratch) / "archive"
