@@ -724,7 +724,7 @@ def with_a_full_disk(runs, tokenizer, monkeypatch):
     ("with_what", "said"),
     [
         (with_nan, "contains values that are not finite"),
-        (with_another_tokenizer, "the tokenizer has 262 tokens, the model 259"),
+        (with_another_tokenizer, "the tokenizer has 262 tokens, but the model has only 259"),
         (with_a_full_disk, "are needed, 0 MB are free"),
     ],
 )

@@ -167,9 +167,9 @@ def test_rows_and_problems_are_taken_alike():
         ("gsm8k", "dataset is 'gsm8k': expected rows with"),
         (None, "dataset is None: expected rows"),
         (["1 + 1?"], "row 1 of dataset is '1 + 1?': expected rows"),
-        ([Problem("a", "?", "1"), 3], "row 2 of dataset is 3: needed"),
+        ([Problem("a", "?", "1"), 3], "row 2 of dataset is 3: expected"),
         ([{"input": "?", "target": 1}], "dataset has the columns input, target: expected rows"),
-        ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: needed"),
+        ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: expected"),
         ([{"question": "?", "answer": "many"}], "the answer is not a number: 'many'"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),

@@ -124,7 +124,8 @@ class Formats(dict[str, Format]):
     def __missing__(self, name: str) -> Format:
         known = find_choice(name, list(self))
         if known not in self:
-            raise UsageError(f"--reasoning-format: unknown {name!r}; there are {', '.join(self)}")
+            known = ", ".join(self)
+            raise UsageError(f"--reasoning-format: unknown value {name!r}; choose from {known}")
         return self[known]
 
 

@@ -374,7 +374,7 @@ def test_the_examples_of_help_can_be_copied(script):
 
 
 REASONS = {
-    "--no-use-lora": "only LoRA adapters are trained here",
+    "--no-use-lora": "only LoRA adapters are trained",
 }
 
 

@@ -545,7 +545,7 @@ def test_a_hub_out_of_reach_falls_back_to_its_cache(hub, down):
     ("error", "reason"),
     [
         (ConnectionError("Couldn't reach it\non the Hub"), "the hub is out of reach"),
-        (DatasetsError("gated\ndata set"), "gated dataset"),
+        (DatasetsError("gated\ndataset"), "gated dataset"),
         (httpx2.ReadTimeout("the read operation timed out"), "the read operation timed out"),
         (ValueError("no such configuration"), "no such configuration"),
     ],

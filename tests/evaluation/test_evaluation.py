@@ -234,7 +234,7 @@ def test_the_prompt_holds_question_and_examples_but_not_the_answer():
     [
         ({"problems": []}, "no problems"),
         ({"k": 2}, "greedy"),
-        ({"examples": [(PROBLEMS[1].question, "53")]}, "hold its answer"),
+        ({"examples": [(PROBLEMS[1].question, "53")]}, "contain its answer"),
     ],
 )
 def test_evaluate_refuses(changed, message):

@@ -93,7 +93,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 2)])
 def test_pass_at_k_refuses_what_it_cannot_estimate(n, c, k):
-    with pytest.raises(ValueError, match="needs"):
+    with pytest.raises(ValueError, match="requires"):
         pass_at_k(n, c, k)
 
 

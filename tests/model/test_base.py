@@ -374,7 +374,7 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     of_mlx = shutil.copytree(outer / "default", tmp_path / "mlx")
     (of_mlx / ADAPTER_FILES[1]).rename(of_mlx / "adapters.safetensors")
     for path, said in (
-        (of_mlx, r"it has adapters\.safetensors: only adapter_model\.safetensors"),
+        (of_mlx, r"it contains adapters\.safetensors, but only adapter_model\.safetensors"),
         (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
         (pickled, r"has adapter_model\.bin.*save_pretrained"),
         (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),

@@ -51,7 +51,7 @@ def test_what_is_in_the_way_of_the_old_adapter_is_left_alone(export, tmp_path):
     export(1)
     check_output(tmp_path / "lora")
     (tmp_path / "lora.prev").write_text("a file")
-    with pytest.raises(UsageError, match="is not a folder, and the adapter"):
+    with pytest.raises(UsageError, match="exists and is not a folder"):
         check_output(tmp_path / "lora")
 
 

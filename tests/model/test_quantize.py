@@ -215,7 +215,7 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(
     evaluated = json.loads((tmp_path / "c" / "evaluation.json").read_text())
     assert evaluated["config"]["quantize"] == quantize
     text = capsys.readouterr()
-    assert "kernels" not in text.out + text.err
+    assert "kernels" not in (text.out + text.err).replace("kernels compiled", "")
 
 
 AVX512_MACHINE = """

@@ -256,7 +256,7 @@ def test_operations_are_told_recorded_and_counted_as_proposed_parsed_kept(place,
     assert summary["extractions"] == {"parsed": 3, "failed": 2}
     assert summary["operations"] == {"kept": 1, "duplicate": 1, "gold_leak": 1}
     assert summary["lessons"] == 1
-    assert summary["learned"].startswith("1 lesson stands in ")
+    assert summary["learned"].startswith("1 lesson is stored in ")
     assert place.lessons() == ("Check it.",)
     (refused,) = place.rows()[3]["extraction"]["operations"]
     assert (refused["kept"], refused["reason"]) == (False, "gold_leak")
@@ -798,9 +798,9 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "no JSON object"),
-        ("[]", "no JSON object"),
-        ('{"critic": "key"}', "no JSON object"),
+        ("{", "not a JSON object"),
+        ("[]", "not a JSON object"),
+        ('{"critic": "key"}', "not a JSON object"),
         (f'{{"critic": {{"api_key": "{KEY}", "base_ulr": "x"}}}}', "base_ulr"),
         (f'{{"critic": {{"api_key": ["{KEY}"]}}}}', "api_key"),
         (f'{{"critic": {{"api_key": "{KEY}"}}}}', "no base_url"),

@@ -415,7 +415,10 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     config.orchestrator_id, config.agent_model_id = "a", "b"
     assert config.to_options() == expected
     assert Config().to_options() == OrchestratorConfig()
-    with pytest.raises(AttributeError, match="no trajectories; it has orchestrator_id, agent_mod"):
+    with pytest.raises(
+        AttributeError,
+        match="no attribute trajectories; its attributes are orchestrator_id, agent_mod",
+    ):
         config.trajectories = 5
     typed = (
         "--steps 7 --batch-problems 3 --trajectories 5 --lr 1e-3 --run-dir elsewhere "
@@ -650,7 +653,7 @@ def test_a_finished_run_is_loaded_with_three_adapters(finished):
     assert loaded.config.sft_adapter == start
     start.rename(finished / "away")
     try:
-        with pytest.raises(UsageError, match="what the run began with"):
+        with pytest.raises(UsageError, match="the run was started from this adapter"):
             Orchestrator.load(finished / "run")
     finally:
         (finished / "away").rename(start)

@@ -193,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match=r"No space left.*untouched"):
+    with pytest.raises(UsageError, match=r"No space left.*unchanged"):
         saved(tmp_path, 1)
     assert os.listdir(tmp_path) == []
 

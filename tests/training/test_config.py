@@ -129,7 +129,7 @@ def test_an_unknown_preset_names_those_that_are():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"use_lora": False}, "never changed"),
+        ({"use_lora": False}, "never the base model"),
         ({"aggregation": "mean"}, "sequence, token, constant"),
         ({"overlong_buffer": 600}, "longer than"),
         ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo, maxrl, topr"),
