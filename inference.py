@@ -203,7 +203,7 @@ def read_schema(wanted: str | None) -> str | None:
 
 
 def structured_outputs(config: InferenceConfig, schema: str | None) -> StructuredOutputs | None:
-    """Return the constraint on the answer that the options request, or None."""
+    """Return the constraint that the options put on the answer, or None without one."""
     from rlm.sampling import StructuredOutputs
 
     if schema == "json_object":

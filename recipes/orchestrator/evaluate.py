@@ -153,7 +153,9 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
             f"the agents of {run} are {other.agents}, but those of the first run are {first.agents}"
         )
     if bool(other.config.sft_adapter) != bool(first.config.sft_adapter):
-        raise UsageError(f"only one of {run} and the first run started from an adapter")
+        raise UsageError(
+            f"cannot compare {run} with the first run: only one started from an adapter"
+        )
     return other
 
 

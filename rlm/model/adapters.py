@@ -270,7 +270,7 @@ def _plain_config(path: Path) -> LoraConfig:
         message = f"adapter {path} does not fit this base model: {file.name}: {error}"
         raise UsageError(message) from error
     if str(kind := settings.get("peft_type")).upper() != "LORA":
-        raise UsageError(f"adapter {path} is of the kind {kind}; only LoRA is supported")
+        raise UsageError(f"adapter {path} has peft_type {kind}, but only LoRA is supported")
     for name in ("r", "lora_alpha"):
         if not isinstance(value := settings.get(name, 8), int | float):  # 8: PEFT's default
             what = f"{name} of {file.name} is {value!r}"

@@ -126,7 +126,10 @@ class FunctionReward(RewardFunction):
         return found
 
     def _accept(self, found: Any, error: Exception) -> Any:
-        """Return the result of a call with messages; raise if earlier calls accepted strings."""
+        """Return the result of a call in which the function accepted messages.
+
+        Raises the error of the call with strings if earlier calls accepted strings.
+        """
         if self.takes_messages is False:
             raise error
         self.takes_messages = True

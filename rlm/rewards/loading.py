@@ -112,8 +112,8 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
         if TRAINERS_OWN.issuperset(unknown):
             why = "only TRL's trainer passes: add a default value, or accept **kwargs instead"
         raise UsageError(
-            f"the reward {name} requires {', '.join(unknown)}{meant}, which {why}; available are "
-            f"answer, {', '.join(sorted(there))}"
+            f"the reward {name} requires {', '.join(unknown)}{meant}, which {why}; available "
+            f"columns: answer, {', '.join(sorted(there))}"
         )
 
 

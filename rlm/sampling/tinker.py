@@ -227,7 +227,7 @@ class TinkerEngine:
         return 0
 
     def start(self) -> None:
-        """Do nothing: the server runs already, keeps its memory, and gets gradients in `update`."""
+        """Do nothing. The server is already running, and `update` sends it the gradients."""
 
     release = accumulate = copy_to_model = start
 

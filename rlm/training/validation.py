@@ -58,7 +58,7 @@ class Gain:
 
 
 def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
-    """Return the gain of `after` over `before`, from the differences for each problem.
+    """Return the mean gain of `after` over `before` with its interval, paired by problem.
 
     Args:
         comparisons: the number of validations from which `after` was selected. The interval is

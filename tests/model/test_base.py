@@ -106,7 +106,7 @@ def text_with(**change):
     ("change", "message"),
     [
         # Left out, the base would be measured, or a head that never trains, in silence.
-        (text_with(peft_type="LOHA"), "of the kind LOHA; only LoRA"),
+        (text_with(peft_type="LOHA"), "has peft_type LOHA, but only LoRA"),
         (text_with(modules_to_save=["lm_head"]), "modules_to_save"),
         (text_with(trainable_token_indices=[1]), "trainable_token_indices"),
         (lambda file: file.write_text("{"), BROKEN),

@@ -96,7 +96,7 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
         return [0.0] * len(completions)
 
     with pytest.raises(
-        UsageError, match=r"reward requires ground_truth, .* available are answer, .*lev"
+        UsageError, match=r"reward requires ground_truth, .* available columns: answer, .*lev"
     ):
         Scorer([CorrectnessReward(), reward]).check_columns(PROBLEMS)
     with pytest.raises(UsageError, match=r"requires refrence \(did you mean reference_answer\?\)"):
