@@ -368,7 +368,7 @@ def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypa
     # By its mean reward step 2 is as good as step 1, but its accuracy fell.
     assert train_to("noise", [12, 11, 3], [10, 10, 10]) == (2, 1)
     said = capsys.readouterr().out
-    assert "stopped after step 2: the accuracy fell by -45.0 points (95 % interval -7" in said
+    assert "stopped after step 2: the accuracy changed by -45.0 points (95 % interval -7" in said
     assert train_to("both", [12, 11, 3], [10, 9, 3]) == (2, 0)  # the start is exported
     assert train_to("another aim", [12, 8, 3, 2], [3, 12, 15, 17]) == (3, 3)
     assert train_to("honest", [3, 4, 2, 5], [3, 4, 2, 5]) == (3, 3)

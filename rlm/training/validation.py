@@ -115,7 +115,7 @@ class Validations:
         lost = gain(self.start_accuracy, self.last_accuracy, looks)
         if lost.high >= 0 or gain(self.start, self.last).low > 0:
             return ""
-        return f"the accuracy fell by {describe(lost, 'accuracy')} against the start"
+        return f"the accuracy changed by {describe(lost, 'accuracy')} against the start"
 
     def add(self, step: int, scores: ProblemScores) -> bool:
         """Record a validation, and return whether it is the best so far.

@@ -376,7 +376,7 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     for path, said in (
         (of_mlx, r"it contains adapters\.safetensors, but only adapter_model\.safetensors"),
         (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
-        (pickled, r"has adapter_model\.bin.*save_pretrained"),
+        (pickled, r"contains adapter_model\.bin.*save_pretrained"),
         (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),
     ):
         with pytest.raises(UsageError, match=said):

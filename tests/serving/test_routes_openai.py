@@ -324,7 +324,7 @@ def test_what_is_wrong_with_a_request_is_said(client):
         openai.NotFoundError, match=r"this path does not exist; .*/v1/chat/completions"
     ):
         client.completions.create(model="tuned", prompt="two and three")
-    with pytest.raises(openai.APIStatusError, match="takes another method: questions are sent by"):
+    with pytest.raises(openai.APIStatusError, match="does not support this method: use POST"):
         client.get("/chat/completions", cast_to=object)
     with pytest.raises(openai.UnprocessableEntityError, match=r"stop.*has more than 4 entries"):
         ask(client, stop=["a", "b", "c", "d", "e"])
