@@ -69,7 +69,7 @@ class InferenceConfig:
     nearest: int = flag(NEAREST, "how many lessons of --experiences are used", min=1)
     quantize: str = flag(
         "auto",
-        "load the base with fewer bits, by bitsandbytes; auto: as in training",
+        "load the base model quantized with bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     tool: str = flag(
@@ -94,7 +94,7 @@ class InferenceConfig:
         None, "the answer has to be one of these: yes,no", default_text="any text"
     )
     json: bool = flag(False, "print one JSON object instead of text")
-    max_new_tokens: int = flag(512, "longest completion, in tokens", min=1)
+    max_new_tokens: int = flag(512, "maximum completion length in tokens", min=1)
     budget: int | None = flag(
         None, "stop reasoning after this many tokens, and answer", min=0, default_text="no limit"
     )

@@ -58,7 +58,7 @@ class ServerConfig:
     )
     quantize: str = flag(
         "auto",
-        "load the base with fewer bits, by bitsandbytes; auto: as in training",
+        "load the base model quantized with bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     tool: str = flag(
@@ -73,7 +73,7 @@ class ServerConfig:
     port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     allow_host: tuple[str, ...] = flag((), "host names under which clients may reach the server")
     key_file: Path | None = flag(
-        None, "file with API keys, one a line", default_text="RLM_API_KEY, else no key"
+        None, "file with API keys, one per line", default_text="RLM_API_KEY, else no key"
     )
     allow_origin: tuple[str, ...] = flag(
         (), "other origins whose web pages may use the server (CORS), such as https://my.app"
@@ -84,11 +84,13 @@ class ServerConfig:
         min=1,
         default_text=f"{REQUESTS}, or {PUBLIC_REQUESTS} with --public",
     )
-    max_num_seqs: int = flag(16, "completions generated at the same time", min=1)
+    max_num_seqs: int = flag(16, "maximum number of completions generated at the same time", min=1)
     max_new_tokens: int = flag(512, "longest completion that a request may ask for", min=1)
-    max_prompt_tokens: int = flag(512, "longest prompt in tokens, system prompt included", min=1)
-    queue: int = flag(64, "requests that may wait; more are turned away", min=1)
-    deadline: float = flag(120.0, "seconds that a request may take", above=0)
+    max_prompt_tokens: int = flag(
+        512, "maximum prompt length in tokens, system prompt included", min=1
+    )
+    queue: int = flag(64, "maximum number of waiting requests; more are rejected", min=1)
+    deadline: float = flag(120.0, "time limit of a request in seconds", above=0)
     log_json: bool = flag(False, "log in JSON on a terminal, too")
     ngrok: bool = flag(False, "open a public URL through ngrok")
     ngrok_url: str | None = flag(None, "domain reserved at ngrok", default_text="a random one")

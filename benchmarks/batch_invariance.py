@@ -67,7 +67,7 @@ class BatchInvarianceConfig(harness.BenchmarkConfig):
     threads: tuple[int, ...] = flag((1, 2), "numbers of threads", min=1)
     repeats: int = flag(5, "times that each product is timed, after a warm-up", min=1)
     completions: int = flag(64, "sampled in each setting; 0: none", min=0)
-    max_new_tokens: int = flag(96, "longest completion, in tokens", min=1)
+    max_new_tokens: int = flag(96, "maximum completion length in tokens", min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

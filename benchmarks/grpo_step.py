@@ -32,7 +32,7 @@ CELLS = {"half": "half of the groups with signal", "all": "all groups with signa
 @dataclass
 class GRPOStepConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to start from (none: a new one)")
-    batch_size: int = flag(8, "problems in a step", aliases=("--prompts",), min=1)
+    batch_size: int = flag(8, "problems per step", aliases=("--prompts",), min=1)
     group_size: int = flag(8, "completions of each", min=2)
     max_new_tokens: int = flag(128, "longest completion", min=1)
     steps: int = flag(3, "measured steps of a process, after one to warm up", min=1)

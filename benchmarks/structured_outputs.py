@@ -39,7 +39,7 @@ FREE = "free"
 class StructuredOutputsConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
     schemas: int = flag(200, "random schemas, of four kinds by turns", min=4)
-    max_new_tokens: int = flag(256, "longest completion, in tokens", min=8)
+    max_new_tokens: int = flag(256, "maximum completion length in tokens", min=8)
     rows: int = flag(8, "rows that are timed", min=1)
     timed_tokens: int = flag(96, "tokens of each of these", min=1)
     repeats: int = flag(5, "times that each is timed, after a warm-up", min=1)

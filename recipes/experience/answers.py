@@ -30,7 +30,7 @@ T = TypeVar("T")
 class CostConfig:
     """Contains the options of all commands that send requests, which limit the cost."""
 
-    max_tokens: int = flag(2048, "longest reply, in tokens", min=1)
+    max_tokens: int = flag(2048, "maximum length of a reply in tokens", min=1)
     max_cost: float | None = flag(
         None,
         "stop before the requests cost more, by the prices in --api-config",

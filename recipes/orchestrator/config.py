@@ -44,9 +44,9 @@ class OrchestratorConfig(GRPOConfig):
         "one",
     )
     steps: int = flag(100, "training steps; each samples, scores, compares and learns", min=1)
-    batch_size: int = flag(4, "problems in a step", aliases=("batch-problems",), min=1)
+    batch_size: int = flag(4, "problems per step", aliases=("batch-problems",), min=1)
     group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",), min=2)
-    max_new_tokens: int = flag(400, "longest graph, in tokens", min=1)
+    max_new_tokens: int = flag(400, "maximum length of a graph in tokens", min=1)
     learning_rate: float = flag(1e-4, "peak learning rate", aliases=("lr",), min=0)
     kl_weight: float = flag(
         0.1,
@@ -81,7 +81,7 @@ class OrchestratorConfig(GRPOConfig):
     agent_key: str | None = flag(
         None, "environment variable that holds the key of this API", default_text="no key"
     )
-    agent_max_tokens: int = flag(96, "longest reply of an agent, in tokens", min=1)
+    agent_max_tokens: int = flag(96, "maximum length of an agent's reply in tokens", min=1)
     agent_temperature: float = flag(
         0.0, "sampling temperature of the agents; with 0 their replies are cached", min=0
     )

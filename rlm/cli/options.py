@@ -114,7 +114,10 @@ def read_options(
         description, epilog: texts of --help.
     """
     fields = flags_of(cls)
-    text, aliases = "YAML or JSON file of options; what is typed wins over it", ["config_json"]
+    text, aliases = (
+        "YAML or JSON file of options; flags on the command line override it",
+        ["config_json"],
+    )
     first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
     if presets:
         first.append(

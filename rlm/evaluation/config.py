@@ -58,12 +58,12 @@ class EvaluateConfig:
     temperature: float = flag(1.0, "temperature of these samples", above=0)
     reward: str | None = flag(
         None,
-        "also the mean of this reward: FILE.py:NAME or steps, as for training",
+        "also report the mean of this reward: FILE.py:NAME or steps, as for training",
         default_text="none; steps if the last adapter was trained with it",
     )
     max_new_tokens: int = flag(
         MAX_NEW_TOKENS,
-        "longest completion, in tokens",
+        "maximum completion length in tokens",
         min=1,
         default_text=f"{MAX_NEW_TOKENS}, or more if an adapter was trained with more",
     )
@@ -83,7 +83,7 @@ class EvaluateConfig:
     )
     quantize: str = flag(
         "auto",
-        "load the base with fewer bits, by bitsandbytes; auto: as in training",
+        "load the base model quantized with bitsandbytes; auto: as in training",
         choices=("auto", *QUANTIZATIONS),
     )
     audit_reward: bool = flag(

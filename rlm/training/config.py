@@ -48,7 +48,7 @@ EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per valida
 LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
-ALGORITHMS_OWN = "as --algorithm says"
+ALGORITHMS_OWN = "set by --algorithm"
 
 
 def one_of(field: str, on: str, off: str) -> Flag:
@@ -128,12 +128,12 @@ class GRPOConfig:
     )
     reward: str | None = flag(
         None,
-        "reward function: steps, or one of yours as FILE.py:NAME",
+        "reward function: steps, or your own as FILE.py:NAME",
         default_text="1 for a right answer in the right format, else 0",
     )
     quantize: str = flag(
         "none",
-        "load the base with fewer bits, by bitsandbytes; auto: 4bit on a CUDA GPU",
+        "load the base model quantized with bitsandbytes; auto: 4bit on a CUDA GPU",
         choices=("auto", *QUANTIZATIONS),
     )
     dtype: str = flag(
@@ -190,17 +190,17 @@ class GRPOConfig:
         min=1,
         default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if a GPU picks the model",
     )
-    batch_size: int = flag(20, "problems in a step", min=1)
+    batch_size: int = flag(20, "problems per step", min=1)
     group_size: int = flag(
-        8, "completions of each problem; their rewards are compared with each other", min=2
+        8, "completions per problem; their rewards are compared with each other", min=2
     )
     max_new_tokens: int = flag(
-        None, "longest completion, in tokens", min=1, default_text=MAX_NEW_TOKENS
+        None, "maximum completion length in tokens", min=1, default_text=MAX_NEW_TOKENS
     )
     temperature: float = flag(
         1.0, "sampling temperature; the log-probabilities use it too", above=0
     )
-    max_num_seqs: int = flag(128, "completions generated at the same time", min=1)
+    max_num_seqs: int = flag(128, "maximum number of completions generated at the same time", min=1)
     sampler: str = flag(
         "auto",
         "sample with merged weights, with the adapter beside the base, or with vLLM; auto: by "
@@ -223,7 +223,7 @@ class GRPOConfig:
 
     mini_batch_size: int | None = flag(
         None,
-        "problems in an optimizer update",
+        "problems per optimizer update",
         min=1,
         default_text=f"{ALGORITHMS_OWN}; else all of a step",
     )
@@ -245,7 +245,7 @@ class GRPOConfig:
         min=0,
         default_text=ALGORITHMS_OWN,
     )
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm", above=0)
+    max_grad_norm: float = flag(1.0, "maximum gradient norm, for clipping", above=0)
     updates_per_batch: int = flag(1, "passes over the completions of a step", min=1)
     train_batch_size: int | None = flag(
         None, "completions in a micro-batch", min=1, default_text="as many as fit"

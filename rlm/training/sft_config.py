@@ -83,8 +83,8 @@ class SFTConfig:
         min=1,
         default_text=f"1; of a file of yours as many as make {ENOUGH_STEPS} steps",
     )
-    batch_size: int = flag(16, "examples in an optimizer step", min=1)
-    micro_batch: int = flag(8, "examples in a forward pass", min=1)
+    batch_size: int = flag(16, "examples per optimizer step", min=1)
+    micro_batch: int = flag(8, "examples per forward pass", min=1)
     learning_rate: float = flag(
         1e-3,
         "peak learning rate; LoRA needs about ten times that of full fine-tuning",
@@ -104,7 +104,7 @@ class SFTConfig:
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "dropout inside a new adapter", min=0, max=1)
     quantize: str = flag(
-        "none", "load the base with fewer bits, by bitsandbytes", choices=QUANTIZATIONS
+        "none", "load the base model quantized with bitsandbytes", choices=QUANTIZATIONS
     )
     dtype: str = flag("auto", "auto: the fastest", choices=("auto", *DTYPES))
     eval_samples: int = flag(
