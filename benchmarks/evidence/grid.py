@@ -67,7 +67,7 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
 def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     """Train and judge a cell, each in a child process that keeps the cell's lock open.
 
-    If the grid is killed but a child survives, its lock keeps other processes out of the cell.
+    If the grid is killed, the lock keeps other processes out of the cell until the child has ended.
 
     Returns:
         False if a process failed; finished work stays.

@@ -96,7 +96,7 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
 for share in (0.05, 0.1, 0.2):  # a share of 0.5 is the random reward
-    title = f"{share:.0%} of the verdicts turned round".replace("%", " %")
+    title = f"{share:.0%} of the verdicts inverted".replace("%", " %")
     ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
     ARMS[f"topr_flipped_{share}"] = topr(f", {title}", flipped=share, braked=True)
 
