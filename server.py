@@ -89,7 +89,7 @@ class ServerConfig:
     max_prompt_tokens: int = flag(
         512, "maximum prompt length in tokens, system prompt included", min=1
     )
-    queue: int = flag(64, "maximum number of waiting requests; more are rejected", min=1)
+    queue: int = flag(64, "maximum number of unfinished requests; more are rejected", min=1)
     deadline: float = flag(120.0, "time limit of a request in seconds", above=0)
     log_json: bool = flag(False, "log in JSON on a terminal, too")
     ngrok: bool = flag(False, "open a public URL through ngrok")

@@ -23,14 +23,15 @@ MODULES = (
 )
 OPTIONS = """# Options
 
-Made from the code by `make reference`; `--help` prints the same, with types. Defaults stand in
-brackets at the end; `--no-NAME` turns a switch off. Every script takes `--config`: the command line
-wins over `--config FILE.yaml`, this over a `--preset`, this over the default. Names may have dashes
-or underscores; [many names of TRL](../how-to/coming-from.md) are taken too.
+`make reference` generates this page from the code. `--help` prints the same texts, with the types
+of the values. The default of an option is in parentheses at the end, and `--no-NAME` turns a switch
+off. Every script accepts `--config FILE.yaml`. An option on the command line takes precedence over
+this file, the file over a `--preset`, and a preset over the default. Option names may contain
+dashes or underscores. [Many names of TRL's options](../how-to/coming-from.md) also work.
 """
 API = """## Signatures and docstrings
 
-Made from the code by `make reference`.
+`make reference` generates this section from the code.
 """
 OBJECTS = (  # module, name, methods
     ("train_grpo", "GRPOTrainer", ("__init__", "train", "generate")),

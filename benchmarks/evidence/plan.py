@@ -73,7 +73,7 @@ def algorithm(title: str, name: str) -> Arm:
 ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "base_zero": Arm("base, zero-shot", "base"),
     "base_few": Arm("base, few-shot", "base"),
-    START: Arm("SFT (the start)", "sft"),
+    START: Arm("SFT (initial adapter)", "sft"),
     OURS: Arm("GRPO", "grpo", (START,)),
     "sft_continued": rival("SFT continued, same seconds", "supervised"),
     "rejection": rival("rejection sampling, same samples", "rejection"),

@@ -1,7 +1,8 @@
 """Train each arm.
 
 The functions run in the cell's process, write to the cell's directory and return the contents of
-`train.json`. No adapter is chosen by its score: each is judged after its last update.
+`train.json`. Each adapter is evaluated after its last update. The exception is a TOPR run that the
+brake stopped: it exports its best adapter.
 """
 
 from __future__ import annotations

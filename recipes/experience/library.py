@@ -125,24 +125,30 @@ class Library:
         values |= {"library": "\n".join(listed) or "–"}
         values |= {"room": f"{len(self.items)} of {self._max_items} places are taken"}
         kind = "critic" if self.role == "critic" else "generator"
+        stage = f"{kind}_experience_extraction"
         try:
-            reply = agent.ask(
-                f"{kind}_experience_extraction", problem.id, values, schema=self.schema
-            )
+            reply = agent.ask(stage, problem.id, values, schema=self.schema)
             operations = find_object(reply.text, "operations")["operations"]
             if not isinstance(operations, list):
                 raise ReplyError("schema: operations is not a list")
         except (APIError, ReplyError) as error:
             return {"error": str(error), "operations": []}
-        return {"error": None, "operations": self.apply(operations, problem, now)}
+        template = agent.prompts[stage].template
+        return {"error": None, "operations": self.apply(operations, problem, now, template)}
 
-    def apply(self, operations: Sequence[Any], problem: Problem, now: str) -> list[Outcome]:
+    def apply(
+        self, operations: Sequence[Any], problem: Problem, now: str, template: str = ""
+    ) -> list[Outcome]:
         """Apply the allowed operations, and drop lessons that exceed the limits of the library.
+
+        Args:
+            template: the prompt template that requested the operations. Small models copy its
+                example ("the lesson"), and such a lesson is rejected.
 
         Returns:
             A row per operation with the keys action, id, content, kept and reason. The reason of a
-            rejected operation is schema, unknown_id, category, too_long, gold_leak, duplicate or
-            too_many. Each dropped lesson has a row with the action `evict`.
+            rejected operation is schema, unknown_id, category, too_long, gold_leak, copied,
+            duplicate or too_many. Each dropped lesson has a row with the action `evict`.
         """
         outcomes: list[Outcome] = []
         for number, operation in enumerate(operations):
@@ -156,7 +162,7 @@ class Library:
             if number >= MAX_OPERATIONS or (action == "add" and added):
                 reason = "too_many"
             else:
-                reason = self._refusal(action, old, content, category, problem)
+                reason = self._refusal(action, old, content, category, problem, template)
             if reason is None and action == "delete":
                 self.items = [item for item in self.items if item is not old]
             elif reason is None:
@@ -166,13 +172,19 @@ class Library:
         return outcomes + self._evict()
 
     def _refusal(
-        self, action: Any, old: Lesson | None, content: Any, category: Any, problem: Problem
+        self,
+        action: Any,
+        old: Lesson | None,
+        content: Any,
+        category: Any,
+        problem: Problem,
+        template: str,
     ) -> str | None:
         if action in ("modify", "delete") and old is None:
             return "unknown_id"
         if action == "delete":
             return None
-        if action not in ("add", "modify") or not isinstance(content, str) or not content.strip():
+        if action not in ("add", "modify") or not isinstance(content, str) or not _words(content):
             return "schema"
         if category not in self.categories:
             return "category"
@@ -180,6 +192,8 @@ class Library:
             return "too_long"
         if reveals_gold(content, problem):
             return "gold_leak"
+        if f" {_words(content)} " in f" {_words(template)} ":
+            return "copied"
         others = [item["content"] for item in self.items if item is not old]
         return "duplicate" if any(_similar(content, other) for other in others) else None
 
@@ -240,8 +254,13 @@ def count_tokens(items: Sequence[Lesson]) -> int:
     return sum(len(item["content"].encode()) // 4 + 4 for item in items)
 
 
+def _words(text: str) -> str:
+    """Return the words of a text in lower case, separated by single spaces."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
 def _similar(a: str, b: str) -> bool:
-    words = [set(re.findall(r"\w+", text.lower())) for text in (a, b)]
+    words = [set(_words(text).split()) for text in (a, b)]
     return len(words[0] & words[1]) >= SIMILAR * len(words[0] | words[1])
 
 

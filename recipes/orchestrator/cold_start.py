@@ -76,6 +76,7 @@ def train_start_adapter(
     examples = make_examples(tokenizer, problems, config, format)
     sft = SFTConfig(
         model=config.model,
+        dataset=config.dataset,
         adapter=config.start_from,
         lora_r=config.lora_r,
         lora_alpha=config.lora_alpha,

@@ -56,6 +56,8 @@ _SAID = {
     "string_too_short": "is empty",
     "too_long": "has more than {max_length} entries",
     "too_short": "is empty",
+    "union_tag_invalid": "its {discriminator} must be {expected_tags}",
+    "union_tag_not_found": "its {discriminator} is missing",
 }
 _NO_PATH = {  # maps the router's messages to advice for clients that use another protocol or path
     "Not Found": "this path does not exist; send questions to POST /phase1/reasoning, or with "

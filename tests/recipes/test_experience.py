@@ -369,7 +369,8 @@ LESSONS = [
 
 def learn(library, *operations, problem=PENS):
     """Each operation from a group of its own."""
-    return [library.apply([operation], problem, NOW)[0] for operation in operations]
+    template = load_prompts()["generator_experience_extraction"].template
+    return [library.apply([operation], problem, NOW, template)[0] for operation in operations]
 
 
 def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
@@ -415,10 +416,12 @@ def test_add_modify_delete_and_no_id_twice(tmp_path):
         ({"action": "burn"}, "schema"),
         (add(7), "schema"),
         (add("  "), "schema"),
+        (add("…"), "schema"),
         (add("A lesson.", "nonsense"), "category"),
         (add("A lesson.", ["validation"]), "category"),
         (add(" ".join(["word"] * 50)), "too_long"),
         (add("Multiply, and you get 1,080 pens."), "gold_leak"),
+        (add("The lesson."), "copied"),  # what a small model repeats from the prompt's example
         (add("Convert ALL units, before you add quantities!"), "duplicate"),
     ],
     ids=lambda part: str(part)[:40],

@@ -239,6 +239,11 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
         ({"structured_outputs": {"json": SUM | {"not": {}}}}, 'Unimplemented keys: ["not"]'),
         ({"structured_outputs": {"regex": "a" * 16_001}}, "16001 characters; the limit is 16000"),
         ({"guided_json": SUM}, "guided_json: this field does not exist"),
+        ({"response_format": {}}, "response_format: its 'type' is missing"),
+        (
+            {"response_format": {"type": "<b>"}},  # which the message does not repeat
+            "response_format: its 'type' must be 'text', 'json_object', 'json_schema'",
+        ),
     ],
 )
 def test_structured_outputs_that_cannot_be_are_refused_in_a_line(client, asked, said):
