@@ -734,7 +734,7 @@ def test_only_test_sets_that_all_cells_share_are_compared(finished):
     tests[pools.OTHER] = tests["taught"]
     assert found.pooled == list(pools.WORDS)
     page = text_of(found.arms)
-    assert "Left out, because not every run was evaluated on it: reasoning-gym." in page
+    assert "because not every run was evaluated on them: reasoning-gym." in page
     assert page.count("reasoning-gym") == 1  # in no table
 
 
