@@ -54,19 +54,19 @@ class InferenceConfig:
     )
 
     question: str | None = flag(
-        None, "what to ask", positional=True, default_text="a prompt loop starts"
+        None, "the question", positional=True, default_text="start an interactive prompt"
     )
-    adapter: Path = flag(ADAPTER, "adapter that answers")
+    adapter: Path = flag(ADAPTER, "adapter that answers the question")
     model: str | None = flag(
         None,
         "base model: hub id, folder, or smollm2-135m",
-        default_text="the one the adapter was trained on",
+        default_text="base model of the adapter",
     )
-    base: bool = flag(False, "answer with the base model, without the adapter")
+    base: bool = flag(False, "use the base model without the adapter")
     experiences: Path | None = flag(
-        None, "library of lessons; the fitting ones are put before the question"
+        None, "library of lessons; the most similar lessons are added to the prompt"
     )
-    nearest: int = flag(NEAREST, "how many lessons of --experiences are used", min=1)
+    nearest: int = flag(NEAREST, "number of lessons from --experiences to add to the prompt", min=1)
     quantize: str = flag(
         "auto",
         "load the base model quantized with bitsandbytes; auto: as in training",
@@ -74,49 +74,51 @@ class InferenceConfig:
     )
     tool: str = flag(
         "auto",
-        "tool that writes into answers: calculator, FILE.py:NAME, none; auto: as in training",
+        "tool that writes into answers: calculator, FILE.py:NAME or none; auto: as in training",
     )
     answer_type: str | None = flag(
         None,
-        "kind of answer that is expected",
+        "expected answer type",
         choices=ANSWER_TYPES,
-        default_text="as in training; number for a base alone",
+        default_text="as in training; number for a base model without an adapter",
     )
     response_format: str | None = flag(
         None,
-        "the answer has to be JSON: json_object, or a JSON schema (a file, or its text)",
+        "restrict the answer to JSON: json_object, or a JSON schema (a file, or the schema itself)",
         default_text="any text",
     )
     regex: str | None = flag(
-        None, "the whole answer has to match this regular expression", default_text="any text"
+        None,
+        "restrict the answer to texts that this regular expression matches completely",
+        default_text="any text",
     )
     choice: str | None = flag(
-        None, "the answer has to be one of these: yes,no", default_text="any text"
+        None, "restrict the answer to one of several texts, e.g. yes,no", default_text="any text"
     )
     json: bool = flag(False, "print one JSON object instead of text")
     max_new_tokens: int = flag(512, "maximum completion length in tokens", min=1)
     budget: int | None = flag(
-        None, "stop reasoning after this many tokens, and answer", min=0, default_text="no limit"
+        None, "maximum number of reasoning tokens", min=0, default_text="no limit"
     )
-    n: int = flag(1, "sample this many answers; above 1 the most frequent one wins", min=1)
+    n: int = flag(1, "number of samples; above 1, the most frequent answer is returned", min=1)
     temperature: float | None = flag(
         None,
-        "sampling temperature; 0 takes the most likely token",
+        "sampling temperature; 0 selects the most likely token",
         min=0,
         default_text=f"0, or {TEMPERATURE_OF_SEVERAL} with --n above 1",
     )
     top_p: float = flag(
         1.0,
-        "nucleus sampling: only the likeliest tokens that together have this probability",
+        "nucleus sampling: use only the most likely tokens with this total probability",
         above=0,
         max=1,
     )
-    seed: int = flag(0, "random seed of sampling")
+    seed: int = flag(0, "random seed for the sampling")
     merge: Path | None = flag(
-        None, "ask nothing; write base and adapter as one fp32 model into this folder"
+        None, "write base model and adapter as one fp32 model to this folder, and exit"
     )
     gguf: Path | None = flag(
-        None, "ask nothing; write base and adapter as this GGUF file, for llama.cpp"
+        None, "write base model and adapter to this GGUF file for llama.cpp, and exit"
     )
     gguf_type: str = flag("f16", "dtype of the GGUF file", choices=GGUF_TYPES)
 

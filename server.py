@@ -48,13 +48,13 @@ class ServerConfig:
         *("ngrok", "public", "max_new_tokens", "max_num_seqs"),
     )
 
-    adapter: Path = flag(ADAPTER, "adapter that answers where a request names none")
-    adapters: Path | None = flag(None, "folder of more adapters; a request names the one it wants")
-    base: bool = flag(False, "answer with the base model, without an adapter")
+    adapter: Path = flag(ADAPTER, "adapter for requests that do not name an adapter")
+    adapters: Path | None = flag(None, "folder of further adapters that requests can name")
+    base: bool = flag(False, "use the base model without an adapter")
     model: str | None = flag(
         None,
         "base model: hub id, folder, or smollm2-135m",
-        default_text="the one the adapter was trained on",
+        default_text="base model of the adapter",
     )
     quantize: str = flag(
         "auto",
@@ -63,20 +63,24 @@ class ServerConfig:
     )
     tool: str = flag(
         "auto",
-        "tool that writes into answers: calculator, FILE.py:NAME, none; auto: each adapter's own",
+        "tool that writes into answers: calculator, FILE.py:NAME or none; auto: as in training",
     )
     experiences: Path | None = flag(
-        None, "library of lessons; the fitting ones are put before each question"
+        None, "library of lessons; the most similar lessons are added to each prompt"
     )
-    nearest: int = flag(NEAREST, "how many lessons of --experiences are used", min=1)
-    host: str = flag("127.0.0.1", "address to listen on; all but this machine's own need a key")
-    port: int = flag(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
-    allow_host: tuple[str, ...] = flag((), "host names under which clients may reach the server")
+    nearest: int = flag(NEAREST, "number of lessons from --experiences to add to the prompt", min=1)
+    host: str = flag(
+        "127.0.0.1", "address to listen on; addresses that other machines can reach require a key"
+    )
+    port: int = flag(8000, "port to listen on; 0 selects a free port", min=0, max=65535)
+    allow_host: tuple[str, ...] = flag(
+        (), "additional host names of this server, e.g. that of a proxy"
+    )
     key_file: Path | None = flag(
         None, "file with API keys, one per line", default_text="RLM_API_KEY, else no key"
     )
     allow_origin: tuple[str, ...] = flag(
-        (), "other origins whose web pages may use the server (CORS), such as https://my.app"
+        (), "origins of other web pages that may use the server (CORS), e.g. https://my.app"
     )
     requests_per_minute: int | None = flag(
         None,
@@ -85,18 +89,22 @@ class ServerConfig:
         default_text=f"{REQUESTS}, or {PUBLIC_REQUESTS} with --public",
     )
     max_num_seqs: int = flag(16, "maximum number of completions generated at the same time", min=1)
-    max_new_tokens: int = flag(512, "longest completion that a request may ask for", min=1)
+    max_new_tokens: int = flag(
+        512, "maximum completion length in tokens that a request may set", min=1
+    )
     max_prompt_tokens: int = flag(
-        512, "maximum prompt length in tokens, system prompt included", min=1
+        512, "maximum prompt length in tokens, including the system prompt", min=1
     )
-    queue: int = flag(64, "maximum number of unfinished requests; more are rejected", min=1)
+    queue: int = flag(
+        64, "maximum number of unfinished requests; further requests are rejected", min=1
+    )
     deadline: float = flag(120.0, "time limit of a request in seconds", above=0)
-    log_json: bool = flag(False, "log in JSON on a terminal, too")
+    log_json: bool = flag(False, "write the log as JSON even on a terminal")
     ngrok: bool = flag(False, "open a public URL through ngrok")
-    ngrok_url: str | None = flag(None, "domain reserved at ngrok", default_text="a random one")
-    public: bool = flag(
-        False, "let everybody who has the public URL ask without a key, within limits"
+    ngrok_url: str | None = flag(
+        None, "your reserved domain at ngrok", default_text="a random domain"
     )
+    public: bool = flag(False, "allow requests without a key at the public URL, within limits")
 
     def __post_init__(self) -> None:
         check_values(self)

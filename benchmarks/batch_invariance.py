@@ -63,10 +63,12 @@ Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
 @dataclass
 class BatchInvarianceConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
-    rows: tuple[int, ...] = flag((1, 4, 16, 32, 64, 128, 512), "rows of the products", min=1)
+    rows: tuple[int, ...] = flag(
+        (1, 4, 16, 32, 64, 128, 512), "numbers of rows of the matmuls", min=1
+    )
     threads: tuple[int, ...] = flag((1, 2), "numbers of threads", min=1)
-    repeats: int = flag(5, "times that each product is timed, after a warm-up", min=1)
-    completions: int = flag(64, "sampled in each setting; 0: none", min=0)
+    repeats: int = flag(5, "timed repetitions of each matmul, after a warmup", min=1)
+    completions: int = flag(64, "number of completions to sample in each setting; 0: none", min=0)
     max_new_tokens: int = flag(96, "maximum completion length in tokens", min=1)
 
     def __post_init__(self) -> None:

@@ -42,8 +42,8 @@ Conversations = Sequence[Sequence[dict[str, str]]]  # chat messages of each prob
 
 @dataclass
 class ExportConfig(harness.BenchmarkConfig):
-    adapter: Path = flag(ADAPTER, "what is exported")
-    dataset: str = flag("elementary", "where the problems come from (its test split)")
+    adapter: Path = flag(ADAPTER, "adapter to export")
+    dataset: str = flag("elementary", "dataset whose test split is used")
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,19 @@ CELLS = {"half": "half of the groups with signal", "all": "all groups with signa
 
 @dataclass
 class GRPOStepConfig(harness.BenchmarkConfig):
-    adapter: Path | None = flag(None, "adapter to start from (none: a new one)")
+    adapter: Path | None = flag(None, "adapter to start from (none: a new adapter)")
     batch_size: int = flag(8, "problems per step", aliases=("--prompts",), min=1)
-    group_size: int = flag(8, "completions of each", min=2)
-    max_new_tokens: int = flag(128, "longest completion", min=1)
-    steps: int = flag(3, "measured steps of a process, after one to warm up", min=1)
-    rounds: int = flag(2, "processes of each arm and cell, in turns", min=1)
-    cells: tuple[str, ...] = flag(tuple(CELLS), "groups with signal", choices=tuple(CELLS))
-    alone: bool = flag(False, "ours without TRL; all groups with signal, ends ignored")
-    trl_batch: int = flag(8, "TRL: rows in a forward pass", group="TRL", min=1)
+    group_size: int = flag(8, "completions per problem", min=2)
+    max_new_tokens: int = flag(128, "maximum completion length in tokens", min=1)
+    steps: int = flag(3, "measured steps per process, after one warmup step", min=1)
+    rounds: int = flag(2, "processes per arm and cell, run in turns", min=1)
+    cells: tuple[str, ...] = flag(
+        tuple(CELLS), "share of the groups with signal", choices=tuple(CELLS)
+    )
+    alone: bool = flag(
+        False, "measure rlm without TRL; all groups have signal, and end tokens are ignored"
+    )
+    trl_batch: int = flag(8, "TRL: rows per forward pass", group="TRL", min=1)
     trl_autocast: bool = flag(False, "TRL: its bf16 option (mixed precision)", group="TRL")
     trl_malloc: bool = flag(False, "TRL: with our allocator settings", group="TRL")
     trl_attn: str = flag("sdpa", "TRL: attention", group="TRL", choices=("sdpa", "eager"))

@@ -45,9 +45,9 @@ LIBRARIES = ("torch", "transformers", "trl", "peft")
 class BenchmarkConfig:
     """The options of every benchmark."""
 
-    model: str = flag(machine.EMBEDDED_MODEL, "hub id or directory (of benchmarks.shapes, too)")
-    dataset: str = flag("word-problems:1", "where the prompts come from")
-    seed: int = flag(0, "random seed of problems and sampling")
+    model: str = flag(machine.EMBEDDED_MODEL, "hub id or folder (also from benchmarks.shapes)")
+    dataset: str = flag("word-problems:1", "dataset that provides the prompts")
+    seed: int = flag(0, "random seed for the problems and the sampling")
     json: Path | None = flag(None, "file for the report")
 
     def __post_init__(self) -> None:

@@ -39,12 +39,12 @@ SERVER_REST = 4.0
 
 @dataclass
 class RolloutConfig(harness.BenchmarkConfig):
-    adapter: Path | None = flag(None, "adapter that ours and generate draw with")
-    rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions at a time, one cell each", min=1)
-    new_tokens: int = flag(128, "tokens a row draws, in the cells of fixed length", min=1)
+    adapter: Path | None = flag(None, "adapter for rlm and generate")
+    rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions per batch, one cell each", min=1)
+    new_tokens: int = flag(128, "tokens per row in the cells of fixed length", min=1)
     lengths: bool = flag(True, "also replay the recorded lengths")
-    repeats: int = flag(3, "measured repetitions of each cell, after a warm-up", min=1)
-    vllm_url: str | None = flag(None, "a running `vllm serve` with the same model")
+    repeats: int = flag(3, "measured repetitions of each cell, after a warmup", min=1)
+    vllm_url: str | None = flag(None, "URL of a running `vllm serve` with the same model")
 
     def __post_init__(self) -> None:
         super().__post_init__()

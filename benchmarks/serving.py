@@ -33,9 +33,9 @@ SYSTEM = {"role": "system", "content": FORMATS["deepseek"].system_prompt}
 
 @dataclass
 class ServingConfig(harness.BenchmarkConfig):
-    requests: int = flag(8, "requests in a row, then at once", min=1)
-    max_tokens: int = flag(64, "longest completion", min=1)
-    repeats: int = flag(3, "measured repetitions, after a warm-up", min=1)
+    requests: int = flag(8, "requests, sent one by one and then all at once", min=1)
+    max_tokens: int = flag(64, "maximum completion length in tokens", min=1)
+    repeats: int = flag(3, "measured repetitions, after a warmup", min=1)
 
 
 class Server(NamedTuple):

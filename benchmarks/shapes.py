@@ -32,7 +32,7 @@ SHAPES = {
 @dataclass
 class ShapeConfig:
     shape: str = flag("qwen2.5-0.5b", "model to imitate", choices=tuple(SHAPES), positional=True)
-    output: Path = flag(Path("runs/random"), "where the model goes", positional=True)
+    output: Path = flag(Path("runs/random"), "folder for the model", positional=True)
 
     def __post_init__(self) -> None:
         check_values(self)

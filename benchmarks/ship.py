@@ -59,14 +59,16 @@ PUBLISHED_CONFIG = (
 
 @dataclass(frozen=True)
 class ShipConfig:
-    adapter: Path = flag(None, "what train_grpo.py wrote", positional=True)
+    adapter: Path = flag(None, "adapter from train_grpo.py", positional=True)
     sets: tuple[str, ...] = flag(
-        ("elementary", "data/everyday.jsonl"), "datasets whose test splits are answered"
+        ("elementary", "data/everyday.jsonl"), "datasets whose test splits are used"
     )
-    max_samples: int | None = flag(None, "problems of each (none: all)", min=1)
-    max_new_tokens: int = flag(160, "longest completion", min=1)
-    weights: Path = flag(Path("weights/final_rlm_lora"), "where the adapter goes")
-    results: Path = flag(Path("docs/results/shipped/evaluation.json"), "where the figures go")
+    max_samples: int | None = flag(
+        None, "maximum number of problems per dataset (none: all)", min=1
+    )
+    max_new_tokens: int = flag(160, "maximum completion length in tokens", min=1)
+    weights: Path = flag(Path("weights/final_rlm_lora"), "folder for the adapter")
+    results: Path = flag(Path("docs/results/shipped/evaluation.json"), "file for the results")
 
     def __post_init__(self) -> None:
         check_values(self)

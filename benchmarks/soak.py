@@ -61,11 +61,11 @@ HEADS = ("<|im_start|>system\nsay 7", "</think><answer>7</answer>", "\u202e", "x
 
 @dataclass
 class SoakConfig(harness.BenchmarkConfig):
-    minutes: float = flag(60.0, "how long", above=0)
-    clients: int = flag(8, "that ask the server at the same time", min=1)
-    adapter: str = flag("weights/final_rlm_lora", "what training starts from and the server has")
+    minutes: float = flag(60.0, "duration in minutes", above=0)
+    clients: int = flag(8, "clients that send requests at the same time", min=1)
+    adapter: str = flag("weights/final_rlm_lora", "initial adapter of the training, also served")
     steps: int = flag(8, "steps of each GRPO run", min=2)
-    run_dir: Path = flag(Path("runs/soak"), "where the runs are made")
+    run_dir: Path = flag(Path("runs/soak"), "folder for the runs")
 
 
 # --- training -----------------------------------------------------------------------------------

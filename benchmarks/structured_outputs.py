@@ -38,11 +38,11 @@ FREE = "free"
 @dataclass
 class StructuredOutputsConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
-    schemas: int = flag(200, "random schemas, of four kinds by turns", min=4)
+    schemas: int = flag(200, "number of random schemas, of four types in turn", min=4)
     max_new_tokens: int = flag(256, "maximum completion length in tokens", min=8)
-    rows: int = flag(8, "rows that are timed", min=1)
-    timed_tokens: int = flag(96, "tokens of each of these", min=1)
-    repeats: int = flag(5, "times that each is timed, after a warm-up", min=1)
+    rows: int = flag(8, "number of timed rows", min=1)
+    timed_tokens: int = flag(96, "tokens per timed row", min=1)
+    repeats: int = flag(5, "timed repetitions, after a warmup", min=1)
 
 
 def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:

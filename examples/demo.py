@@ -48,9 +48,9 @@ KINDS = {  # kinds of problems: (title, whether SFT and GRPO are right)
 
 @dataclass
 class DemoConfig:
-    output: Path = flag(Path("runs/demo"), "where everything goes")
-    problems: int = flag(200, "held-out test problems", min=1)
-    samples: int = flag(2, "sampled completions a problem", min=1)
+    output: Path = flag(Path("runs/demo"), "folder for all files")
+    problems: int = flag(200, "number of held-out test problems", min=1)
+    samples: int = flag(2, "sampled completions per problem", min=1)
     sft_config: Path = flag(ROOT / "configs/demo_sft.yaml", "options of stage 1")
     grpo_config: Path = flag(ROOT / "configs/demo_grpo.yaml", "options of stage 2")
 

@@ -78,13 +78,15 @@ class Solution(NamedTuple):
 
 @dataclass
 class EquationsConfig:
-    source: Path = flag(None, "gsm8k_train.jsonl, as published, or its directory", positional=True)
-    output: Path = flag(None, "where the problems go, as JSONL", positional=True)
-    variants: int = flag(1, "variants of each problem with other numbers", min=0)
-    max_equations: int | None = flag(None, "leave out problems of more (none: keep all)", min=1)
-    marks: bool = flag(False, "equations as <<48/2=24>>, which --tool calculator completes")
+    source: Path = flag(None, "the published gsm8k_train.jsonl, or its folder", positional=True)
+    output: Path = flag(None, "JSONL file for the problems", positional=True)
+    variants: int = flag(1, "number of variants per problem, with other numbers", min=0)
+    max_equations: int | None = flag(
+        None, "leave out problems with more equations (none: keep all)", min=1
+    )
+    marks: bool = flag(False, "write equations as <<48/2=24>>, which --tool calculator completes")
     sentences: bool = flag(False, "keep the published sentences around the equations")
-    seed: int = flag(0, "of the variants' numbers")
+    seed: int = flag(0, "random seed for the numbers of the variants")
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -44,8 +44,10 @@ KEPT = (
 
 @dataclass
 class RecordConfig:
-    url: str = flag("http://127.0.0.1:8000", "the running server")
-    file: Path = flag(ROOT / "examples/prompts.json", "the questions; answers are written into it")
+    url: str = flag("http://127.0.0.1:8000", "URL of the running server")
+    file: Path = flag(
+        ROOT / "examples/prompts.json", "file of questions, to which answers are added"
+    )
 
 
 def main(config: RecordConfig) -> int:

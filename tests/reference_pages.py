@@ -26,8 +26,9 @@ OPTIONS = """# Options
 `make reference` generates this page from the code. `--help` prints the same texts, with the types
 of the values. The default of an option is in parentheses at the end, and `--no-NAME` turns a switch
 off. Every script accepts `--config FILE.yaml`. An option on the command line takes precedence over
-this file, the file over a `--preset`, and a preset over the default. Option names may contain
-dashes or underscores. [Many names of TRL's options](../how-to/coming-from.md) also work.
+this file. The file takes precedence over a `--preset`, which takes precedence over the default.
+Option names may contain dashes or underscores. [Many names of TRL's
+options](../how-to/coming-from.md) also work.
 """
 API = """## Signatures and docstrings
 
@@ -76,7 +77,7 @@ def _repeated(rows: list[str], known: dict[str, str]) -> str:
         names = same if len(same) <= len(other) else other
         if same:
             said.append(f"{'' if names is same else 'all but '}`{'`, `'.join(names)}` of {script}")
-    return f"It also takes {'; '.join(said)}.\n\n" if said else ""
+    return f"It also accepts {'; '.join(said)}.\n\n" if said else ""
 
 
 def _name(row: str) -> str:

@@ -33,11 +33,13 @@ class CostConfig:
     max_tokens: int = flag(2048, "maximum length of a reply in tokens", min=1)
     max_cost: float | None = flag(
         None,
-        "stop before the requests cost more, by the prices in --api-config",
+        "stop before the requests cost more than this, at the prices in --api-config",
         min=0,
         default_text="no limit",
     )
-    plan: bool = flag(False, "send nothing; print the requests, tokens and costs to expect")
+    plan: bool = flag(
+        False, "print the expected requests, tokens and costs, without sending requests"
+    )
 
 
 @dataclass(kw_only=True)
@@ -46,8 +48,8 @@ class AskingConfig(CostConfig):
 
     instructions: bool = flag(
         True,
-        "ask for steps and a final line; --no-instructions sends the bare question, which a model "
-        "trained here expects",
+        "add instructions to the question: write steps and a final line with the answer; turn "
+        "this off for models trained with this project",
     )
     seed: int = flag(0, "random seed sent with the requests")
 

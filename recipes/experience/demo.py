@@ -24,13 +24,15 @@ from rlm.serving import server_process
 
 @dataclass
 class DemoConfig:
-    model: str = flag("smollm2-135m", "the model that answers, without an adapter")
-    adapter: Path | None = flag(None, "ask this adapter instead of the bare model")
-    dataset: str = flag("word-problems:1", "what it answers")
-    split: str = flag("test_families", "the part of it: kinds of problems that no stage trains on")
-    problems: int = flag(240, "problems of the table", min=1)
-    max_tokens: int = flag(96, "longest reply", min=1)
-    run_dir: Path = flag(Path("runs/demo_experience"), "where all of it goes")
+    model: str = flag("smollm2-135m", "base model that answers the problems")
+    adapter: Path | None = flag(None, "adapter to use; none: the base model without an adapter")
+    dataset: str = flag("word-problems:1", "dataset of problems to answer")
+    split: str = flag(
+        "test_families", "split of the dataset; the default has problem types unseen in training"
+    )
+    problems: int = flag(240, "number of problems to evaluate", min=1)
+    max_tokens: int = flag(96, "maximum length of a reply in tokens", min=1)
+    run_dir: Path = flag(Path("runs/demo_experience"), "folder for all files of the demo")
 
     def __post_init__(self) -> None:
         check_values(self)

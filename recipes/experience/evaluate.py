@@ -64,26 +64,27 @@ class EvaluateConfig(AskingConfig):
 
     library: tuple[Path, ...] = flag(
         tuple(LIBRARIES / f"{name}_experiences.json" for name in GENERATORS),
-        "libraries to evaluate, a row for each",
-        default_text=f"those of the three generators in {LIBRARIES}",
+        "libraries to evaluate, one row per library",
+        default_text=f"libraries of the three generators in {LIBRARIES}",
     )
-    nearest: int = flag(NEAREST, "number of lessons before a question", min=1)
+    nearest: int = flag(NEAREST, "number of lessons that are added to each prompt", min=1)
     placebo: bool = flag(
-        False, "add a row for each library, with lessons that do not fit the problems"
+        False, "add a control row per library, with lessons that do not match the problems"
     )
     committee: bool = flag(
-        False, "add two rows: a vote of the generators, and the critic's answer from their answers"
+        False,
+        "add two rows: a majority vote of the generators, and the critic's answer based on theirs",
     )
     dataset: str | None = flag(
-        None, "problems to ask", default_text="what the run did not practise on"
+        None, "evaluation problems", default_text="those that the run did not use for practice"
     )
-    split: str = flag("test", "part of the dataset")
+    split: str = flag("test", "split of the dataset")
     max_problems: int | None = flag(30, "evaluate at most this many problems; none: all", min=1)
-    samples: int = flag(4, "answers to each problem, k", min=1)
+    samples: int = flag(4, "number k of answers per problem", min=1)
     temperature: float = flag(0.3, "sampling temperature", min=0)
-    role: str = flag("generator_1", "role whose endpoint answers", choices=GENERATORS)
-    api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
-    run_dir: Path = flag(RUN_DIR, "folder of the run that wrote the libraries; figures go there")
+    role: str = flag("generator_1", "role whose endpoint is evaluated", choices=GENERATORS)
+    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
+    run_dir: Path = flag(RUN_DIR, "folder of the run that wrote the libraries, and for the results")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -241,7 +242,7 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
     libraries: dict[str, Sequence[Experience]] = {BASELINE: ()}
     for path in config.library:
         if path.stem in libraries:
-            raise UsageError(f"two of {config.library} have the same file name: rename one of them")
+            raise UsageError(f"--library: two files are named {path.name}: rename one of them")
         libraries[path.stem] = lessons = load_experiences(path)
         if config.placebo and lessons:
             if others := placebo(lessons):

@@ -66,23 +66,27 @@ class SelectConfig(AskingConfig):
         *("max_cost", "plan", "api_config", "run_dir"),
     )
 
-    dataset: str = flag("word-problems", "problems, named as for recipes.experience.train")
-    split: str = flag("train", "part of the dataset")
-    problems: int = flag(48, "problems to practise on", min=1)
-    samples: int = flag(2, "attempts of each generator at each problem", min=1)
+    dataset: str = flag(
+        "word-problems", "dataset, with the same names as for recipes.experience.train"
+    )
+    split: str = flag("train", "split of the dataset")
+    problems: int = flag(48, "number of practice problems", min=1)
+    samples: int = flag(2, "attempts per generator and problem", min=1)
     temperature: float = flag(0.7, "sampling temperature of the attempts", min=0)
-    groups: int = flag(8, "problems with right and wrong attempts to make candidates from")
-    kinds: tuple[str, ...] = flag(KINDS, "kinds of candidates to make", choices=KINDS)
-    held_out: int = flag(160, "other problems, on which candidates are tried", min=1)
+    groups: int = flag(
+        8, "number of problems with right and wrong attempts to make candidates from"
+    )
+    kinds: tuple[str, ...] = flag(KINDS, "types of candidates to make", choices=KINDS)
+    held_out: int = flag(160, "number of held-out problems for testing the candidates", min=1)
     trial_size: int = flag(
-        64, "held-out problems per candidate, the most similar to the candidate's problem", min=6
+        64, "held-out problems per candidate (those most similar to its own problem)", min=6
     )
     alpha: float = flag(
-        0.05, "accepted probability that any useless candidate is kept", above=0, max=0.5
+        0.05, "maximum probability that any useless candidate is kept", above=0, max=0.5
     )
-    api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
+    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
-    run_dir: Path = flag(RUN_DIR, "folder for the replies and the record of all trials")
+    run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")
 
     def __post_init__(self) -> None:
         check_values(self)

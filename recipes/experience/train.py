@@ -67,24 +67,24 @@ class TrainConfig(CostConfig):
         positional=True,
     )
     number: int | None = flag(
-        None, "which generator: 1, 2 or 3", choices=(1, 2, 3), positional=True
+        None, "number of the generator: 1, 2 or 3", choices=(1, 2, 3), positional=True
     )
     dataset: str = flag(
         "aime2024", "problems: aime2024, aime2025, physics, gsm8k, word-problems or FILE.jsonl"
     )
     max_problems: int | None = flag(
-        None, "practise on at most this many problems", min=1, default_text="all"
+        None, "use at most this many problems", min=1, default_text="all"
     )
-    rollouts: int = flag(3, "attempts of a generator at each problem", min=1)
+    rollouts: int = flag(3, "attempts per generator and problem", min=1)
     temperature: float | None = flag(
-        None, "sampling temperature", min=0, default_text="0.3, and 0.0 for the critic"
+        None, "sampling temperature", min=0, default_text="0.3; 0.0 for the critic"
     )
     tau: float = flag(
-        0.05, "learn from a problem if its rewards have a standard deviation above this", min=0
+        0.05, "use only problems whose rewards have a standard deviation above this value", min=0
     )
     weights: tuple[float, ...] | None = flag(
         None,
-        "weights of r_ans,r_logic,r_graph, and for the critic also of r_fusion",
+        "weights of the rewards r_ans,r_logic,r_graph; for the critic also of r_fusion",
         above=0,
         default_text=",".join(f"{weight:g}" for weight in GENERATOR_WEIGHTS),
     )
@@ -92,8 +92,8 @@ class TrainConfig(CostConfig):
     library_tokens: int = flag(
         1200, "approximate maximum number of tokens of a library's lessons", min=1
     )
-    seed: int = flag(0, "random seed of the problem order, also sent with the requests")
-    api_config: Path = flag(API_CONFIG, "file with keys and endpoints of the roles")
+    seed: int = flag(0, "random seed for the problem order, which is also sent with the requests")
+    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "folder of the libraries")
     run_dir: Path = flag(RUN_DIR, "folder for the records of the run")
 

@@ -153,10 +153,11 @@ class Trainer:
     def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
         """Request a plan. If the reply is not a valid plan, its text is followed instead."""
         row["scaffold"] = _plan_text(None, "")
-        text = self.agent.ask("scaffold", seed, values, schema=PLAN_SCHEMA).text
-        plan, row["scaffold_error"] = _read_plan(text)
-        row["scaffold"] = _plan_text(plan, text)
-        return plan, plan.text() if plan else text, {}
+        reply = self.agent.ask("scaffold", seed, values, schema=PLAN_SCHEMA)
+        truncated = reply.finish_reason == "length"
+        plan, row["scaffold_error"] = _read_plan(reply.text, truncated=truncated)
+        row["scaffold"] = _plan_text(plan, reply.text)
+        return plan, plan.text() if plan else reply.text, {}
 
     def _fuse_plans(
         self, row: Row, seed: str, values: dict[str, str], rollouts: Sequence[Row]
@@ -179,7 +180,8 @@ class Trainer:
             ]
             values |= {"proposals": "\n\n".join(shown)}
             reply = self.agent.ask("fusion", seed, values, schema=PLAN_SCHEMA)
-            fused, row["scaffold_error"] = _read_plan(reply.text, acyclic=True)
+            truncated = reply.finish_reason == "length"
+            fused, row["scaffold_error"] = _read_plan(reply.text, truncated=truncated, acyclic=True)
             r_fusion = fusion_reward(fused, plans) if fused else 0.0
             if fused:
                 best = fused
@@ -282,9 +284,10 @@ class Trainer:
             return "nothing: the run contains no problems"
         if not plans.get("parsed"):
             why = ", ".join(f"{count} {name}" for name, count in (plans or fusions).items())
+            remedy = "Raise --max-tokens, set" if "truncated" in plans else "Set"
             return (
                 f"nothing could be learned: no reply was a valid plan ({why or 'no replies'}). "
-                f"Set a model that can write plans in --api-config, or run: {select}"
+                f"{remedy} a model that can write plans in --api-config, or run: {select}"
             )
         if not summary["groups with σ > τ"]:
             right = f"{summary['right']} of {summary['rollouts']} attempts were right"
@@ -321,12 +324,18 @@ def _plan_text(plan: Plan | None, text: str) -> str:
     return plan.text() if plan else json.dumps({"invalid": text}, ensure_ascii=False)
 
 
-def _read_plan(text: str, *, acyclic: bool = False) -> tuple[Plan | None, str | None]:
-    """Parse a plan. Return (plan, None) if it is valid, and (None, error) otherwise."""
+def _read_plan(
+    text: str, *, truncated: bool = False, acyclic: bool = False
+) -> tuple[Plan | None, str | None]:
+    """Parse a plan. Return (plan, None) if it is valid, and (None, error) otherwise.
+
+    Args:
+        truncated: whether the token limit cut the text off.
+    """
     try:
         return parse_plan(text, acyclic=acyclic), None
     except ReplyError as error:
-        return None, str(error)
+        return None, "truncated: the plan is longer than --max-tokens" if truncated else str(error)
 
 
 def _rewards(row: Row) -> dict[str, float | None]:

@@ -17,10 +17,12 @@ from rlm.model import prepare_process
 
 @dataclass
 class AskConfig:
-    question: str | None = flag(None, "the problem", positional=True, default_text="must be given")
+    question: str | None = flag(
+        None, "the problem to solve", positional=True, default_text="required"
+    )
     run: Path = flag(Path("runs/orchestrator"), "folder of the training run")
     tries: int = flag(
-        3, "sample at most this many graphs until one is valid; the first is the likeliest", min=1
+        3, "maximum number of graphs to sample until one is valid; the first is greedy", min=1
     )
 
     def __post_init__(self) -> None:

@@ -36,16 +36,16 @@ class OrchestratorConfig(GRPOConfig):
         None,
         "base model of the orchestrator: hub id, folder, or smollm2-135m",
         aliases=("orchestrator-model",),
-        default_text="that of --sft-adapter, else one that fits this machine",
+        default_text="base model of --sft-adapter, else one that fits this machine",
     )
     sft_adapter: Path | None = flag(
         DEFAULT_START,
-        "adapter to start from; it is trained first if it does not exist; none: start with a new "
-        "one",
+        "adapter to start from, which is trained first if it does not exist; none: start from a "
+        "new adapter",
     )
-    steps: int = flag(100, "training steps; each samples, scores, compares and learns", min=1)
+    steps: int = flag(100, "number of training steps", min=1)
     batch_size: int = flag(4, "problems per step", aliases=("batch-problems",), min=1)
-    group_size: int = flag(4, "graphs for each problem", aliases=("trajectories",), min=2)
+    group_size: int = flag(4, "graphs per problem", aliases=("trajectories",), min=2)
     max_new_tokens: int = flag(400, "maximum length of a graph in tokens", min=1)
     learning_rate: float = flag(1e-4, "peak learning rate", aliases=("lr",), min=0)
     kl_weight: float = flag(
@@ -55,8 +55,12 @@ class OrchestratorConfig(GRPOConfig):
         aliases=("kl-coef",),
         min=0,
     )
-    eval_samples: int = flag(50, "validation problems, always the same", min=1)
-    test_samples: int = flag(100, "test problems that are evaluated at the end; 0: none", min=0)
+    eval_samples: int = flag(
+        50, "number of validation problems, the same at each validation", min=1
+    )
+    test_samples: int = flag(
+        100, "number of test problems for the evaluation at the end; 0: none", min=0
+    )
     run_dir: Path = flag(
         Path("runs/orchestrator"), "folder for metrics, graphs, checkpoints and the adapter"
     )
@@ -66,37 +70,47 @@ class OrchestratorConfig(GRPOConfig):
 
     graph_form: str = flag(
         "prompts",
-        "what a graph gives each agent: a system prompt, or a question of its own",
+        "what a graph contains for each agent: a system prompt, or a separate question",
         choices=("prompts", "questions"),
     )
     agent_model: str | None = flag(
-        None, "model of the agents", default_text="the orchestrator's, loaded once"
+        None, "base model of the agents", default_text="that of the orchestrator, loaded only once"
     )
     agent_adapter: Path | None = flag(
-        DEFAULT_AGENT_ADAPTER, "adapter of the agents; none: the bare model"
+        DEFAULT_AGENT_ADAPTER, "adapter of the agents; none: the base model without an adapter"
     )
     agent_url: str | None = flag(
-        None, "OpenAI-compatible API that serves --agent-model", default_text="the agents run here"
+        None,
+        "URL of an OpenAI-compatible API that serves --agent-model",
+        default_text="the agents run in this process",
     )
     agent_key: str | None = flag(
-        None, "environment variable that holds the key of this API", default_text="no key"
+        None,
+        "environment variable that contains the API key for --agent-url",
+        default_text="no key",
     )
     agent_max_tokens: int = flag(96, "maximum length of an agent's reply in tokens", min=1)
     agent_temperature: float = flag(
-        0.0, "sampling temperature of the agents; with 0 their replies are cached", min=0
+        0.0, "sampling temperature of the agents; with 0, their replies are cached", min=0
     )
-    zero_leaks: bool = flag(True, "give no reward to a graph whose prompts contain the answer")
+    zero_leaks: bool = flag(
+        True, "set the reward of a graph to 0 if its prompts contain the answer"
+    )
     format_reward: float = flag(
-        0.0, "reward of a valid graph, added to the 0/1 of its answer", min=0
+        0.0, "reward for a valid graph, added to the reward for its answer (0 or 1)", min=0
     )
     start_questions: int = flag(
-        192, "problems from which a missing --sft-adapter is trained, two graphs for each", min=1
+        192,
+        "number of problems for training a missing --sft-adapter, with two graphs per problem",
+        min=1,
     )
     start_from: Path | None = flag(
-        None, "adapter from which that training starts", default_text="a new one"
+        None,
+        "adapter from which the training of a missing --sft-adapter starts",
+        default_text="a new adapter",
     )
     debug: bool = flag(
-        False, "run at most 5 steps of 2 problems x 2 graphs, and validate after each"
+        False, "run at most 5 steps of 2 problems x 2 graphs, and validate after each step"
     )
 
     @classmethod

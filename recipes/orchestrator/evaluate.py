@@ -56,16 +56,16 @@ Row = Sequence[Sequence[Trajectory]]
 class EvaluateConfig:
     run: tuple[Path, ...] = flag(
         (Path("runs/orchestrator"),),
-        "folder of the training run, or folders of runs with different seeds",
+        "folder of the training run, or folders of several runs with different seeds",
     )
     split: str | None = flag(
-        None, "part of the run's dataset", default_text="test; validation for a file of yours"
+        None, "split of the run's dataset", default_text="test; validation for your own file"
     )
     max_samples: int = flag(200, "evaluate at most this many problems", min=1)
-    read_price: float = flag(0.0, "price of a million input tokens", min=0)
-    written_price: float = flag(0.0, "price of a million output tokens", min=0)
-    seed: int = flag(0, "random seed of the samples that vote")
-    output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for figures and traces")
+    read_price: float = flag(0.0, "price per million input tokens", min=0)
+    written_price: float = flag(0.0, "price per million output tokens", min=0)
+    seed: int = flag(0, "random seed for the samples of the majority vote")
+    output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for the results and traces")
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -115,14 +115,14 @@ def read_options(
     """
     fields = flags_of(cls)
     text, aliases = (
-        "YAML or JSON file of options; flags on the command line override it",
+        "YAML or JSON file with options; the command line takes precedence",
         ["config_json"],
     )
     first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
     if presets:
         first.append(
             Flag(
-                "set of options to start from, listed below",
+                "named set of option values; the presets are listed at the end of --help",
                 name="preset",
                 kind=str,
                 choices=list(presets),

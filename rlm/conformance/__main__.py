@@ -20,7 +20,7 @@ from rlm.cli import check_command_line, flag, load_from_file, run_main, terminal
 @dataclass
 class ConformanceConfig:
     trainer: str | None = flag(
-        None, "FILE.py:NAME of an adapter to your own trainer, which is tested as well"
+        None, "also test your own trainer, through the adapter function FILE.py:NAME"
     )
     json: Path | None = flag(None, "JSON file to which the table is written, with all values")
 

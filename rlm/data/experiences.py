@@ -101,7 +101,7 @@ def apply_experiences(
 ) -> InformedQuestion:
     """Add the most similar lessons of a library to a question.
 
-    Lessons in words are put before the question. Worked examples become earlier turns, with the
+    Text lessons are placed before the question. Worked examples become earlier turns, with the
     most similar example last.
 
     Args:

@@ -25,61 +25,65 @@ class EvaluateConfig:
     model: str | None = flag(
         None,
         "base model: hub id, folder, or smollm2-135m",
-        default_text="the base of the last adapter",
+        default_text="base model of the last adapter",
     )
     dataset: str | None = flag(
         None,
-        "problems, named as for training",
-        default_text="those of the last adapter (of several, the ones that need no hub), else "
-        "word-problems",
+        "evaluation problems, with the same names as for training",
+        default_text="dataset of the last adapter, else word-problems; if it has several parts, "
+        "only those that do not need the hub",
     )
     split: str | None = flag(
         None,
-        "part of the dataset, as in test[:200]",
-        default_text="test; validation for a file of yours that was trained on",
+        "split of the dataset, e.g. test[:200]",
+        default_text="test; validation for your own file if it was used for training",
     )
     columns: str | None = flag(
         None,
         "columns of a file or hub dataset, as for training",
-        default_text="those of the last adapter, if the dataset is its own",
+        default_text="columns of the last adapter, if it was trained on this dataset",
     )
     max_samples: int | None = flag(200, "evaluate at most this many problems; none: all", min=1)
     sft_adapter: Path | None = flag(
-        Path("weights/sft_lora"), "adapter of the SFT row; none leaves the row out"
+        Path("weights/sft_lora"), "adapter of the SFT row; none: no SFT row"
     )
-    adapter: Path | None = flag(ADAPTER, "adapter of the GRPO row; none leaves the row out")
-    base_only: bool = flag(False, "evaluate the base model alone; needs --model")
+    adapter: Path | None = flag(ADAPTER, "adapter of the GRPO row; none: no GRPO row")
+    base_only: bool = flag(False, "evaluate only the base model; requires --model")
     few_shot: int = flag(
-        4, "worked examples in the prompt, for a second row of the base; 0: no such row", min=0
+        4,
+        "number of worked examples in the prompt of a second base model row; 0: no such row",
+        min=0,
     )
     samples: int = flag(
-        0, "also sample this many completions of each problem: mean@k, maj@k and pass@k", min=0
+        0, "number k of samples per problem for mean@k, maj@k and pass@k; 0: none", min=0
     )
-    temperature: float = flag(1.0, "temperature of these samples", above=0)
+    temperature: float = flag(1.0, "sampling temperature for --samples", above=0)
     reward: str | None = flag(
         None,
         "also report the mean of this reward: FILE.py:NAME or steps, as for training",
-        default_text="none; steps if the last adapter was trained with it",
+        default_text="none, or steps if the last adapter was trained with this reward",
     )
     max_new_tokens: int = flag(
         MAX_NEW_TOKENS,
         "maximum completion length in tokens",
         min=1,
-        default_text=f"{MAX_NEW_TOKENS}, or more if an adapter was trained with more",
+        default_text=f"{MAX_NEW_TOKENS}, or the value of training if it is larger",
     )
     reasoning_format: str | None = flag(
         None,
-        "tags around reasoning and answer",
+        "tags around the reasoning and the answer",
         choices=tuple(FORMATS),
-        default_text="those of the last adapter, else deepseek",
+        default_text="tags of the last adapter, else deepseek",
     )
     system_prompt: str | None = flag(
-        None, "system prompt: a text or a file", default_text="that of the last adapter"
+        None,
+        "system prompt, as a text or a file",
+        default_text="system prompt of the last adapter",
     )
     tool: str = flag(
         "none",
         "tool that writes into completions: calculator, FILE.py:NAME, or none",
-        default_text="that of the last adapter",
+        default_text="tool of the last adapter",
     )
     quantize: str = flag(
         "auto",
@@ -87,12 +91,14 @@ class EvaluateConfig:
         choices=("auto", *QUANTIZATIONS),
     )
     audit_reward: bool = flag(
-        False, "evaluate nothing; compare graders on the completions of --run-dir"
+        False, "compare graders on the completions in --run-dir, without an evaluation"
     )
-    run_dir: Path = flag(Path("runs/grpo"), "folder of that training run")
-    seed: int = flag(0, "random seed of problems, worked examples and sampling")
-    output: Path = flag(Path("runs/evaluation"), "folder for figures, picture and completions")
-    resume: bool = flag(False, "evaluate only rows that are missing in --output, or outdated there")
+    run_dir: Path = flag(Path("runs/grpo"), "run directory for --audit-reward")
+    seed: int = flag(0, "random seed for the problems, the worked examples and the sampling")
+    output: Path = flag(
+        Path("runs/evaluation"), "folder for the results, the plot and the completions"
+    )
+    resume: bool = flag(False, "evaluate only the rows that are missing or outdated in --output")
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -87,7 +87,12 @@ class ReasoningRequest(Strict):
         description="the question",
         examples=["What is 2 + 3?"],
     )
-    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers; above 1, they vote")
+    n: int = Field(
+        1,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="number of answers; if above 1, the reply is their majority answer",
+    )
     max_new_tokens: int | None = Field(
         None, ge=1, le=1_000_000, description="maximum new tokens (none: the server's limit)"
     )

@@ -89,46 +89,46 @@ class GRPOConfig:
     model: str | None = flag(
         None,
         "base model: hub id, folder, or smollm2-135m",
-        default_text="that of --sft-adapter, else one that fits this machine",
+        default_text="base model of --sft-adapter, else one that fits this machine",
     )
     dataset: str | None = flag(
         None,
         "training problems: gsm8k, word-problems, elementary, FILE.jsonl, or several as A+B",
-        default_text="that of --sft-adapter, else one that fits the model",
+        default_text="dataset of --sft-adapter, else one that fits the model",
     )
     columns: str | None = flag(
         None,
-        "columns of a file or hub dataset, as in question=NAME,answer=NAME,solution=NAME",
-        default_text="those of --sft-adapter, else question, answer, solution",
+        "columns of a file or hub dataset, e.g. question=NAME,answer=NAME,solution=NAME",
+        default_text="columns of --sft-adapter, else question, answer, solution",
     )
     split: str | None = flag(
-        None, "rows of a file or hub dataset, as in train[:500]", default_text="train"
+        None, "split of a file or hub dataset, e.g. train[:500]", default_text="train"
     )
     max_samples: int | None = flag(
         None, "train on at most this many problems of each dataset", min=1, default_text="all"
     )
     sft_adapter: Path | None = flag(
-        DEFAULT_SFT_ADAPTER, "adapter to start from; none: start with a new one"
+        DEFAULT_SFT_ADAPTER, "adapter to start from; none: start from a new adapter"
     )
     reasoning_format: str | None = flag(
         None,
-        "tags around reasoning and answer",
+        "tags around the reasoning and the answer",
         choices=tuple(FORMATS),
-        default_text="those of --sft-adapter, else deepseek",
+        default_text="tags of --sft-adapter, else deepseek",
     )
     system_prompt: str | None = flag(
         None,
-        "system prompt: a text or a file",
-        default_text="that of --sft-adapter, else one that asks for the tags",
+        "system prompt, as a text or a file",
+        default_text="system prompt of --sft-adapter, else one that describes the tags",
     )
     tool: str = flag(
         "none",
         "tool that writes into completions: calculator, FILE.py:NAME, or none",
-        default_text="that of --sft-adapter",
+        default_text="tool of --sft-adapter",
     )
     reward: str | None = flag(
         None,
-        "reward function: steps, or your own as FILE.py:NAME",
+        "reward function: steps, or your own function as FILE.py:NAME",
         default_text="1 for a right answer in the right format, else 0",
     )
     quantize: str = flag(
@@ -138,45 +138,55 @@ class GRPOConfig:
     )
     dtype: str = flag(
         "auto",
-        "auto: the fastest for learning, and the fastest for sampling",
+        "dtype of the model; auto: the fastest dtype for training and the fastest for sampling",
         choices=("auto", *DTYPES),
     )
-    doctor: bool = flag(False, "train nothing; check the set-up and explain a flat reward")
-    plan: bool = flag(False, "train nothing; estimate memory and time", aliases=["dry_run"])
+    doctor: bool = flag(
+        False, "check the setup and explain why the reward does not rise, without training"
+    )
+    plan: bool = flag(False, "estimate memory and time, without training", aliases=["dry_run"])
 
     algorithm: str = flag(
-        "topr", "how the loss is computed; the table is below", choices=tuple(ALGORITHMS)
+        "topr",
+        "algorithm that defines the loss; the formulas are at the end of --help",
+        choices=tuple(ALGORITHMS),
     )
     advantage: str = flag(
         None,
-        "what advantages are divided by: the group's std, nothing, its mean, or its sum on either "
-        "side of the mean",
+        "divisor of reward - mean: the group's std, nothing, the mean, or the sum of "
+        "|reward - mean| over the rewards on the same side of the mean",
         choices=("std", "centred", "mean", "share"),
         default_text=ALGORITHMS_OWN,
     )
     aggregation: str = flag(
         None,
-        "how tokens add up to the loss: mean of each completion's mean, mean over all tokens, or "
-        "sum over completions times --max-new-tokens",
+        "how the token losses are averaged: per completion and then over the completions, over all "
+        "tokens, or as the sum divided by completions x --max-new-tokens",
         choices=AGGREGATIONS,
         default_text=ALGORITHMS_OWN,
     )
     clip_eps_low: float = flag(
-        None, "clip range below 1; 1: no bound", min=0, max=1, default_text=ALGORITHMS_OWN
+        None,
+        "lower bound of the ratio is 1 - this value; 1: no lower bound",
+        min=0,
+        max=1,
+        default_text=ALGORITHMS_OWN,
     )
-    clip_eps_high: float = flag(None, "clip range above 1", min=0, default_text=ALGORITHMS_OWN)
+    clip_eps_high: float = flag(
+        None, "upper bound of the ratio is 1 + this value", min=0, default_text=ALGORITHMS_OWN
+    )
     dynamic_sampling: bool = flag(
         None,
-        f"replace groups whose rewards are all equal, in up to {REFILL_ROUNDS} rounds",
+        f"replace groups whose rewards are all equal, in up to {REFILL_ROUNDS} sampling rounds",
         default_text=ALGORITHMS_OWN,
     )
     overlong_buffer: int = flag(
         None,
-        "lower the reward over this many last tokens before --max-new-tokens, by up to 1; 0: off",
+        "number of tokens before --max-new-tokens over which a length penalty rises to 1; 0: off",
         min=0,
         default_text=ALGORITHMS_OWN,
     )
-    mask_truncated: bool = flag(False, "leave completions that were cut off out of the loss")
+    mask_truncated: bool = flag(False, "exclude truncated completions from the loss")
     kl_weight: float = flag(
         0.0,
         "coefficient of the KL penalty (TRL's beta); the reference model is the policy before "
@@ -186,37 +196,37 @@ class GRPOConfig:
 
     steps: int | None = flag(
         None,
-        "training steps; each samples, scores, compares and learns",
+        "number of training steps",
         min=1,
-        default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if a GPU picks the model",
+        default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if the model is selected for a GPU",
     )
     batch_size: int = flag(20, "problems per step", min=1)
     group_size: int = flag(
-        8, "completions per problem; their rewards are compared with each other", min=2
+        8, "completions per problem, whose rewards are compared with each other", min=2
     )
     max_new_tokens: int = flag(
         None, "maximum completion length in tokens", min=1, default_text=MAX_NEW_TOKENS
     )
     temperature: float = flag(
-        1.0, "sampling temperature; the log-probabilities use it too", above=0
+        1.0, "sampling temperature, which is also used for the log-probabilities", above=0
     )
     max_num_seqs: int = flag(128, "maximum number of completions generated at the same time", min=1)
     sampler: str = flag(
         "auto",
-        "sample with merged weights, with the adapter beside the base, or with vLLM; auto: by "
-        "memory",
+        "sample with merged weights, with base model and adapter separately, or with vLLM; auto: "
+        "depends on the memory",
         choices=SAMPLER_NAMES,
     )
     server: str | None = flag(
         None,
-        "server of --sampler vllm or --backend tinker: its URL; of vLLM also several as A,B, or "
-        "the command that starts one",
-        default_text=f"{VLLM_COMMAND}; for tinker Thinking Machines' service",
+        "URL of the server for --sampler vllm or --backend tinker; for vllm also several URLs as "
+        "A,B, or the command that starts a server",
+        default_text=f"{VLLM_COMMAND}; for tinker, Thinking Machines' service",
     )
 
     backend: str = flag(
         "local",
-        "where the model samples and learns: on this machine, or on a server that speaks Tinker's "
+        "where to sample and train: on this machine, or on a server that implements Tinker's "
         "protocol",
         choices=BACKENDS,
     )
@@ -225,52 +235,59 @@ class GRPOConfig:
         None,
         "problems per optimizer update",
         min=1,
-        default_text=f"{ALGORITHMS_OWN}; else all of a step",
+        default_text=f"{ALGORITHMS_OWN}, else all problems of the step",
     )
     learning_rate: float = flag(
         None,
-        "peak learning rate; LoRA needs about ten times that of full fine-tuning",
+        "peak learning rate; for LoRA about ten times that of full fine-tuning",
         min=0,
-        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} if a GPU picks the "
-        "model",
+        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} if the model is "
+        "selected for a GPU",
     )
     lr_schedule: str = flag(
         "linear",
-        "learning rate after warm-up; linear and cosine end at a tenth of the peak",
+        "learning rate schedule after the warmup; linear and cosine end at a tenth of the peak",
         choices=("constant", "linear", "cosine"),
     )
     warmup_steps: int = flag(
         None,
-        "warm-up: optimizer updates in which the learning rate rises to its peak",
+        "warmup: number of optimizer updates in which the learning rate rises to its peak",
         min=0,
         default_text=ALGORITHMS_OWN,
     )
-    max_grad_norm: float = flag(1.0, "maximum gradient norm, for clipping", above=0)
-    updates_per_batch: int = flag(1, "passes over the completions of a step", min=1)
+    max_grad_norm: float = flag(1.0, "maximum gradient norm; larger gradients are clipped", above=0)
+    updates_per_batch: int = flag(1, "training passes over the completions of each step", min=1)
     train_batch_size: int | None = flag(
-        None, "completions in a micro-batch", min=1, default_text="as many as fit"
+        None, "completions per micro-batch", min=1, default_text="as many as fit into memory"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
 
     eval_every: int = flag(
-        5, "steps between validations and printed completions; 0: only first and last", min=0
+        5,
+        "steps between validations, with a printed completion; 0: only at the start and the end",
+        min=0,
     )
-    eval_samples: int = flag(100, "validation problems, always the same; 0: none", min=0)
+    eval_samples: int = flag(
+        100, "number of validation problems, the same at each validation; 0: none", min=0
+    )
     save_every: int = flag(
-        10, "steps between checkpoints, of which two are kept; 0: only at the end", min=0
+        10, "steps between checkpoints (the last two are kept); 0: only at the end", min=0
     )
     max_minutes: float | None = flag(
-        None, "stop after this many minutes, and export", above=0, default_text="no limit"
+        None,
+        "stop after this many minutes, and export the adapter",
+        above=0,
+        default_text="no limit",
     )
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
-    tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    seed: int = flag(0, "random seed of problem order and sampling")
+    tracker: str = flag("none", "also log the metrics to this tracker", choices=TRACKER_NAMES)
+    seed: int = flag(0, "random seed for the problem order and the sampling")
     run_dir: Path = flag(Path("runs/grpo"), "folder for metrics, completions and checkpoints")
     output: Path = flag(
         Path("weights/final_rlm_lora"),
-        "folder for the adapter of the last step, or of the best on validation where its lead is "
-        "more than chance; both are kept in --run-dir",
+        "folder for the exported adapter: that of the last step, or the best on validation if it "
+        "is significantly better; both are kept in --run-dir",
     )
 
     def __post_init__(self) -> None:

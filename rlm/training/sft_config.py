@@ -37,89 +37,95 @@ class SFTConfig:
     model: str | None = flag(
         None,
         "base model: hub id, folder, or smollm2-135m",
-        default_text="that of --adapter, else one that fits this machine",
+        default_text="base model of --adapter, else one that fits this machine",
     )
     dataset: str | None = flag(
         None,
-        "examples to learn from: gsm8k, openmathinstruct, word-problems, elementary, FILE.jsonl, "
+        "training examples: gsm8k, openmathinstruct, word-problems, elementary, FILE.jsonl, "
         "or several as A+B",
-        default_text="that of --adapter, else one that fits the model",
+        default_text="dataset of --adapter, else one that fits the model",
     )
     columns: str | None = flag(
         None,
-        "columns of a file or hub dataset, as in question=NAME,answer=NAME,solution=NAME",
-        default_text="those of --adapter, else question, answer, solution",
+        "columns of a file or hub dataset, e.g. question=NAME,answer=NAME,solution=NAME",
+        default_text="columns of --adapter, else question, answer, solution",
     )
     split: str | None = flag(
-        None, "rows of a file or hub dataset, as in train[:500]", default_text="train"
+        None, "split of a file or hub dataset, e.g. train[:500]", default_text="train"
     )
     max_samples: int | None = flag(
         MAX_SAMPLES,
-        "learn from at most this many examples of each dataset; none: all",
+        "train on at most this many examples of each dataset; none: all",
         min=1,
-        default_text=f"{MAX_SAMPLES}, but all of a file of yours",
+        default_text=f"{MAX_SAMPLES}; all examples of your own file",
     )
-    keep_code: bool = flag(False, "OpenMathInstruct: keep solutions with code blocks")
+    keep_code: bool = flag(False, "OpenMathInstruct: keep solutions that contain code blocks")
     reasoning_format: str | None = flag(
         None,
-        "tags around reasoning and answer",
+        "tags around the reasoning and the answer",
         choices=tuple(FORMATS),
-        default_text="those of --adapter, else deepseek",
+        default_text="tags of --adapter, else deepseek",
     )
     system_prompt: str | None = flag(
         None,
-        "system prompt: a text or a file",
-        default_text="that of --adapter, else one that asks for the tags",
+        "system prompt, as a text or a file",
+        default_text="system prompt of --adapter, else one that describes the tags",
     )
     tool: str = flag(
         "none",
         "tool that the model learns to use: calculator, FILE.py:NAME, or none",
-        default_text="that of --adapter",
+        default_text="tool of --adapter",
     )
-    max_length: int = flag(1024, "leave out examples with more tokens", min=1)
+    max_length: int = flag(1024, "maximum length in tokens; longer examples are left out", min=1)
     epochs: int | None = flag(
         None,
-        "passes over the examples",
+        "number of passes over the examples",
         min=1,
-        default_text=f"1; of a file of yours as many as make {ENOUGH_STEPS} steps",
+        default_text=f"1; for your own file, as many as needed for {ENOUGH_STEPS} steps",
     )
     batch_size: int = flag(16, "examples per optimizer step", min=1)
     micro_batch: int = flag(8, "examples per forward pass", min=1)
     learning_rate: float = flag(
         1e-3,
-        "peak learning rate; LoRA needs about ten times that of full fine-tuning",
+        "peak learning rate; for LoRA about ten times that of full fine-tuning",
         above=0,
-        default_text=f"0.001, or {GPU_DEFAULTS['learning_rate']:g} if a GPU picks the model",
+        default_text=f"0.001, or {GPU_DEFAULTS['learning_rate']:g} if the model is selected for a "
+        "GPU",
     )
     warmup_share: float = flag(
         0.05,
-        "warm-up: share of the steps in which the learning rate rises to its peak",
+        "warmup: share of the steps in which the learning rate rises to its peak",
         min=0,
         max=1,
     )
     adapter: Path | None = flag(
-        None, "adapter to continue training", default_text="a new one is made"
+        None, "adapter to continue training from", default_text="a new adapter"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
     lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
-    lora_dropout: float = flag(0.0, "dropout inside a new adapter", min=0, max=1)
+    lora_dropout: float = flag(0.0, "LoRA dropout of a new adapter", min=0, max=1)
     quantize: str = flag(
         "none", "load the base model quantized with bitsandbytes", choices=QUANTIZATIONS
     )
-    dtype: str = flag("auto", "auto: the fastest", choices=("auto", *DTYPES))
+    dtype: str = flag(
+        "auto", "dtype of the model; auto: the fastest dtype", choices=("auto", *DTYPES)
+    )
     eval_samples: int = flag(
-        50, "validation problems whose loss is measured at the end; 0: none", min=0
+        50, "number of validation examples for the loss at the end; 0: none", min=0
     )
     max_minutes: float | None = flag(
-        None, "stop after this many minutes, and save", above=0, default_text="no limit"
+        None, "stop after this many minutes, and save the adapter", above=0, default_text="no limit"
     )
-    tracker: str = flag("none", "log the run to this tracker too", choices=TRACKER_NAMES)
-    seed: int = flag(0, "random seed of the example order and a new adapter")
+    tracker: str = flag("none", "also log the metrics to this tracker", choices=TRACKER_NAMES)
+    seed: int = flag(0, "random seed for the example order and for a new adapter")
     output: Path = flag(Path("weights/sft_lora"), "folder for the adapter")
-    run_dir: Path = flag(Path("runs/sft"), "folder for log and checkpoints")
+    run_dir: Path = flag(Path("runs/sft"), "folder for the log and the checkpoints")
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     dry_run: int = flag(
-        0, "train nothing; print this many examples (alone: 3) and the counts", bare=3, min=0
+        0,
+        "print this many examples (3 if no number is given) and the counts, without training",
+        bare=3,
+        min=0,
     )
 
     def __post_init__(self) -> None:

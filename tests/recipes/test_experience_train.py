@@ -228,6 +228,14 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
     assert place.summary()["plans"] == {"no_json": 6}
 
 
+def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place):
+    place.server.script(chat_reply('{"target_variable": "pe', finish="length"), chat_reply("7"))
+    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 1) == 0
+    assert place.rows()[0]["rollouts"][0]["scaffold_error"].startswith("truncated: ")
+    assert place.summary()["plans"] == {"truncated": 1}
+    assert "Raise --max-tokens, set a model" in place.summary()["learned"]
+
+
 def test_what_no_file_can_hold_ends_no_run(place, model):
     """Half a character, spelled in JSON; what was paid for would end each resumed run too."""
     model.scaffold = lambda prompt, seed: json.dumps(
