@@ -112,7 +112,7 @@ def test_the_tool_of_the_docs_page(tmp_path):
     page = (Path(__file__).parents[1] / "docs" / "how-to" / "tools.md").read_text(encoding="utf-8")
     (tmp_path / "own.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     tool = load_tool(f"{tmp_path}/own.py:Weekday")
-    asked, inserted = re.search(r"After `(.*)` it inserts `(.*)`", page).groups()
+    inserted, asked = re.search(r"it inserts `(.*)` after `(.*)`", page).groups()
     assert asked.endswith(tool.trigger)
     assert (tool(f"Today, {asked}"), tool("This is a")) == (inserted, None)
 

@@ -242,7 +242,8 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
     libraries: dict[str, Sequence[Experience]] = {BASELINE: ()}
     for path in config.library:
         if path.stem in libraries:
-            raise UsageError(f"--library: two files are named {path.name}: rename one of them")
+            same = " and ".join(str(p) for p in config.library if p.stem == path.stem)
+            raise UsageError(f"--library: {same} have the same name: rename one of them")
         libraries[path.stem] = lessons = load_experiences(path)
         if config.placebo and lessons:
             if others := placebo(lessons):
