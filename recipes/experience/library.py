@@ -137,7 +137,7 @@ class Library:
         return {"error": None, "operations": self.apply(operations, problem, now, template)}
 
     def apply(
-        self, operations: Sequence[Any], problem: Problem, now: str, template: str = ""
+        self, operations: Sequence[Any], problem: Problem, now: str, template: str
     ) -> list[Outcome]:
         """Apply the allowed operations, and drop lessons that exceed the limits of the library.
 

@@ -367,10 +367,12 @@ LESSONS = [
 ]
 
 
+TEMPLATE = load_prompts()["generator_experience_extraction"].template
+
+
 def learn(library, *operations, problem=PENS):
     """Each operation from a group of its own."""
-    template = load_prompts()["generator_experience_extraction"].template
-    return [library.apply([operation], problem, NOW, template)[0] for operation in operations]
+    return [library.apply([operation], problem, NOW, TEMPLATE)[0] for operation in operations]
 
 
 def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
@@ -466,7 +468,7 @@ def test_the_gold_of_the_source_problem_stays_out(lesson, gold, leaks):
 
 def test_one_group_adds_one_lesson_and_is_not_heard_for_ever(tmp_path):
     library = library_in(tmp_path)
-    done = library.apply([*map(add, LESSONS), *[{"action": "delete"}] * 3], PENS, NOW)
+    done = library.apply([*map(add, LESSONS), *[{"action": "delete"}] * 3], PENS, NOW, TEMPLATE)
     reasons = [d["reason"] for d in done]
     assert reasons == [None, "too_many", "too_many", "unknown_id", "too_many", "too_many"]
     assert library.lessons == LESSONS[:1]
@@ -479,7 +481,7 @@ def test_a_full_library_drops_what_helped_least(tmp_path):
     learn(library, add(LESSONS[1]))
     library.count_use(10, 9)
     assert [(i["usage_count"], i["success_count"]) for i in library.items] == [(20, 10), (10, 9)]
-    evicted = library.apply([add(LESSONS[2])], PENS, NOW)[1]
+    evicted = library.apply([add(LESSONS[2])], PENS, NOW, TEMPLATE)[1]
     assert (evicted["action"], evicted["id"]) == ("evict", "G1-001")
     assert library.lessons == LESSONS[1:]
     small = library_in(tmp_path / "small", size=30)
