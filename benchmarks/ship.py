@@ -1,8 +1,12 @@
-"""Ship a trained adapter: round it to bf16, evaluate the rounded weights, write the model card.
+"""Ship a trained adapter: average it with its start, round it to bf16, evaluate it, write its card.
 
-The adapter and the SFT adapter that it started from answer each test set greedily, once without a
-tool and once with the tool of training. The figures go into the card. --results gets the figures
-and each problem's verdict.
+GRPO improves a model on the problems that it trains on, and may cost accuracy on others. A weighted
+average of the weights before and after often keeps most of both (WiSE-FT, arXiv 2109.01903). The
+weight is chosen on the validation splits of the training data.
+
+The shipped adapter and the SFT adapter that it started from answer each test set greedily, once
+without a tool and once with the tool of training. The figures go into the card. --results gets the
+figures and each problem's verdict.
 
     python -m benchmarks.ship runs/shipped/final_rlm_lora --sets elementary,data/everyday.jsonl
 """
@@ -14,10 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.evidence.plan import read_json
@@ -42,6 +48,8 @@ from rlm.tools import load_tool
 
 LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the shipped one
+# Candidate weights of the adapter after GRPO in the average. Of equals, the first is chosen.
+WEIGHTS = (1.0, 0.75, 0.5, 0.25, 0.0)
 NAMELESS = "a dataset without a name"  # a trainer in Python got the problems themselves
 
 
@@ -65,6 +73,12 @@ class ShipConfig:
     )
     max_samples: int | None = flag(
         None, "maximum number of problems per dataset (none: all)", min=1
+    )
+    validation: int = flag(
+        200,
+        "number of validation problems of each training dataset, which choose the average of the "
+        "adapters before and after GRPO; 0: ship the adapter as it is",
+        min=0,
     )
     max_new_tokens: int = flag(160, "maximum completion length in tokens", min=1)
     weights: Path = flag(Path("weights/final_rlm_lora"), "folder for the adapter")
@@ -92,15 +106,18 @@ def main(config: ShipConfig) -> int:
         for name in config.sets
     }
     with replacing(config.weights) as folder:
-        write_rounded(config.adapter, folder, info.resolve_base()[0])
-        judged = judge(config, info, {"start": start, "shipped": folder}, sets)
+        chosen = choose_weight(config, info, start)
+        weights = average(load_weights(start), load_weights(config.adapter), chosen["weight"])
+        write_rounded(weights, config.adapter, folder, info.resolve_base()[0])
+        judged = compare(config, info, {"start": start, "shipped": folder}, sets)
         figures = {
             name: {tool: figures_of(found) for tool, found in tools.items()}
             for name, tools in judged.items()
         }
         measured = {"shipped": True, "numbers": "bfloat16", "greedy_after_rounding": figures}
+        measured |= {"average": chosen}
         replace_json(folder / "run.json", published_run(info.run) | measured)
-        card = model_card(info, AdapterInfo.load(start), figures, judged)
+        card = model_card(info, AdapterInfo.load(start), figures, judged, chosen)
         (folder / "README.md").write_text(card, encoding="utf-8")
     origin = harness.provenance("ship")
     for name in config.sets:
@@ -109,7 +126,8 @@ def main(config: ShipConfig) -> int:
         name: {tool: verdicts_of(found) for tool, found in tools.items()}
         for name, tools in judged.items()
     }
-    replace_json(config.results, origin | {"sets": figures, "verdicts": verdicts})
+    found = {"average": chosen, "sets": figures, "verdicts": verdicts}
+    replace_json(config.results, origin | found)
     terminal.line(f"{config.weights}: {config.adapter} in bf16")
     return 0
 
@@ -133,17 +151,55 @@ def replacing(target: Path) -> Iterator[Path]:
         written.rename(target)
 
 
-def write_rounded(adapter: Path, folder: Path, model: str) -> None:
-    """Write the adapter in bf16, and its config with the base `model` in place of a local path."""
-    peft_config = read_json(adapter / "adapter_config.json")
-    peft_config["base_model_name_or_path"] = model
-    replace_json(folder / "adapter_config.json", peft_config)
+def load_weights(adapter: Path) -> dict[str, Tensor]:
     weights = load_file(adapter / "adapter_model.safetensors")
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def average(
+    start: Mapping[str, Tensor], trained: Mapping[str, Tensor], weight: float
+) -> dict[str, Tensor]:
+    """Return (1 - weight) · start + weight · trained for each LoRA matrix."""
+    return {name: start[name].lerp(trained[name], weight) for name in trained}
+
+
+def choose_weight(config: ShipConfig, info: AdapterInfo, start: Path) -> dict[str, Any]:
+    """Choose the weight of the trained adapter in the average with its start.
+
+    Returns:
+        The weight with the highest accuracy, averaged over decoding without and with the tool; the
+        number of validation problems; and the accuracies by weight and tool. The weight is 1 if
+        nothing was compared.
+    """
+    if not (config.validation and info.dataset and info.run["step"]):
+        return {"weight": 1.0, "problems": 0, "accuracy": {}}
+    problems = load_problems(info.dataset, "validation", max_samples=config.validation)
+    first, last = load_weights(start), load_weights(config.adapter)
+    with TemporaryDirectory() as scratch:
+        folders = {f"{weight:g}": Path(scratch) / f"{weight:g}" for weight in WEIGHTS}
+        for weight, folder in zip(WEIGHTS, folders.values(), strict=True):
+            folder.mkdir()
+            mixed = average(first, last, weight)
+            write_rounded(mixed, config.adapter, folder, info.resolve_base()[0])
+        tools = judge(config, info, folders, {"validation": problems})["validation"]
+    found = {
+        name: {tool: by_name[name].accuracy(True)["mean"] for tool, by_name in tools.items()}
+        for name in folders
+    }
+    best = max(WEIGHTS, key=lambda weight: sum(found[f"{weight:g}"].values()))
+    return {"weight": best, "problems": len(problems), "accuracy": found}
+
+
+def write_rounded(weights: Mapping[str, Tensor], adapter: Path, folder: Path, model: str) -> None:
+    """Write the weights in bf16, and the config of `adapter` with the base `model` in it."""
+    peft_config = read_json(adapter / "adapter_config.json")
+    peft_config["base_model_name_or_path"] = model  # may be a local path
+    replace_json(folder / "adapter_config.json", peft_config)
     rounded = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
     save_file(rounded, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-Found = dict[str, Evaluation]  # a name of NAMES → evaluation
+Found = dict[str, Evaluation]  # name of an adapter → evaluation
 Judged = dict[str, dict[str, Found]]  # test set → tool → evaluations
 
 
@@ -162,9 +218,7 @@ def judge(
     adapters: dict[str, Path],
     sets: Mapping[str, Sequence[Problem]],
 ) -> Judged:
-    """Evaluate each adapter greedily on each test set, without a tool and with `info.tool`."""
-    if info.run["step"] == 0:  # no step beat the start on validation: both adapters are equal
-        adapters = {"shipped": adapters["shipped"]}
+    """Evaluate each adapter greedily on each set, without a tool and with `info.tool`."""
     model, _ = info.resolve_base()
     tokenizer, base = load_tokenizer(model), load_base(model, pick_device())
     tools = dict.fromkeys(("none", info.tool))
@@ -184,9 +238,23 @@ def judge(
                         on_finish=advance,
                     )
         base = take_adapters_off(policy)
+    return judged
+
+
+def compare(
+    config: ShipConfig,
+    info: AdapterInfo,
+    adapters: dict[str, Path],
+    sets: Mapping[str, Sequence[Problem]],
+) -> Judged:
+    """Evaluate the start and the shipped adapter."""
+    if info.run["step"]:
+        return judge(config, info, adapters, sets)
+    # No step was better than the start on validation, so both adapters are equal.
+    judged = judge(config, info, {"shipped": adapters["shipped"]}, sets)
     return {
-        name: {tool: {"start": found["shipped"]} | found for tool, found in tools_of_set.items()}
-        for name, tools_of_set in judged.items()
+        name: {tool: {"start": found["shipped"]} | found for tool, found in tools.items()}
+        for name, tools in judged.items()
     }
 
 
@@ -211,7 +279,11 @@ def verdicts_of(found: Found) -> dict[str, str]:
 
 
 def model_card(
-    info: AdapterInfo, start: AdapterInfo, figures: Mapping[str, Any], judged: Judged
+    info: AdapterInfo,
+    start: AdapterInfo,
+    figures: Mapping[str, Any],
+    judged: Judged,
+    averaged: Mapping[str, Any],
 ) -> str:
     """Render model_card.md.jinja with one right and one wrong answer."""
     examples: dict[str, tuple[Problem, str]] = {}
@@ -227,6 +299,7 @@ def model_card(
         embedded=info.base_model == EMBEDDED_MODEL,
         hub_id=hub_base(info),
         figures=figures,
+        averaged=averaged,
         examples=examples,
     )
 

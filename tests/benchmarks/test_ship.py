@@ -13,6 +13,7 @@ import train_sft
 from benchmarks import ship
 from inference import load_rlm_model
 from rlm.cli import UsageError
+from rlm.model import AdapterInfo
 from rlm.training.config import GRPOConfig
 from rlm.training.sft_config import SFTConfig
 from tests.test_scripts import DATA
@@ -70,6 +71,12 @@ def test_an_adapter_is_shipped_with_its_figures(run, tmp_path):
     assert "| elementary | 3 | none | 0.0 (0.0–56.2) | 0 | +0.0 (+0.0 to +0.0) |" in card
     assert "Wrong. " in card
     assert "Right. " not in card
+    nothing_right = {"none": 0.0, "calculator": 0.0}
+    assert found["average"] == {  # no candidate is better than the adapter after GRPO
+        "weight": 1.0,
+        "problems": 2,
+        "accuracy": dict.fromkeys(("1", "0.75", "0.5", "0.25", "0"), nothing_right),
+    }
     shipped = json.loads((config.weights / "run.json").read_text())
     assert (shipped["stage"], shipped["config"]["tool"]) == ("grpo", "calculator")
     texts = [file for file in config.weights.iterdir() if file.suffix != ".safetensors"]
@@ -79,6 +86,39 @@ def test_an_adapter_is_shipped_with_its_figures(run, tmp_path):
         config.weights, model=json.loads((run / "grpo" / "run.json").read_text())["base_model"]
     )
     assert model.rlm_format.reasoning_tag == "think"
+
+
+def test_the_average_that_is_best_on_validation_ships(run, tmp_path, monkeypatch):
+    start, trained = {"a": torch.tensor([0.0, 8.0])}, {"a": torch.tensor([4.0, 0.0])}
+    assert ship.average(start, trained, 0.25)["a"].tolist() == [1.0, 6.0]
+    measured = {"1": 0.2, "0.75": 0.3, "0.5": 0.6, "0.25": 0.6, "0": 0.5}
+
+    class Judged:
+        def __init__(self, share):
+            self.share = share
+
+        def accuracy(self, strict):
+            return {"mean": self.share}
+
+    def judge(config, info, adapters, sets):
+        assert [*adapters] == [*measured]
+        return {"validation": {"none": {name: Judged(measured[name]) for name in adapters}}}
+
+    config = config_of(run, tmp_path, sets=(str(run / "mine.jsonl"),))
+    info = AdapterInfo.load(run / "grpo")
+    monkeypatch.setattr(ship, "judge", judge)
+    chosen = ship.choose_weight(config, info, run / "sft")
+    assert chosen["weight"] == 0.5  # of two equals, the one with more of GRPO
+    monkeypatch.undo()
+    monkeypatch.setattr(ship, "choose_weight", lambda *_: chosen)
+    assert ship.main(config) == 0
+    before, after = (ship.load_weights(run / name) for name in ("sft", "grpo"))
+    for name, tensor in ship.load_weights(config.weights).items():
+        assert torch.equal(tensor, ((before[name] + after[name]) / 2).bfloat16())
+    assert (
+        "(50 % before, 50 % after, chosen on 2 validation problems)"
+        in (config.weights / "README.md").read_text()
+    )
 
 
 def test_where_grpo_did_not_help_the_card_says_so(run, tmp_path):
