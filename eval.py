@@ -152,9 +152,7 @@ def evaluate_row(
             if record:
                 record.add(kind, decoding, found)
         if scorer:
-            texts = [[graded.text for graded in group] for group in found.groups]
-            cut = [[graded.truncated for graded in group] for group in found.groups]
-            found = replace(found, rewards=scorer(found.problems, texts, cut).rewards)
+            found = replace(found, rewards=found.score(scorer))
         results[kind] = found
     terminal.line(f"{name}: done in {terminal.duration(time.monotonic() - started)}")
     return results

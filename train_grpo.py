@@ -3,15 +3,16 @@ sample and score (`_sample_and_score`), compare (`group_advantages`), learn (`_l
 
 The loop does not use TRL's trainer. Each step samples a group of completions for each problem,
 rewards each completion with 1 or 0 for its final answer, compares the rewards inside each group and
-updates the adapter. Compared with textbook GRPO, four parts are simplified:
+updates the adapter. There is no value model: the baseline is the mean reward of the group. The loop
+differs from the textbook in these points:
 
 1. The KL term is off (--kl-weight 0), because the reward checks the answer itself. If the KL term
    is on, the reference model is the adapter that training started from.
-2. Groups whose rewards are all equal have no gradient, so their loss is not computed. These groups
-   still count in the average, so the update is the same.
-3. With one update per batch, the old log-probabilities equal the current ones, so a second forward
-   pass is not needed.
-4. There is no value model. The baseline is the mean reward of the group.
+2. Groups whose rewards are all equal have no gradient, so their loss is not computed. With
+   --algorithm grpo these groups still count in the average; the default, topr, leaves them out.
+3. With --algorithm grpo, a step makes one update, so the old log-probabilities equal the current
+   ones. topr makes one update per mini-batch of two problems, and takes the old log-probabilities
+   from the sampler. Neither needs a second forward pass.
 
     python train_grpo.py                                   # picks a model and data that fit here
     python train_grpo.py --plan                            # how much time and memory does it take?
@@ -137,7 +138,7 @@ class GRPOTrainer:
         self.optimizer = self.weights.make_optimizer(config.learning_rate)
         saved = (self.weights, self.optimizer, self.base_hash)
         self.state = TrainingState(*saved, self.distributed)
-        self.run: TrainingRun | None = None  # the last call of `train`
+        self.run: TrainingRun | None = None  # set by `train`
 
     def load_model(
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
@@ -161,9 +162,15 @@ class GRPOTrainer:
             eval_dataset: the validation problems, which select the adapter to export.
 
         Raises:
+            RuntimeError: this trainer has already trained.
             UsageError: --run-dir is in use, --output is not writable, or there is no run to resume.
             Interrupted: a signal was received; the current step was finished and saved.
         """
+        if self.run:
+            raise RuntimeError(
+                "this trainer has already trained; make a new GRPOTrainer, with "
+                "GRPOConfig(sft_adapter=FOLDER) to continue from the adapter in FOLDER"
+            )
         config, data = self.prepare(dataset, eval_dataset)
         parts = self.state, self.sampler, self.tokenizer, self.validation_scores
         with TrainingRun.begin(config, data, *parts) as run:

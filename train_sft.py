@@ -160,11 +160,11 @@ def learn(
     from rlm.training import CheckpointCallback, make_trainer
 
     check_output(config.output)
-    run = RunDirectory(config.run_dir, resume=config.resume)
     model = required(config.model, "--model")
     device, base_hash = pick_device(config.dtype), base_model_hash(model)
     set_seed(config.seed)  # seeds a new adapter and the order of the examples
     policy = start_policy(config, device, base_hash)
+    run = RunDirectory(config.run_dir, resume=config.resume)  # moves an earlier run away
     announce(config, device, policy, len(examples), left_out)
     trainer = make_trainer(config, device, policy, tokenizer, examples)
     progress = CheckpointCallback(config, run, policy, base_hash, examples)

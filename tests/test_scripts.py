@@ -343,6 +343,10 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5, *other)
     assert (code, count) == (0, 2)  # other weights under the name of GRPO
     assert f"{names[4]}: evaluated again (adapter: " in said.out
+    assert evaluated("parts", "--tool", "calculator")[:2] == (0, 6)
+    code, count, said = evaluated("parts", "--resume", "--tool", "none")
+    assert (code, count) == (0, 6)
+    assert f"{names[0]}: evaluated again (--tool: calculator → None)" in said.out
     assert evaluated("parts")[:2] == (0, 6)  # without --resume all
 
 

@@ -335,6 +335,21 @@ def test_another_measure_begins_a_new_comparison(model_dir, tmp_path, monkeypatc
     assert summary["step"] == 4
 
 
+def test_a_trainer_trains_once(model_dir, tmp_path):
+    trainer, _ = train(model_dir, a_config(tmp_path, steps=1))
+    with pytest.raises(RuntimeError, match="has already trained; make a new GRPOTrainer"):
+        trainer.train(PROBLEMS)
+
+
+def test_validation_gives_a_reward_the_same_columns_as_training(model_dir, tmp_path):
+    def of_length(completions, completion_ids):
+        assert all(completion_ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+    _, summary = train(model_dir, a_config(tmp_path, steps=1), of_length, PROBLEMS[:2])
+    assert summary["validation"]["start"]["mean"] > 1
+
+
 def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, monkeypatch):
     scripted(monkeypatch, 20, 19, 1)
     config = a_config(tmp_path, steps=2, eval_every=1)

@@ -332,9 +332,8 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "graph/distinct": len({g.to_json() for g in graphs}) / len(graphs) if graphs else 0.0,
         "graph/leak_rate": sum(t.leak for t in trajectories) / count,
         "agents/correct": sum(t.solved() for t in trajectories) / count,
-        "agents/failed": sum(t.error is not None for t in trajectories),
+        "agents/failed_rate": sum(t.error is not None for t in trajectories) / count,
         "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
-        "agents/length_max": max((r.completion_tokens for r in replies), default=0),
         "agents/tokens_read": sum(t.prompt_tokens for t in trajectories) / count,
         "agents/tokens_written": sum(t.completion_tokens for t in trajectories) / count,
     }

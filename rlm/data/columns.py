@@ -398,7 +398,12 @@ def _split_choices(text: str) -> list[str]:
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
-    """Return the labels and the texts of the choices in a row, or empty lists without choices."""
+    """Return the labels and the texts of the choices in a row, or empty lists without choices.
+
+    A row with another answer_type than "choice" has no choices, whatever its columns are called.
+    """
+    if row.get("answer_type") not in (None, "choice"):
+        return [], []
     found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
     if found is None:
         names = _lettered(row)

@@ -8,6 +8,7 @@ the unchanged base model.
 
 from __future__ import annotations
 
+import heapq
 import re
 import threading
 from collections.abc import Callable, Sequence, Set
@@ -405,9 +406,8 @@ def render_completion(
 def longest_prompts(
     render: Callable[[Problem], list[int]], problems: Sequence[Problem], count: int = 8
 ) -> list[list[int]]:
-    """Return the prompts of the problems with the longest questions, as token ids."""
-    longest = sorted(problems, key=lambda problem: -len(problem.question))[:count]
-    return [render(problem) for problem in longest]
+    """Return the longest prompts, as token ids, the longest first."""
+    return heapq.nlargest(count, map(render, problems), key=len)
 
 
 def drop_long_prompts(

@@ -43,7 +43,9 @@ class EvaluateConfig:
         "columns of a file or hub dataset, as for training",
         default_text="columns of the last adapter, if it was trained on this dataset",
     )
-    max_samples: int | None = flag(200, "evaluate at most this many problems; none: all", min=1)
+    max_samples: int | None = flag(
+        200, "evaluate at most this many problems of each dataset; none: all", min=1
+    )
     sft_adapter: Path | None = flag(
         Path("weights/sft_lora"), "adapter of the SFT row; none: no SFT row"
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlm.data import Problem
+    from rlm.rewards import Scores
     from rlm.sampling import Completion, RolloutSampler
 
 
@@ -26,7 +27,7 @@ class Graded:
     text: str
     strict: Verdict
     lenient: Verdict
-    tokens: int
+    token_ids: Sequence[int]
     truncated: bool
 
     def verdict(self, strict: bool) -> Verdict:
@@ -49,6 +50,13 @@ class Evaluation:
     groups: Sequence[Sequence[Graded]]  # the k completions of each problem
     # A custom reward's value for each completion; None for a completion without a verdict.
     rewards: Sequence[Sequence[float | None]] | None = None
+
+    def score(self, scorer: Callable[..., Scores]) -> list[list[float | None]]:
+        """Return the rewards that a `Scorer` gives to the completions; None without a verdict."""
+        texts = [[graded.text for graded in group] for group in self.groups]
+        truncated = [[graded.truncated for graded in group] for group in self.groups]
+        ids = [[[*graded.token_ids] for graded in group] for group in self.groups]
+        return scorer(self.problems, texts, truncated, ids).rewards
 
     @property
     def k(self) -> int:
@@ -121,7 +129,7 @@ class Evaluation:
 
     @property
     def length_mean(self) -> float:
-        return fmean(g.tokens for g in self.completions)
+        return fmean(len(g.token_ids) for g in self.completions)
 
 
 def evaluate(
@@ -165,16 +173,16 @@ def evaluate(
 
     def graded(problem: Problem, drawn: Completion) -> Graded:
         text = str(tokenizer.decode(drawn.token_ids, skip_special_tokens=True))
-        return grade_completion(text, len(drawn.token_ids), drawn.truncated, problem, format)
+        return grade_completion(text, drawn.token_ids, drawn.truncated, problem, format)
 
     pairs = zip(problems, groups, strict=True)
     return Evaluation(problems, [[graded(problem, drawn) for drawn in g] for problem, g in pairs])
 
 
 def grade_completion(
-    text: str, tokens: int, truncated: bool, problem: Problem, format: Format
+    text: str, token_ids: Sequence[int], truncated: bool, problem: Problem, format: Format
 ) -> Graded:
     """Grade a completion of a problem strictly and leniently."""
     format = format.with_answer_type(problem.answer_type)
     strict, lenient = (format.grade(text, problem.answer, strict=flag) for flag in (True, False))
-    return Graded(text, strict, lenient, tokens, truncated)
+    return Graded(text, strict, lenient, token_ids, truncated)

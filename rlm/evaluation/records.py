@@ -61,7 +61,9 @@ class RowRecord:
             return None
         was, now = line["made_of"], {**self.made_of, **decoding}
         changed = [
-            f"{name}: {was.get(name)} → {now[name]}" for name in now if was.get(name) != now[name]
+            f"{name}: {was.get(name)} → {now.get(name)}"
+            for name in {**now, **was}
+            if was.get(name) != now.get(name)
         ]
         if changed:
             terminal.line(f"{key}: evaluated again ({'; '.join(changed)})")
@@ -82,7 +84,7 @@ class RowRecord:
         from rlm.runs import writing  # imported here because it loads torch, which --help must not
 
         groups = [
-            [{"text": g.text, "tokens": g.tokens, "truncated": g.truncated} for g in group]
+            [{"text": g.text, "token_ids": [*g.token_ids], "truncated": g.truncated} for g in group]
             for group in evaluation.groups
         ]
         line = {"made_of": {**self.made_of, **decoding}, "groups": groups}

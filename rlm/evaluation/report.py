@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from rlm.cli import terminal
 from rlm.evaluation.evaluator import Evaluation
 from rlm.evaluation.statistics import mcnemar, paired_bootstrap
-from rlm.runs import accuracy_bars, replace_json
+from rlm.runs import accuracy_bars, json_lines, replace_file, replace_json
 
 GRADINGS = {"strict": True, "lenient": False}
 
@@ -104,8 +103,7 @@ def write_report(
 
     with writing(output):
         replace_json(output / "evaluation.json", content)
-        with (output / "failures.jsonl").open("w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(f, ensure_ascii=False) + "\n" for f in failures(results))
+        replace_file(output / "failures.jsonl", json_lines(failures(results)))
         bars = {
             name: row["strict"]["accuracy"]
             for name, row in content["greedy"]["rows"].items()

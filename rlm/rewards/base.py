@@ -17,8 +17,9 @@ Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, co
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("solution", "completion_ids")
 REWARD_ERRORS = (Exception, SystemExit)  # SystemExit: exit() in a reward must not end the run
-# Errors raised by code that expects messages (completion[0]["content"]) but receives a string.
-NOT_MESSAGES = (TypeError, LookupError, AttributeError)
+# Errors raised by code that expects messages (completion[0]["content"]) but receives a string. A
+# KeyError is not one of them: a judge's reply without the expected key raises it, too.
+NOT_MESSAGES = (TypeError, IndexError, AttributeError)
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "
     "f(prompts, completions, answer, **columns) -> list of floats, or subclass "

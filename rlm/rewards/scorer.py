@@ -12,11 +12,12 @@ import inspect
 import math
 import queue
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, starmap
-from typing import Any
+from typing import Any, TypeVar
 
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Problem
@@ -32,6 +33,7 @@ from rlm.rewards.base import (
 )
 from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
 
+T = TypeVar("T")
 TIME_LIMIT = 300.0  # seconds per call; the limit is generous because an LLM judge may be slow
 MAX_TIMEOUTS = 3  # timeouts per step, after which the remaining calls are skipped
 # The run ends after this many consecutive steps without a successful call. If no call of the run
@@ -80,6 +82,7 @@ class Scorer:
         self.warned: set[str] = set()
         self.gave_verdict = False
         self.failed_steps = MAX_FAILED_STEPS - 1  # one failed step ends a run without any success
+        self._runner: asyncio.Runner | None = None
 
     def __call__(
         self,
@@ -170,7 +173,7 @@ class Scorer:
         """Return the reward of one rollout, or the error that the reward raises."""
         try:
             found = self.reward(completion, answer, **named_columns(self.reward, columns))
-            return asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found
+            return self._run(_wait_for(found)) if inspect.isawaitable(found) else found
         except REWARD_ERRORS as error:
             return error
 
@@ -201,8 +204,19 @@ class Scorer:
         # `batch_call` runs outside an event loop, because a plain reward may start its own loop.
         columns = named_columns(self.reward.batch_call, columns)
         found = self.reward.batch_call(list(texts), list(answers), **columns)
-        found = as_list(asyncio.run(_wait_for(found)) if inspect.isawaitable(found) else found)
-        return asyncio.run(self._wait_for_all(found)) if _is_async(self.reward) else found
+        found = as_list(self._run(_wait_for(found)) if inspect.isawaitable(found) else found)
+        return self._run(self._wait_for_all(found)) if _is_async(self.reward) else found
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in an event loop that stays open between the steps.
+
+        A reward may keep objects that belong to one event loop, such as a semaphore or the
+        connections of an HTTP client.
+        """
+        if self._runner is None or self._runner.get_loop().is_running():  # an earlier call hangs
+            self._runner = asyncio.Runner()
+            weakref.finalize(self, _close, self._runner)
+        return self._runner.run(coroutine)
 
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
@@ -238,6 +252,11 @@ def _is_async(reward: RewardFunction) -> bool:
     plain = isinstance(reward, PerCompletionReward)
     call = reward.function if plain else type(reward).__call__
     return inspect.iscoroutinefunction(call) or any(map(_is_async, parts_of(reward)))
+
+
+def _close(runner: asyncio.Runner) -> None:
+    if not runner.get_loop().is_running():
+        runner.close()
 
 
 async def _wait_for(found: Any) -> Any:

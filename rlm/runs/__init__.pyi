@@ -1,6 +1,7 @@
 from .alerts import new_alerts as new_alerts
 from .atomic_files import Journal as Journal
 from .atomic_files import append_lines as append_lines
+from .atomic_files import json_lines as json_lines
 from .atomic_files import lock_file as lock_file
 from .atomic_files import read_lines as read_lines
 from .atomic_files import read_log as read_log

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import math
 import os
 import shutil
@@ -74,7 +75,7 @@ class RunDirectory:
 
         Raises:
             UsageError: the directory cannot be written, another process is training in it, it
-                contains files that are not a run, or an earlier run cannot be moved away.
+                contains files that are not a run, or an earlier run cannot be moved to NAME.prev.
         """
         self.path = path
         self.writes = writes
@@ -112,6 +113,12 @@ class RunDirectory:
         previous = here.with_name(here.name + ".prev")
         try:
             if previous.is_dir():
+                if not _is_run(previous):
+                    raise UsageError(
+                        f"--run-dir {self.path} contains another run, which cannot be moved away "
+                        f"because {previous} contains files that are not a run: choose a new "
+                        "directory"
+                    )
                 shutil.rmtree(previous)
             here.rename(previous)  # the lock moves with it
             here.mkdir(exist_ok=True)
@@ -160,8 +167,8 @@ class RunDirectory:
     def begin(self, config: Mapping[str, Any]) -> None:
         """Write config.json, and open the tracker that the config selects."""
         if self.writes:
-            with writing(self.path / "config.json"):
-                replace_json(self.path / "config.json", config)
+            with writing(self.path / "config.json"):  # a new run with --config does not resume
+                replace_json(self.path / "config.json", {**config, "resume": False})
             self.tracker = open_tracker(config["tracker"], self.path, config)
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -194,10 +201,12 @@ class RunDirectory:
         """Write the metrics of each step to train_logs.csv, for use in a spreadsheet."""
         file = self.path / "train_logs.csv"
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        with writing(file), file.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        stream = io.StringIO(newline="")
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        with writing(file):
+            replace_file(file, stream.getvalue())
 
     def truncate(self, step: int) -> None:
         """Remove the rows from `step` on from the logs. A resumed run logs these steps again."""
@@ -215,6 +224,7 @@ def _is_run(path: Path) -> bool:
     A killed process may leave hidden files.
     """
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json", "vllm*.log"]
+    marks += ["sampler_adapter/adapter_config.json"]  # --doctor with a vLLM server writes only this
     empty = all(file.name.startswith(".") for file in path.iterdir())
     return empty or any(next(path.glob(mark), None) for mark in marks)
 

@@ -117,7 +117,7 @@ def data_id(what: str, rows: Sequence[object]) -> str:
     """Return an identifier of data: the number of rows, and a hash that depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row).encode())
+        digest.update(json.dumps(row, default=str).encode())
     return f"{len(rows)} {what}, sha256 {digest.hexdigest()[:12]}"
 
 

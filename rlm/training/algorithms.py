@@ -53,7 +53,7 @@ class Algorithm:
                 "std": "A = (r − mean)/(std + 1e-4)",
                 "centred": "A = r − mean",
                 "mean": "A = (r − mean)/mean",
-                "share": "A = (r − mean)/mean(|r − mean| on its side of the mean)",
+                "share": "A = G (r − mean)/sum(|r − mean| on its side of the mean)",
             }[self.advantage],
             {
                 "ppo": f"l = −min(ρ A, {bounds} A)",
@@ -138,7 +138,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "batch_size": 4,
         "train_batch_size": 2,
         "max_new_tokens": 512,
-        "learning_rate": 5e-6,
+        "learning_rate": 2e-5,
         "quantize": "auto",
     },
     "reasoning_large": {  # models of 7 billion parameters and more
@@ -147,7 +147,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "batch_size": 8,
         "train_batch_size": 4,
         "max_new_tokens": 2048,
-        "learning_rate": 1e-6,
+        "learning_rate": 1e-5,
         "quantize": "auto",
     },
 }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlm.cli import (
     Flag,
@@ -32,6 +32,9 @@ from rlm.training.resolve import (
     choose_max_new_tokens,
     resolve,
 )
+
+if TYPE_CHECKING:
+    from rlm.model import AdapterInfo
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
@@ -153,8 +156,8 @@ class GRPOConfig:
     )
     advantage: str = flag(
         None,
-        "divisor of reward - mean: the group's std, nothing, the mean, or the sum of "
-        "|reward - mean| over the rewards on the same side of the mean",
+        "divisor of reward - mean: the group's std, nothing, the mean, or 1/group_size of the sum "
+        "of |reward - mean| over the rewards on the same side of the mean",
         choices=("std", "centred", "mean", "share"),
         default_text=ALGORITHMS_OWN,
     )
@@ -390,8 +393,6 @@ class GRPOConfig:
                 The default adapter has to exist only if no model is named, because training then
                 continues from the result of SFT.
         """
-        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, adapter_mismatch, check_adapter
-
         if given.get("backend") == "tinker":
             given = {"sft_adapter": None, **given}
             if not given.get("model"):
@@ -399,13 +400,7 @@ class GRPOConfig:
                     "--backend tinker needs --model: the base model that its server serves"
                 )
         adapter, model = given.get("sft_adapter", DEFAULT_SFT_ADAPTER), given.get("model")
-        is_default, start = adapter == DEFAULT_SFT_ADAPTER, None
-        may_lack = is_default and (model or given.get("plan"))  # --plan needs no trained weights
-        if adapter is not None and not (may_lack and not adapter.exists()):
-            start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
-            is_renamed = model not in (None, start.base_model)
-            if is_default and is_renamed and adapter_mismatch(adapter, model):
-                start = None  # `resolve_start` prints the reason
+        start = start_info(adapter, model, may_lack=bool(model or given.get("plan")))
         values = resolve(given, start, GPU_DEFAULTS)
         return values | {"steps": values.get("steps") or STEPS}
 
@@ -418,10 +413,9 @@ class GRPOConfig:
         """
         from rlm.rewards import load_reward
 
-        is_default = self.sft_adapter == DEFAULT_SFT_ADAPTER
-        may_lack = is_default and (self.model or self.plan or self.backend != "local")
-        adapter = None if may_lack else self.sft_adapter
-        problems = check_start(adapter, self.dataset, self.columns, self.split, self.tool)
+        may_lack = bool(self.model or self.plan or self.backend != "local")
+        start = start_info(self.sft_adapter, self.model, may_lack)
+        problems = check_start(start, self.dataset, self.columns, self.split, self.tool)
         load_reward(self.reward, problems)
 
     @property
@@ -517,6 +511,33 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     missing = {name: value for name, value in decided.items() if values[name] is None}
     return {**values, **missing}
+
+
+def start_info(adapter: Path | None, model: str | None, may_lack: bool) -> AdapterInfo | None:
+    """Load the metadata of the start adapter.
+
+    Args:
+        may_lack: whether the default adapter may be missing: --model names a model, or no weights
+            are trained here.
+
+    Returns:
+        The metadata, or None if training starts from a new adapter. That is also the case if the
+        default adapter belongs to another model; `resolve_start` prints the reason.
+
+    Raises:
+        UsageError: the adapter does not exist.
+    """
+    from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
+
+    is_default = adapter == DEFAULT_SFT_ADAPTER
+    if adapter is None or (is_default and may_lack and not adapter.exists()):
+        return None
+    start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
+    if is_default and model not in (None, start.base_model):
+        from rlm.model import adapter_mismatch  # imports torch
+
+        return None if adapter_mismatch(adapter, model) else start
+    return start
 
 
 def judge_learning_rate(rate: float) -> tuple[str, str] | None:

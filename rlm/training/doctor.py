@@ -111,7 +111,7 @@ class Doctor:
         config, problems = self.config, list(problems[:PROBLEMS])
         with terminal.progress("sampling", len(problems) * config.group_size) as advance:
             drawn = self.validator.sample(problems, config.group_size, advance)
-        rewards = self.validator.rewards(drawn)
+        rewards = drawn.score(self.scorer)
         metrics = _metrics(drawn, rewards)
         teach = self._teach_the_format(problems)
         findings = [

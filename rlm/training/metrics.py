@@ -134,7 +134,8 @@ def step_metrics(
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     judged = rewards[~rewards.isnan()]
-    zero_signal = int((~has_signal(rewards)).sum())
+    teaches = has_signal(rewards + penalties) & kept  # penalties may differ where rewards do not
+    zero_signal = int((~teaches).sum())
     metrics = {
         "reward/mean": judged.mean().item() if len(judged) else 0.0,
         "reward/std": judged.std().item() if len(judged) > 1 else 0.0,

@@ -61,26 +61,27 @@ def resolve(
 
 
 def check_start(
-    adapter: Path | None, dataset: str | None, columns: str | None, rows: str | None, tool: str
+    start: AdapterInfo | None,
+    dataset: str | None,
+    columns: str | None,
+    rows: str | None,
+    tool: str,
 ) -> list[Problem]:
-    """Check the adapter, the data and the tool before torch is imported.
+    """Check the data and the tool before torch is imported.
 
     Args:
+        start: the metadata of the start adapter, if there is a start adapter.
         rows: the value of --split.
 
     Returns:
         The problems in the user's own files (see `peek_problems`).
 
     Raises:
-        UsageError: the adapter, the data or the tool does not exist, or rows of the data are
-            invalid.
+        UsageError: the data or the tool does not exist, or rows of the data are invalid.
     """
-    from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-
     if dataset:
         check_dataset(dataset)
-    if adapter:
-        start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT))
+    if start and dataset:
         columns = start.resolve_data(dataset, columns)["columns"]
     load_tool(tool)
     return peek_problems(dataset, columns, rows) if dataset else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlm.cli import check_values, flag, takes_aliases
-from rlm.data import FORMATS, own_files
+from rlm.data import FORMATS, dataset_parts, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
@@ -57,7 +57,7 @@ class SFTConfig:
         MAX_SAMPLES,
         "train on at most this many examples of each dataset; none: all",
         min=1,
-        default_text=f"{MAX_SAMPLES}; all examples of your own file",
+        default_text=f"{MAX_SAMPLES}; all, if every dataset is a file of yours",
     )
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions that contain code blocks")
     reasoning_format: str | None = flag(
@@ -163,13 +163,18 @@ class SFTConfig:
         adapter = given.get("adapter")
         start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT)) if adapter else None
         values = resolve(given, start, GPU_DEFAULTS)
-        if "max_samples" not in values and own_files(values["dataset"]):
+        data = values["dataset"]
+        if "max_samples" not in values and len(own_files(data)) == len(dataset_parts(data)):
             values["max_samples"] = None
         return values
 
     def check_files(self) -> None:
         """Check the adapter, the data and the tool before torch is imported."""
-        check_start(self.adapter, self.dataset, self.columns, self.split, self.tool)
+        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
+
+        adapter = self.adapter and check_adapter(self.adapter, HOW_TO_TRAIN_SFT)
+        start = AdapterInfo.load(adapter) if adapter else None
+        check_start(start, self.dataset, self.columns, self.split, self.tool)
 
     def epochs_for(self, examples: int) -> int:
         """Return the number of passes over the examples.

@@ -30,8 +30,8 @@ from rlm.training.validation import ProblemScores, Validations
 
 MAX_CONSECUTIVE_SKIPS = 3  # number of updates without a finite gradient that are tolerated in a row
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
-# Options that may change when a run is resumed. Training does not depend on these options, or a
-# hash of the model or the data that the option names is compared instead.
+# Options that may change when a run is resumed. Apart from rounding, training does not depend on
+# these options, or a hash of the model or the data that the option names is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),
@@ -121,12 +121,10 @@ class TrainingState:
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
         data = {
-            split: data_id("problems", [[p.id, p.question, p.answer] for p in listed])
+            split: data_id("problems", [[*vars(problem).values()] for problem in listed])
             for split, listed in (("training", problems), ("validation", eval_problems))
         }
         self.origin = run_origin(to_dict(config), self.base_hash, start_weights, **data)
-        if eval_problems:
-            self.validations.data = f"{data['validation']}, {config.reward}"
         self._compare_origins()
         if config.resume:
             step = self.restore(run, to_dict(type(config)()))
@@ -283,25 +281,15 @@ class TrainingState:
         self._seconds_before, self.updates = state["seconds"], state["updates"]
         self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
         self._load(tensors, state)
-        self._restore_validations(tensors, state)
-        return state["step"]
-
-    def _restore_validations(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Restore the validations and the best adapter from a checkpoint.
-
-        Validations that are not comparable with those of this run are not restored: the validation
-        problems, the reward or the measure have changed.
-        """
         saved = Validations.from_dict(state["validations"])
-        now = self.validations
-        if now.data and (saved.data, saved.measure) != (now.data, now.measure):
-            if saved.count:
-                terminal.line("earlier validations are not compared with those from now on")
-            return
+        if saved.measure != self.validations.measure:  # another reward, passed from Python
+            terminal.line("earlier validations are not compared with those from now on")
+            return state["step"]
         self.validations = saved
         self.best = {
             k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
         }
+        return state["step"]
 
     def _load_checkpoint(
         self, run: RunDirectory, **options: Any

@@ -139,8 +139,11 @@ def resolve_start(
             or the tool named by --tool does not exist.
         ValueError: a tool is given, but the sampler runs on a server, which does not support tools.
     """
-    tool = load_tool(config.tool) if tool is None else as_tool(tool)
-    config = replace(config, tool=tool.name if tool else "none")
+    if tool is None:
+        tool = load_tool(config.tool)
+    else:
+        tool = as_tool(tool)
+        config = replace(config, tool=tool.name)
     if config.batch_size < processes:
         too_small = f"--batch-size {config.batch_size} is too small"
         raise UsageError(f"{too_small}: each of the {processes} processes needs a problem")
@@ -402,12 +405,6 @@ class Validator:
             on_finish=advance,
         )
 
-    def rewards(self, drawn: Evaluation) -> list[list[float | None]]:
-        """Return each problem's rewards; None is the reward of a completion without a verdict."""
-        texts = [[graded.text for graded in group] for group in drawn.groups]
-        truncated = [[graded.truncated for graded in group] for group in drawn.groups]
-        return self.scorer(drawn.problems, texts, truncated).rewards
-
     def scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> dict[str, ProblemScores]:
@@ -421,7 +418,7 @@ class Validator:
         if drawn.comparable:
             scores["accuracy"] = drawn.per_problem(strict=True)
         if self.measure == "reward":
-            scores["reward"] = replace(drawn, rewards=self.rewards(drawn)).reward_per_problem()
+            scores["reward"] = replace(drawn, rewards=drawn.score(self.scorer)).reward_per_problem()
         return scores
 
 
@@ -450,7 +447,7 @@ class TrainingRun:
     ) -> None:
         """Write the first checkpoint or load the newest one, plan the memory, and validate.
 
-        The validation before training is skipped if the run is resumed.
+        The validation before training is skipped if the run is resumed after its first step.
         """
         self.config, self.data, self.state = config, data, state
         self.steps = required(config.steps, "--steps")
@@ -545,10 +542,11 @@ class TrainingRun:
         and gradient checkpointing. After the first update of a step the call is not repeated,
         because the update would be applied twice.
         """
+        before = self.state.updates  # also counts skipped updates, which all processes have made
         try:
             return learn()
         except torch.OutOfMemoryError:
-            if self.state.updated or self.memory_plan.halved:
+            if self.state.updates > before or self.memory_plan.halved:
                 raise
         # This is outside of `except`, because the exception keeps tensors alive.
         weights = self.state.weights

@@ -79,12 +79,10 @@ class Validations:
 
     Attributes:
         measure: the kind of score: "accuracy" or "reward".
-        data: identifies the validation problems and the reward; "" without validation problems.
         count: the number of validations, including the validation before training.
     """
 
     measure: str = "accuracy"
-    data: str = ""
     count: int = 0
     start: Validation | None = None
     best: Validation | None = None

@@ -46,7 +46,8 @@ def run(model_dir, tmp_path_factory):
 def config_of(run, folder, **options):
     sets = ("elementary", str(run / "mine.jsonl"))
     places = {"weights": folder / "weights" / "final", "results": folder / "results" / "e.json"}
-    more = {"sets": sets, "max_samples": 3, "max_new_tokens": 8, **places, **options}
+    more = {"sets": sets, "max_samples": 3, "validation": 2, "max_new_tokens": 8, **places}
+    more |= options
     return ship.ShipConfig(adapter=run / "grpo", **more)
 
 

@@ -240,6 +240,13 @@ def test_a_published_layout(tmp_path, layout):
     assert problem.answer_type == kind
 
 
+def test_a_row_with_another_answer_type_has_no_choices(tmp_path):
+    row = {"question": "What is 3 - 2?", "answer": "1", "op1": 3, "op2": 2, "answer_type": "number"}
+    [problem] = load_problems(write_jsonl(tmp_path / "m.jsonl", [row]), "test")
+    assert (problem.question, problem.answer) == ("What is 3 - 2?", "1")
+    assert (problem.answer_type, problem.columns["op1"]) == ("number", 3)
+
+
 SOCIAL = {"question": STEM, "answerA": "water", "answerB": "rock", "answerC": "air"}
 COSMOS = {"question": STEM, "answer0": "water", "answer1": "rock", "answer2": "air"}
 PIQA = {"question": STEM, "sol1": "water", "sol2": "rock"}

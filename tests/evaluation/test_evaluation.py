@@ -32,7 +32,7 @@ def verdict(reason, answer=None):
 
 def graded(strict, lenient=None, *, answer=None, tokens=10, truncated=False):
     verdicts = verdict(strict, answer), verdict(lenient or strict, answer)
-    return Graded("", *verdicts, tokens, truncated)
+    return Graded("", *verdicts, [0] * tokens, truncated)
 
 
 def problem(id="a", question="1 + 1?", answer="2", **columns):
@@ -200,7 +200,7 @@ def test_evaluate_grades_both_ways():
     assert result.per_problem(strict=False) == [1, 1]
     first, second = result.completions
     assert first.text == DEEPSEEK.completion("40 + 2 = 42", "42")
-    assert (first.tokens, first.truncated) == (len(first.text) + 1, False)
+    assert (len(first.token_ids), first.truncated) == (len(first.text) + 1, False)
     assert second.truncated
     assert len(finished) == 2
     assert (sampler.params.max_new_tokens, sampler.params.temperature, sampler.n) == (64, 0, 1)

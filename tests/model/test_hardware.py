@@ -85,7 +85,7 @@ def test_the_reason_is_that_of_what_was_chosen(having, capsys, typed, said):
         (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "none"}),
         (["--no-use-4bit"], {"model": GPU_MODEL, "quantize": "none"}),
         (["--preset=drgrpo"], {"aggregation": "constant", "max_new_tokens": 512}),
-        (["--preset=reasoning_small"], {"learning_rate": 5e-6, "steps": 200, "quantize": "4bit"}),
+        (["--preset=reasoning_small"], {"learning_rate": 2e-5, "steps": 200, "quantize": "4bit"}),
         (["--model=mine", "--dataset=word-problems"], {"steps": 20, "quantize": "none"}),
         (["--model=mine", "--dataset=gsm8k", "--preset=reasoning_small"], {"quantize": "4bit"}),
     ],

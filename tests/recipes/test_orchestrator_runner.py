@@ -178,7 +178,7 @@ def test_a_refused_request_is_recorded_not_scored():
         reward = reward_of(RemoteLLM(APIClient(server.url, concurrency=1), BASE))
         scores = reward([SUMS[1]], [[GOOD, BAD, BROKEN]])
     assert scores.rewards == [[None, 1.0, 0.0]]
-    assert scores.metrics["agents/failed"] == 1
+    assert scores.metrics["agents/failed_rate"] == pytest.approx(1 / 3)
     assert scores.metrics["agents/truncated_rate"] == 0.5  # of the two replies that came
     assert reward.records[0][0][0]["verdict"] == "agent_failed"
 

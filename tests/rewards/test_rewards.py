@@ -144,6 +144,19 @@ def test_a_reward_that_reads_messages_is_given_messages(capsys):
         assert told(capsys) == ""
 
 
+def test_a_reply_without_its_key_does_not_make_a_reward_read_messages(capsys):
+    replies = iter([{}, *[{"score": 1.0}] * 3])
+    seen = []
+
+    def judge(completion, reference_answer):
+        seen.append(completion)
+        return next(replies)["score"]
+
+    assert Scorer(judge)(PROBLEMS, GROUPS).rewards == [[None, 1.0], [1.0, 1.0]]
+    assert seen == [text for group in GROUPS for text in group]
+    assert "KeyError: 'score'" in told(capsys)
+
+
 def test_columns_that_published_rewards_ask_for(capsys):
     def reward(completions, solution, nums, completion_ids, **columns):
         assert (solution, nums) == (["One and one."] * 2, [[1, 1]] * 2)
@@ -684,6 +697,22 @@ def test_an_async_reward_waits_for_all_at_once():
     for reward in (plain, CombinedReward([plain, plain]), with_a_loop_of_its_own):
         assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[1.0, 0.0], [1.0, 1.0]]
     assert calls == [4]
+
+
+def test_an_async_reward_keeps_its_event_loop_from_step_to_step():
+    """A semaphore, or the connections of a client, belong to one event loop."""
+    one_at_a_time, loops = asyncio.Semaphore(1), set()
+
+    async def judge(completion, reference_answer):
+        async with one_at_a_time:
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+            return 1.0
+
+    scorer = Scorer(judge)
+    for _ in range(3):
+        assert scorer(PROBLEMS, GROUPS).rewards == [[1.0, 1.0]] * 2
+    assert len(loops) == 1
 
 
 def test_a_batch_call_is_called_once_and_again_one_by_one_if_it_fails():

@@ -266,6 +266,13 @@ def test_what_a_kill_left_before_the_lock_is_no_obstacle(tmp_path):
         pass
 
 
+def test_what_the_doctor_left_is_no_obstacle(tmp_path):
+    (tmp_path / "sampler_adapter").mkdir()
+    (tmp_path / "sampler_adapter" / "adapter_config.json").write_text("{}")
+    with RunDirectory(tmp_path, resume=False):
+        pass
+
+
 def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
     with RunDirectory(tmp_path, resume=False) as run:
         run.log({"step": 0})
@@ -312,6 +319,12 @@ def test_a_run_that_cannot_be_moved_away_is_refused_in_one_line(tmp_path):
         RunDirectory(path, resume=False)
     assert Checkpoints(path / "checkpoints").steps() == [1]
     assert (tmp_path / "run.prev").read_text() == "somebody's file"
+    (tmp_path / "run.prev").unlink()
+    (tmp_path / "run.prev").mkdir()
+    (tmp_path / "run.prev" / "notes.txt").write_text("of mine")
+    with pytest.raises(UsageError, match=r"run\.prev contains files that are not a run"):
+        RunDirectory(path, resume=False)
+    assert (tmp_path / "run.prev" / "notes.txt").exists()
 
 
 def test_the_current_directory_is_not_moved_away(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ DAPO = GRPO | {
             DRGRPO
             | {
                 "group_size": 8, "batch_size": 4,
-                "train_batch_size": 2, "max_new_tokens": 512, "learning_rate": 5e-6,
+                "train_batch_size": 2, "max_new_tokens": 512, "learning_rate": 2e-5,
                 "lora_r": 16, "quantize": "auto",
             },
         ),
@@ -44,7 +44,7 @@ DAPO = GRPO | {
             DAPO
             | {
                 "overlong_buffer": 409, "group_size": 16, "batch_size": 8, "train_batch_size": 4,
-                "max_new_tokens": 2048, "learning_rate": 1e-6, "quantize": "auto",
+                "max_new_tokens": 2048, "learning_rate": 1e-5, "quantize": "auto",
             },
         ),
     ],

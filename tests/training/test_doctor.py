@@ -162,7 +162,7 @@ BROKEN = {  # what was broken → findings, whether each is a fault, and what st
         "no_reasoning",
     ),
     "a rate that moves nothing": ({"learning_rate": 1e-8}, {TOO_LOW: True}, "1e-08"),
-    "reasoning_small's rate": ({"learning_rate": 5e-6}, {TOO_LOW: False}, "5e-06"),
+    "a low rate": ({"learning_rate": 5e-6}, {TOO_LOW: False}, "5e-06"),
     "a rate that breaks": ({"learning_rate": 0.1}, {"learning rate too high": True}, "0.1"),
     "nothing ends": (
         {"text": lambda i, j: "<think>and then", "truncated": True},
