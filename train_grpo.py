@@ -132,12 +132,12 @@ class GRPOTrainer:
         self.tokenizer, self.policy = self.load_model(tokenizer, device)
         self.model = self.policy  # TRL's name
         use_fused_layers(self.policy)
-        parts = self.policy, self.tokenizer, config, self.distributed, tool
-        self.weights, self.sampler = make_engine(*parts)  # the learner and the sampler
+        self.weights, self.sampler = make_engine(  # the learner and the sampler
+            self.policy, self.tokenizer, config, self.distributed, tool
+        )
         self.adapter = self.weights.master_weights  # name → trained fp32 tensor
         self.optimizer = self.weights.make_optimizer(config.learning_rate)
-        saved = (self.weights, self.optimizer, self.base_hash)
-        self.state = TrainingState(*saved, self.distributed)
+        self.state = TrainingState(self.weights, self.optimizer, self.base_hash, self.distributed)
         self.run: TrainingRun | None = None  # set by `train`
 
     def load_model(
@@ -172,8 +172,9 @@ class GRPOTrainer:
                 "GRPOConfig(sft_adapter=FOLDER) to continue from the adapter in FOLDER"
             )
         config, data = self.prepare(dataset, eval_dataset)
-        parts = self.state, self.sampler, self.tokenizer, self.validation_scores
-        with TrainingRun.begin(config, data, *parts) as run:
+        with TrainingRun.begin(
+            config, data, self.state, self.sampler, self.tokenizer, self.validation_scores
+        ) as run:
             self.run, algorithm = run, config.resolved_algorithm
             for step in range(run.first_step, run.steps):
                 seconds: dict[str, float] = {}
@@ -239,7 +240,7 @@ class GRPOTrainer:
             reward_metrics.append((len(mine), scores.metrics))
             # From here on, every process has the groups of all processes.
             scored = zip(mine, prompts, sampled, texts, scores.rewards, scores.reasons, strict=True)
-            groups += [Group(*parts) for parts in distributed.gather(list(scored))]
+            groups += [Group(*fields) for fields in distributed.gather(list(scored))]
         self.sampler.release()  # frees memory for learning
         return groups, mean_metrics(distributed.gather([reward_metrics]))
 
@@ -254,8 +255,9 @@ class GRPOTrainer:
         config, algorithm = run.config, run.config.resolved_algorithm
         updates = [run.micro_batches(rollouts) for rollouts in batches]
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
-        parts = self.policy, self.weights.token_logprobs, config, updates
-        differs = set_constant_logprobs(*parts, self.sampler.matches_trainer)
+        differs = set_constant_logprobs(
+            self.policy, self.weights.token_logprobs, config, updates, self.sampler.matches_trainer
+        )
 
         lr = self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update, micro_batches in enumerate(updates * config.updates_per_batch):
@@ -309,8 +311,9 @@ class GRPOTrainer:
 
         The returned config has its number of steps set.
         """
-        parts = self.config, self.policy, self.render, self.scorer
-        data = TrainingData.read(*parts, dataset, eval_dataset)
+        data = TrainingData.read(
+            self.config, self.policy, self.render, self.scorer, dataset, eval_dataset
+        )
         self.answer_types = data.answer_types
         config = self.config.with_steps_for(len(data.problems))
         data.announce(config, self.weights, self.sampler)
@@ -319,9 +322,14 @@ class GRPOTrainer:
     @property
     def validator(self) -> Validator:
         """The `Validator` that samples and scores for validation and --doctor."""
-        measure = validation_measure(self.scorer, self.answer_types)
-        parts = self.sampler, self.tokenizer, self.format, self.scorer
-        return Validator(self.config, *parts, measure)
+        return Validator(
+            self.config,
+            self.sampler,
+            self.tokenizer,
+            self.format,
+            self.scorer,
+            validation_measure(self.scorer, self.answer_types),
+        )
 
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
@@ -373,8 +381,10 @@ def main(config: GRPOConfig) -> int:
     if config.plan:
         from rlm.training import DryRun
 
-        parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-        DryRun(*trainer.prepare(problems, validation), *parts).show()
+        config, data = trainer.prepare(problems, validation)
+        DryRun(
+            config, data, trainer.weights, trainer.sampler, trainer.render, trainer.distributed
+        ).show()
         return 0
     summary_card(config, trainer.train(problems, validation))
     return 0

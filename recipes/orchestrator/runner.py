@@ -334,6 +334,7 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "agents/correct": sum(t.solved() for t in trajectories) / count,
         "agents/failed_rate": sum(t.error is not None for t in trajectories) / count,
         "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
+        "agents/length_max": max((r.completion_tokens for r in replies), default=0),
         "agents/tokens_read": sum(t.prompt_tokens for t in trajectories) / count,
         "agents/tokens_written": sum(t.completion_tokens for t in trajectories) / count,
     }

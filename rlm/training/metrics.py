@@ -100,15 +100,21 @@ def mean_metrics(
     """Average the metrics of the reward function over all calls and processes.
 
     Each element of `processes` lists, for each call, the number of groups and the metrics. The
-    average is weighted by the number of groups.
+    average is weighted by the number of groups. Of metrics whose name ends in "_max", the maximum
+    is returned.
 
-    >>> mean_metrics([[(3, {"a": 1.0}), (1, {"b": 4.0})], [(0, {})]])
-    {'a': 0.75, 'b': 1.0}
+    >>> mean_metrics([[(3, {"a": 1.0, "a_max": 2}), (1, {"b": 4.0, "a_max": 5})], [(0, {})]])
+    {'a': 0.75, 'a_max': 5, 'b': 1.0}
     """
     parts = [(count, metrics) for calls in processes for count, metrics in calls if count]
     total = sum(count for count, _ in parts)
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
-    return {name: sum(n * m.get(name, 0.0) for n, m in parts) / total for name in names}
+    return {
+        name: max(m.get(name, 0) for _, m in parts)
+        if name.endswith("_max")
+        else sum(n * m.get(name, 0.0) for n, m in parts) / total
+        for name in names
+    }
 
 
 def step_metrics(

@@ -83,8 +83,19 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return -logprobs.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
-        """Return the mean loss of the examples, in nats per learned token."""
-        return self.evaluate(datasets.Dataset.from_list([dict(e) for e in examples]))["eval_loss"]
+        """Return the mean loss of the examples, in nats per learned token.
+
+        `Trainer.evaluate` would return the mean over batches, which depends on the micro-batch.
+        """
+        data = datasets.Dataset.from_list([dict(example) for example in examples])
+        total, count = 0.0, 0
+        self.model.eval()
+        for batch in self.get_eval_dataloader(data):
+            inputs = self._prepare_inputs(batch)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                total += self.compute_loss(self.model, inputs, num_items_in_batch=1).item()
+            count += int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
+        return total / count
 
     def train_from(self, step: int) -> None:
         """Train from this step on; `CheckpointCallback` restores the adapter and the optimizer."""

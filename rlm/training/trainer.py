@@ -681,8 +681,9 @@ class TrainingRun:
             accuracy = rows[step - 1].get("eval/accuracy") if step else summary["start_accuracy"]
             of_step = summary | {"step": step, "accuracy": accuracy}
             if self.distributed.is_main:
-                parts = self.policy, self.tokenizer, path, of_step
-                save_adapter(*parts, keep_previous=keep_previous)
+                save_adapter(
+                    self.policy, self.tokenizer, path, of_step, keep_previous=keep_previous
+                )
             return of_step
 
         for name in found:

@@ -131,6 +131,18 @@ def test_training_ends_where_trls_does(tmp_path):
     assert ends[1] == pytest.approx(ends[0], rel=1e-4)
 
 
+def test_the_validation_loss_is_a_mean_over_tokens(tmp_path):
+    """Whatever the micro-batch: the rows have two, one and two learned tokens."""
+    losses = []
+    for rows in (1, 2, 3):
+        trainer = trainer_of(
+            rlm.training.sft.SFTTrainer, tmp_path, per_device_eval_batch_size=rows
+        )  # fmt: skip
+        losses.append(trainer.mean_loss([example(*row) for row in ROWS]))
+    batch = trainer.data_collator([example(*row) for row in ROWS])
+    assert losses == pytest.approx([trainer.compute_loss(trainer.model, dict(batch)).item()] * 3)
+
+
 # --- where it starts and stops --------------------------------------------------------------------
 
 
