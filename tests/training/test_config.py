@@ -221,3 +221,17 @@ def test_what_writes_nothing_is_not_refused_for_what_it_would_write(look):
     for kept in ("adapter_best", "adapter_last"):
         with pytest.raises(ValueError, match="is a folder that the run itself writes"):
             GRPOConfig(run_dir=Path("runs/x"), output=Path("runs/x") / kept)
+
+
+def test_the_columns_of_the_default_adapter_are_used_if_a_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adapter = tmp_path / "weights" / "sft_lora"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "mine"}')
+    (adapter / "adapter_model.safetensors").touch()
+    made = {"base_model": "mine", "dataset": "d.csv", "config": {"columns": "question=q,answer=a"}}
+    (adapter / "run.json").write_text(json.dumps(made))
+    (tmp_path / "d.csv").write_text("q,a\nWhat is 1 + 1?,2\n")
+    GRPOConfig(model="mine", dataset="d.csv").check_files()
+    with pytest.raises(UsageError, match="--columns question="):
+        GRPOConfig(model="mine", dataset="d.csv", sft_adapter=None).check_files()
