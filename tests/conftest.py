@@ -120,6 +120,19 @@ def tile_kernels(queries: int, width: int) -> Kernels:
     pytest.skip(made.description)
 
 
+# The slowest files, the slowest first: one that starts last would leave the other processes idle.
+SLOWEST = (
+    "test_same_prompts", "test_walkthroughs", "test_goldens", "test_ship", "test_configs",
+    "test_same_completions", "test_faults", "test_gpu", "test_evidence", "test_scripts",
+    "test_train_grpo", "test_sft",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(SLOWEST)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_not_garbage() -> None:
     """Every run asks Python for a collection as it loads its model. That took half of a tiny run's
