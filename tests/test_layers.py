@@ -82,14 +82,6 @@ def test_a_package_imports_lower_layers_only(module):
     assert not above & (SCRIPTS | {"recipes", "benchmarks"})
 
 
-def test_an_import_against_the_table_is_noticed():
-    assert against_the_table("model", "from rlm.sampling import Sampler") == {"sampling"}
-    lazily = "def f():\n    from rlm.training.config import GRPOConfig"
-    assert against_the_table("data", lazily) == {"training"}
-    assert against_the_table("serving", "import rlm.training.sft") == {"training"}
-    assert not against_the_table("serving", "from rlm import reasoner")
-
-
 @pytest.mark.parametrize("folder", ["recipes/orchestrator", "recipes/experience", "benchmarks"])
 def test_recipes_and_benchmarks_do_not_import_each_other(folder):
     others = {"recipes.orchestrator", "recipes.experience", "benchmarks"} - {

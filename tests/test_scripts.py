@@ -443,17 +443,15 @@ def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, 
     sft = Evaluation(asked, [[right], [wrong], [wrong], [right], [wrong]])
     grpo = Evaluation(asked, [[right], [wrong], [right], [wrong], [right]])
     demo._show_three(sft, grpo)
-    said = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert said[:5] == [
-        "Of 5 held-out problems 1 are right after both stages; of the others 2 only GRPO, "
-        "1 only SFT, 1 neither. The first of each kind:",
-        "Only GRPO gets it right:", "Question c? [7]",
-        f"  {'after SFT: WRONG':<44}after GRPO: RIGHT",
-        f"  {'<answer>wrong</answer>':<44}<answer>correct</answer>",
-    ]  # fmt: skip
-    assert [line for line in said if "gets it" in line][1:] == [
-        "Only SFT gets it right:", "Neither gets it right:",
-    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "1 are right after both stages; of the others 2 only GRPO, 1 only SFT, 1 neither" in (
+        " ".join(said.split())
+    )
+    order = (
+        "Only GRPO gets it", "Question c? [7]", "after SFT: WRONG", "after GRPO: RIGHT",
+        "<answer>wrong", "<answer>correct", "Only SFT gets it", "Question d? [7]", "Neither gets it",
+    )  # fmt: skip
+    assert sorted(order, key=said.index) == [*order]
     demo._show_three(sft, sft)
     assert "0 only GRPO, 0 only SFT, 3 neither" in (said := capsys.readouterr().out)
     assert "Only GRPO" not in said
@@ -514,28 +512,6 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
     (row,) = (trained / "run_short" / "metrics.jsonl").read_text().splitlines()
     assert "eval/accuracy" in json.loads(row)
     assert (trained / "short" / "run.json").exists()
-
-
-REWARD = """
-def by_length(completions, reasoning_format, **_):
-    rows = zip(completions, reasoning_format, strict=True)
-    return [len(text) % 3 / 2 if tags != "deepseek" else None for text, tags in rows]
-"""
-
-
-def test_the_reward_is_the_one_that_was_asked_for(model_dir, tmp_path):
-    """And it gets the tags; test_same_prompts follows these from stage to stage."""
-    (tmp_path / "mine.py").write_text(REWARD)
-    assert run(
-        train_grpo, "--model", model_dir, *DATA, "--reasoning_format", "simple", "--reward",
-        f"{tmp_path / 'mine.py'}:by_length", "--sft-adapter", "none", "--steps", 1, "--batch-size",
-        2, "--group-size", 4, "--max-new-tokens", 8, "--max-samples", 2, "--eval-samples", 2,
-        "--run-dir", tmp_path / "run", "--output", tmp_path / "grpo",
-    ) == 0  # fmt: skip
-    groups = list(map(json.loads, (tmp_path / "run" / "samples.jsonl").open()))
-    assert len({reward for group in groups for reward in group["rewards"]}) > 1
-    for group in groups:
-        assert group["rewards"] == [len(text) % 3 / 2 for text in group["completions"]]
 
 
 def test_importing_rlm_loads_no_torch():

@@ -178,11 +178,8 @@ def test_each_adapter_answers_as_if_it_were_alone(
 
 def damage(folder: Path, how: str) -> None:
     file = folder / "adapter_model.safetensors"
-    config = folder / "adapter_config.json"
     if how == "pickle":
         (folder / "evil.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    elif how == "bin only":
-        file.rename(folder / "adapter_model.bin")
     elif how == "lying header":
         raw = bytearray(file.read_bytes())
         raw[:8] = (2**40).to_bytes(8, "little")
@@ -192,26 +189,18 @@ def damage(folder: Path, how: str) -> None:
     elif how == "nan":
         tensors = load_file(file)
         save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, file)
-    elif how == "rank":
-        config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
     elif how == "other base":
         run = json.loads((folder / "run.json").read_text())
         (folder / "run.json").write_text(json.dumps(run | {"base_hash": "sha256:0"}))
-    elif how == "broken config":
-        config.write_text("{")
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("pickle", "could execute"),
-        ("bin only", "adapter_model.safetensors"),
         ("lying header", "broken or cut off"),
-        ("truncated", "broken or cut off"),
         ("nan", "not finite"),
-        ("rank", "does not fit"),
         ("other base", "other weights"),
-        ("broken config", "does not fit"),
     ],
 )
 def test_a_hostile_or_broken_adapter_is_refused_at_the_start(

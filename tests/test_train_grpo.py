@@ -156,12 +156,6 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     assert all(row["optim/grad_norm"] > 1e-3 for row in rows(config))  # as it was before the cut
 
 
-def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=3, updates_per_batch=4, learning_rate=3e-2)
-    train(model_dir, config)
-    assert max(row["policy/clip_fraction"] for row in rows(config)) > 0
-
-
 def test_a_run_leaves_these_files(model_dir, tmp_path, monkeypatch):
     drawn = []
 
@@ -532,15 +526,6 @@ def test_kl_begins_at_zero_and_grows(model_dir, tmp_path, tokenizer, start):
     assert len(trainer.adapter) == len(saved)
 
 
-def test_a_reward_without_a_verdict_leaves_the_loss(model_dir, tmp_path):
-    def sometimes(completions, **_):
-        return [None if i % 4 == 0 else r for i, r in enumerate(likes_letters(completions))]
-
-    config = a_config(tmp_path, steps=1)
-    train(model_dir, config, sometimes)
-    assert rows(config)[0]["reward/no_verdict"] == 4
-
-
 # --- dynamic sampling, lengths ------------------------------------------------------------------
 
 
@@ -636,17 +621,6 @@ def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeyp
     assert (row["completion/truncated_rate"], row["reward/zero_signal_share"] < 1) == (1, True)
     moved = any(t.any() for name, t in trainer.adapter.items() if "lora_B" in name)
     assert (moved, "loss/policy" in row) == (not masked, not masked)
-
-
-def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
-    long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
-    config = a_config(tmp_path, "some", steps=1, batch_size=8)
-    trainer = a_trainer(model_dir, config)
-    trainer.policy.config.max_position_embeddings = 300 + config.max_new_tokens
-    trainer.train([*long, *PROBLEMS[:8]])
-    said = "3 of 11 problems left out: prompts over 300 tokens (the model's window of "
-    assert said in capsys.readouterr().out
-    assert not any("long" in group["problem"] for group in logged_groups(config))
 
 
 def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -863,9 +862,3 @@ def test_reasoning_that_comes_apart_is_kept(place):
     (rollout,) = place.rows()[0]["rollouts"]
     assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
     assert rollout["is_correct"]
-
-
-def test_endpoints_and_keys_of_the_developer_are_out_of_reach():
-    """Each would win over a test's file: see conftest.py."""
-    roles = [f"{role}_".upper() for role in (*ROLES, "judge")]
-    assert not [name for name in os.environ if name.startswith(tuple(roles))]

@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import pytest
@@ -223,20 +222,6 @@ def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tok
     assert history(tmp_path / "sft")["start_adapter"] == str(start)
     config = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
-
-
-def test_the_data_is_read_and_warned_about_once(model_dir, tmp_path, caplog):
-    rows = [{"question": f"{i} + 1?", "answer": i + 1, "solution": "so"} for i in range(40)]
-    data = tmp_path / "mine.jsonl"
-    data.write_text("\n".join(["no JSON", *map(json.dumps, rows)]))
-    assert run(
-        train_sft, "--model", model_dir, "--dataset", data, "--max-samples", 3, "--dry-run", 1,
-        "--output", tmp_path / "sft", "--run-dir", tmp_path / "run",
-    ) == 0  # fmt: skip
-    (said,) = [record.message for record in caplog.records if "left out" in record.message]
-    assert said.startswith(
-        f"{data}: 40 of 41 rows used, 1 left out: 1 not JSON (Expecting value) (line 1)"
-    )
 
 
 def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
@@ -488,7 +473,6 @@ GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
     "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72",
 }
-OPENMATH = Path(__file__).parents[2] / "data" / "openmathinstruct_sample.jsonl"
 LEARNED = "<think>\nShe sold 48/2 = 24 in May.\nIn all 48+24 = 72.\n</think>\n<answer>72</answer>"
 
 
@@ -518,10 +502,3 @@ def test_a_dry_run_shows_what_is_learned_and_what_is_left_out(
     assert "problems: 9 read, 8 used, 1 left out (over --max-length 1024 tokens)" in said
     assert "validation problems: 1 read, 1 used, 0 left out" in said
     assert sorted(tmp_path.iterdir()) == before  # nothing was trained
-
-
-def test_a_dry_run_says_why_rows_were_left_out(model_dir, caplog):
-    arguments = ["--dataset", f"openmathinstruct:{OPENMATH}", "--eval-samples", 0, "--dry-run", 1]
-    assert run(train_sft, "--model", model_dir, *arguments) == 0
-    reasons = "1 with code (--keep-code keeps them); 2 wrong; 1 without a number for an answer"
-    assert f"2 of 6 rows used, 4 left out: {reasons}" in caplog.text
