@@ -158,7 +158,7 @@ def logging_is_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("rlm").manager._clear_cache()
 
 
-@pytest.fixture(params=[1, 2, 5])
+@pytest.fixture(params=[1, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """On so many threads."""
     usual = torch.get_num_threads()

@@ -449,7 +449,7 @@ def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, 
     )
     order = (
         "Only GRPO gets it", "Question c? [7]", "after SFT: WRONG", "after GRPO: RIGHT",
-        "<answer>wrong", "<answer>correct", "Only SFT gets it", "Question d? [7]", "Neither gets it",
+        "<answer>wrong", "<answer>correct", "Only SFT gets it", "Question d? [7]", "Neither gets",
     )  # fmt: skip
     assert sorted(order, key=said.index) == [*order]
     demo._show_three(sft, sft)

@@ -25,7 +25,6 @@ from rlm.runs.directory import RunDirectory
 from rlm.training import logprobs, mixed_precision
 from rlm.training import metrics as report
 from rlm.training import trainer as training
-from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
@@ -107,7 +106,7 @@ def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
     assert abs(rise("coin", coin)) < 0.2
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
 def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
     config = a_config(tmp_path, steps=4, algorithm=algorithm)
     trainer = a_trainer(model_dir, config)
@@ -120,10 +119,9 @@ def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
         assert not torch.equal(tensor, adapter[name]), name
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path, temperature):
+def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path):
     """What is scored is the distribution that was drawn from, its temperature included."""
-    config = a_config(tmp_path, steps=2, temperature=temperature)
+    config = a_config(tmp_path, steps=2, temperature=0.7)
     train(model_dir, config)
     for row in rows(config):
         assert row["policy/clip_fraction"] == 0
@@ -293,11 +291,10 @@ def test_best_and_last_are_kept_and_survive_a_resume(model_dir, tmp_path, monkey
     assert not list(config.run_dir.glob("*.prev"))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "topr"])
 def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
-    model_dir, tmp_path, monkeypatch, algorithm
+    model_dir, tmp_path, monkeypatch
 ):
-    options = {"algorithm": algorithm, "mini_batch_size": 1, "warmup_steps": 5}
+    options = {"algorithm": "topr", "mini_batch_size": 1, "warmup_steps": 5}
     whole = a_config(tmp_path, "whole", **options)
     train(model_dir, whole)
     norms = torch.nn.utils.clip_grad_norm_

@@ -40,11 +40,21 @@ STEP_LINE = re.compile(r"[a-z]+(?: [a-z]+){0,2}: ([\d.]+) ([-+*/]) ([\d.]+) = ([
 MARK = re.compile(r"<<([\d.]+)([-+*/])([\d.]+)=([\d.]+)>>")
 
 each_table = pytest.mark.parametrize("dataset", TABLES)
-each_family = pytest.mark.parametrize(
-    ("dataset", "family"),
-    [(dataset, family) for dataset, table in TABLES.items() for family in table.families],
-    ids=lambda value: getattr(value, "name", value),
-)
+
+
+def each_family(check):
+    """A test of each family of a table, which names the one that fails."""
+
+    @each_table
+    def test(dataset):
+        for family in TABLES[dataset].families:
+            try:
+                check(dataset, family)
+            except Exception as error:
+                error.add_note(f"family {family.name}")
+                raise
+
+    return test
 
 
 @cache

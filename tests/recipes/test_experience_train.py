@@ -823,7 +823,7 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     assert KEY not in str(refused.value)
 
 
-@pytest.mark.parametrize("role", [*GENERATORS, "critic", "judge"])
+@pytest.mark.parametrize("role", ["generator_1", "critic"])
 def test_a_key_that_is_missing_or_wrong_names_variable_and_file(tmp_path, role):
     path = tmp_path / "api_config.json"
     path.write_text(json.dumps({role: {"base_url": "https://api.example.org/v1"}}))

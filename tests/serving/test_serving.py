@@ -433,8 +433,7 @@ def send(port: int, body: dict) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seconds", [0.0, 0.1])
+@pytest.mark.parametrize(("stream", "seconds"), [(True, 0.0), (False, 0.1)])
 def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
     service, sampler = make_service(tokenizer, SCRIPT, max_num_seqs=1, pause=0.05)
     with live(service) as server:

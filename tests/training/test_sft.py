@@ -61,9 +61,15 @@ def trainer_of(cls, folder, rows=ROWS, **options):
     )
 
 
-@pytest.mark.parametrize("count", [None, 11])
-@pytest.mark.parametrize("rows", [ROWS, SHARED, SHARED[:1]])
-@pytest.mark.parametrize("attn", ["sdpa", ATTN_IMPLEMENTATION])
+@pytest.mark.parametrize(
+    ("count", "rows", "attn"),
+    [
+        (None, SHARED, ATTN_IMPLEMENTATION),
+        (11, ROWS, ATTN_IMPLEMENTATION),
+        (11, SHARED, "sdpa"),
+        (None, SHARED[:1], "sdpa"),
+    ],
+)
 def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
     """Also where several micro-batches share one denominator, and where prompts begin alike."""
     found = []
