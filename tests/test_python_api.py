@@ -5,7 +5,6 @@ import subprocess
 import sys
 from functools import partial
 
-import datasets
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
@@ -54,7 +53,9 @@ def test_the_imports_load_torch_only_with_the_trainer():
 
 
 def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_path, capsys):
-    dataset = datasets.Dataset.from_list(
+    from datasets import Dataset
+
+    dataset = Dataset.from_list(
         [{"prompt": row["question"], "response": f"So.\n#### {row['answer']}"} for row in ROWS]
     )
     trainer = rlm.GRPOTrainer(model_name=str(model_dir), config=a_config(tmp_path), device=CPU)
@@ -136,10 +137,15 @@ def test_a_wrong_argument_is_refused_before_anything_is_loaded(arguments, messag
 
 
 def test_rows_and_problems_are_taken_alike():
+    from datasets import Dataset, DatasetDict
+
     problems = as_problems([{**row, "level": 2, "id": str(i)} for i, row in enumerate(ROWS)])
     assert problems[3] == Problem("3", "3 + 3?", "6", columns={"level": 2})
     assert as_problems(problems) == problems
-    assert as_problems(datasets.Dataset.from_list(ROWS))[8].answer == "16"
+    dataset = Dataset.from_list(ROWS)
+    assert as_problems(dataset)[8].answer == "16"
+    with pytest.raises(UsageError, match="dataset is a dict of train: pass one of its values"):
+        as_problems(DatasetDict({"train": dataset}))
     assert as_problems(iter(ROWS))[0].id == "dataset-1"
     mixed = as_problems([problems[0], ROWS[1]])
     assert [p.question for p in mixed] == ["0 + 0?", "1 + 1?"]
@@ -156,10 +162,6 @@ def test_rows_and_problems_are_taken_alike():
         ([{"input": "?", "target": 1}], "dataset has the columns input, target: expected rows"),
         ([{"question": "?", "gold": 1}], "dataset has the columns question, gold: expected"),
         ([{"question": "?", "answer": "many"}], "the answer is not a number: 'many'"),
-        (
-            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
-            "dataset is a dict of train: pass one of its values",
-        ),
     ],
 )
 def test_what_is_no_data_gets_one_line(dataset, message):
