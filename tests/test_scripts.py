@@ -525,49 +525,55 @@ def test_importing_rlm_loads_no_torch():
     assert (done.stdout, done.stderr) == ("set()\n0\n", "")  # the table is read at first use
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_mistakes_are_answered_before_torch_is_loaded(script):
-    """Loading it takes seconds; here it fails at once."""
-    for argument, code in (("--help", 0), ("--hlep", 2)):
-        run_it = (
-            "import runpy, sys\nsys.modules['torch'] = None\n"
-            f"sys.argv = ['{script}.py', '{argument}']\n"
-            f"runpy.run_path('{script}.py', run_name='__main__')"
-        )
-        command = [sys.executable, "-c", run_it]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert ("usage: " in done.stdout, "--help?" in done.stderr) == (code == 0, code == 2)
-        assert done.stdout.count("\n  --") > 8 or code == 2
+BEFORE_TORCH = """
+import contextlib, io, json, runpy, sys
+sys.modules["torch"] = None  # loading it takes seconds; here it fails at once
+said = []
+for script, *typed in json.loads(sys.argv[1]):
+    sys.argv, code, out, err = [f"{script}.py", *typed], 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(f"{script}.py", run_name="__main__")
+        except SystemExit as exit:
+            code = exit.code or 0
+        except BaseException as error:
+            code = repr(error)
+    said.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(said))
+"""
+WRONG_FILES = [
+    ("train_sft", ["--dataset", "DATA"], "line 2: not JSON"),
+    ("train_sft", ["--adapter", "nowhere"], "adapter nowhere does not exist"),
+    ("train_grpo", ["--dataset", "DATA", "--model", "m"], "line 2: not JSON"),
+    ("train_grpo", ["--sft-adapter", "nowhere"], "adapter nowhere does not exist"),
+    ("train_grpo", ["--sft-adapter", "none", "--tool", "spoon"], "--tool spoon"),
+    ("eval", ["--dataset", "DATA", "--base-only", "--model", "m"], "line 2: not JSON"),
+    ("inference", ["--response-format", "nowhere", "?"], "--response-format nowhere"),
+    ("inference", ["--tool", "spoon", "?"], "--tool spoon"),
+    ("server", ["--host", "0.0.0.0"], "RLM_API_KEY"),
+    ("server", ["--adapters", "nowhere"], "no such directory"),
+]
 
 
-@pytest.mark.parametrize(
-    ("script", "typed", "said"),
-    [
-        ("train_sft", ["--dataset", "DATA"], "line 2: not JSON"),
-        ("train_sft", ["--adapter", "nowhere"], "adapter nowhere does not exist"),
-        ("train_grpo", ["--dataset", "DATA", "--model", "m"], "line 2: not JSON"),
-        ("train_grpo", ["--sft-adapter", "nowhere"], "adapter nowhere does not exist"),
-        ("train_grpo", ["--sft-adapter", "none", "--tool", "spoon"], "--tool spoon"),
-        ("eval", ["--dataset", "DATA", "--base-only", "--model", "m"], "line 2: not JSON"),
-        ("inference", ["--response-format", "nowhere", "?"], "--response-format nowhere"),
-        ("inference", ["--tool", "spoon", "?"], "--tool spoon"),
-        ("server", ["--host", "0.0.0.0"], "RLM_API_KEY"),
-        ("server", ["--adapters", "nowhere"], "no such directory"),
-    ],
-)
-def test_what_is_wrong_with_files_is_said_before_torch_is_loaded(tmp_path, script, typed, said):
+def test_help_and_mistakes_are_answered_before_torch_is_loaded(tmp_path):
+    """All of them in one process, which has no torch."""
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n{"question": \n')
-    typed = [str(tmp_path / "bad.jsonl") if word == "DATA" else word for word in typed]
-    run_it = (
-        "import runpy, sys\nsys.modules['torch'] = None\n"
-        f"sys.argv = ['{script}.py', *{typed!r}]\n"
-        f"runpy.run_path('{script}.py', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", run_it]
+    asked = [[script, option] for script in SCRIPTS for option in ("--help", "--hlep")]
+    asked += [[script, *typed] for script, typed, _ in WRONG_FILES]
+    typed = json.dumps(asked).replace("DATA", str(tmp_path / "bad.jsonl"))
     environment = {key: value for key, value in os.environ.items() if key != "RLM_API_KEY"}
+    command = [sys.executable, "-c", BEFORE_TORCH, typed]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert done.returncode == 0, done.stderr
+    answers = dict(zip(map(tuple, asked), json.loads(done.stdout), strict=True))
+    for script in SCRIPTS:
+        code, out, _ = answers[script, "--help"]
+        assert (code, "usage: " in out, out.count("\n  --") > 8) == (0, True, True), script
+        code, out, err = answers[script, "--hlep"]
+        assert (code, "usage: " in out, "--help?" in err) == (2, False, True), (script, err)
+    for script, words, said in WRONG_FILES:
+        code, _, err = answers[script, *words]
+        assert (code, said in err) == (2, True), (script, words, code, err)
 
 
 def importers(library):
