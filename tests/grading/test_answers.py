@@ -427,9 +427,9 @@ def test_what_is_thought_is_not_said(thinking: str, gold: int) -> None:
 
 # --- cost -----------------------------------------------------------------------------------------
 
-# Seconds of computing for 100 kB, the best of up to three runs. On a good machine none takes
-# more than 0.02 (0.05 is what is asked for); what grows with the square takes many seconds.
-LIMIT = 0.3
+# Seconds of computing for 30 kB, the best of up to three runs. On a good machine none takes
+# more than 0.006 (0.015 is what is asked for); what grows with the square takes a second.
+LIMIT = 0.1
 REPEATED = [
     *("[", "{", "(", "<", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "\\boxed{1}"),
     *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),
@@ -457,7 +457,7 @@ def test_a_box_is_taken_off_what_it_holds(text: str, plain: str) -> None:
 
 @pytest.mark.parametrize("piece", REPEATED, ids=ascii)
 def test_hostile_text_is_cheap(piece: str) -> None:
-    flood = piece * (100_000 // len(piece))
+    flood = piece * (30_000 // len(piece))
     texts = [flood, f"<think>x</think>{flood}", f"<think>x</think><answer>{flood}</answer>"]
     texts += [
         f"<think>{flood}</think><answer>18</answer>",

@@ -655,7 +655,7 @@ def test_an_async_reward_waits_for_all_at_once():
             waiting -= 1
             return 1 / (completion != "bad")
 
-    scorer = Scorer(Judge(), time_limit=3.0)
+    scorer = Scorer(Judge(), time_limit=1.0)
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
     assert (asked, most) == (6, 6)

@@ -61,16 +61,20 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("headers", "status"), PAGES, ids=range(len(PAGES)))
-def test_a_page_of_a_stranger_can_not_use_an_open_server(headers, status):
-    body = b'{"prompt": "x"}'
+@pytest.fixture(scope="module")
+def wall():
     with SecuredServer(keys=Keys([]), allowed_origins=["https://my.app"]) as wall:
-        post = partial(wall.ask, "POST", "/phase1/reasoning", body=body)
-        for kind in ([FORM], [FORM.upper()], [f"{FORM}; charset=UTF-8"], [FORM, FORM]):
-            answer = post(*kind, *headers)
-            assert answer.status == (status if kind[0][-1] in "dD" and len(kind) == 1 else 415)
-            assert answer.status == 200 or answer.json["code"] == "unsupported_media_type"
-        assert post(JSON, *headers).status == 200  # a browser would have asked first
+        yield wall
+
+
+@pytest.mark.parametrize(("headers", "status"), PAGES, ids=range(len(PAGES)))
+def test_a_page_of_a_stranger_can_not_use_an_open_server(wall, headers, status):
+    post = partial(wall.ask, "POST", "/phase1/reasoning", body=b'{"prompt": "x"}')
+    for kind in ([FORM], [FORM.upper()], [f"{FORM}; charset=UTF-8"], [FORM, FORM]):
+        answer = post(*kind, *headers)
+        assert answer.status == (status if kind[0][-1] in "dD" and len(kind) == 1 else 415)
+        assert answer.status == 200 or answer.json["code"] == "unsupported_media_type"
+    assert post(JSON, *headers).status == 200  # a browser would have asked first
 
 
 def test_a_form_or_broken_json_stays_refused(server):
