@@ -143,7 +143,10 @@ def kinds_of(folder: Path) -> list[tuple[AnswerType, ...]]:
     return [AdapterInfo.load(folder / name).answer_types for name in ("sft", "grpo")]
 
 
-@pytest.mark.parametrize(("kind", "answer"), [("text", "XLII"), ("open", "forty-two eggs")])
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [pytest.param("text", "XLII", marks=pytest.mark.slow), ("open", "forty-two eggs")],
+)
 def test_a_kind_of_answer_is_the_same_from_the_data_to_the_reply(
     kind, answer, model_dir, tokenizer, tmp_path, capsys
 ):

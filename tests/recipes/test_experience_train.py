@@ -633,7 +633,7 @@ def test_more_problems_go_on_where_it_stopped(place):
     [
         pytest.param("generator_1", signal.SIGINT, marks=pytest.mark.slow),
         ("critic", signal.SIGINT),
-        ("generator_1", signal.SIGKILL),
+        pytest.param("generator_1", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_is_ended_goes_on(tmp_path, server, capsys, name, sent):

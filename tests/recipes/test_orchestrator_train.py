@@ -674,7 +674,8 @@ def read_block(source):
 
 
 @pytest.mark.parametrize(
-    "source", ["README", pytest.param("description", marks=needs_shared("seeds"))]
+    "source",
+    ["README", pytest.param("description", marks=(pytest.mark.slow, needs_shared("seeds")))],
 )
 def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
     """Changed only in where names come from and in model ids (and sizes, to be quick)."""
