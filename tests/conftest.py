@@ -20,6 +20,8 @@ if not os.environ.get("RLM_TEST_GPU"):  # `make test-gpu`: a real card has other
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -34,7 +36,11 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
+from rlm.cli.main import run_main
 from rlm.ops.kernels import Kernels, load_ops
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
@@ -100,6 +106,22 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     if not isinstance(made, Kernels):
         pytest.skip(made.description)
     return made
+
+
+def exit_code(script: ModuleType, config: type, *arguments: object) -> int:
+    """What `python script.py arguments` does, in this process; its exit code."""
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, config, argv=[str(argument) for argument in arguments])
+    return exit.value.code or 0
+
+
+@torch.no_grad()
+def let_it_speak(policy: PeftModel, std: float) -> PeftModel:
+    """Give a new adapter, whose B is zeros, values with which it says something else."""
+    for name, tensor in policy.named_parameters():
+        if "lora_B" in name:
+            tensor.normal_(0, std)
+    return policy
 
 
 TILES = Path(__file__).parent / "ops" / "tiles.h"

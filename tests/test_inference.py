@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import exit_code
 from live_server import ADD, FORMAT
 from scripted_sampler import ScriptedSampler
 
 import inference
 import server
-from rlm.cli.main import run_main
 from rlm.data.prompts import render_prompt
 from rlm.model import AdapterInfo
 from rlm.ops import TorchOps
@@ -59,10 +59,8 @@ def ask(adapter, capsys):
     """`python inference.py arguments`: what it prints, and its exit code."""
 
     def run(*arguments: object) -> tuple[str, int]:
-        argv = [str(a) for a in ("--adapter", adapter, *arguments)]
-        with pytest.raises(SystemExit) as exit:
-            run_main(inference.main, inference.InferenceConfig, argv=argv)
-        return capsys.readouterr().out, exit.value.code or 0
+        code = exit_code(inference, inference.InferenceConfig, "--adapter", adapter, *arguments)
+        return capsys.readouterr().out, code
 
     return run
 
@@ -168,10 +166,8 @@ def test_the_answer_is_what_it_has_to_be(ask, scripted, arguments, answer, tmp_p
     ],
 )
 def test_what_the_answer_cannot_be_is_one_line(scripted, adapter, capsys, arguments, said):
-    argv = ["--adapter", str(adapter), *arguments, "two and three"]
-    with pytest.raises(SystemExit) as exit:
-        run_main(inference.main, inference.InferenceConfig, argv=argv)
-    assert exit.value.code == 2
+    argv = ["--adapter", adapter, *arguments, "two and three"]
+    assert exit_code(inference, inference.InferenceConfig, *argv) == 2
     assert said in capsys.readouterr().err
 
 

@@ -6,7 +6,6 @@ import sys
 from functools import partial
 
 import pytest
-import torch
 from conftest import byte_tokenizer, tiny_model
 
 import rlm
@@ -16,11 +15,10 @@ from rlm.cli.options import UsageError
 from rlm.data.loaders import load_gsm8k as loader
 from rlm.data.problem import Problem, as_problems
 from rlm.evaluation.evaluator import evaluate
-from rlm.model.hardware import Device
 from rlm.rewards.base import RewardFunction
 from tests import test_train_grpo
+from tests.test_train_grpo import CPU
 
-CPU = Device("cpu", torch.float32, "test")
 ROWS = [{"question": f"{i} + {i}?", "answer": f"{2 * i}"} for i in range(9)]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import exit_code
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from scripted_sampler import END, ScriptedSampler
@@ -24,7 +25,6 @@ import inference
 import train_grpo
 import train_sft
 from rlm.cli.flags import flags_of
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data import load_problems
 from rlm.data.prompts import FORMATS, render_prompt
@@ -62,9 +62,7 @@ CONFIG_OF = {
 
 def run(script, *arguments):
     """What `python script.py arguments` does, in this process; the exit code."""
-    with pytest.raises(SystemExit) as exit:
-        run_main(script.main, CONFIG_OF[script], argv=[str(a) for a in arguments])
-    return exit.value.code or 0
+    return exit_code(script, CONFIG_OF[script], *arguments)
 
 
 def an_adapter(path, **history):

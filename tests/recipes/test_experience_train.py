@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import exit_code
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
@@ -20,7 +21,6 @@ from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
 from recipes.experience.trainer import records_path
 from rlm.api_client import Budget
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import load_experiences
 from rlm.runs.atomic_files import Journal, lock_file, read_lines
@@ -67,9 +67,7 @@ class Place:
     def run(self, *command) -> int:
         """What `python -m recipes.experience.train …` does; the exit code."""
         more = () if command[0] == "critic" else ("--dataset", self.data)
-        with pytest.raises(SystemExit) as exit:
-            run_main(train.main, train.TrainConfig, argv=self.arguments(*command, *more))
-        return exit.value.code or 0
+        return exit_code(train, train.TrainConfig, *self.arguments(*command, *more))
 
     def run_group(self, *options) -> int:
         """One problem with two rollouts, of which one is right."""
