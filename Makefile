@@ -61,9 +61,9 @@ demo-experience: $(STAMP)
 
 # Each process has one torch thread, because a second gains nothing on the tests' tiny models. Some
 # tests wait, so three processes keep two cores busy. The tests of a file run in one process, so that
-# their shared fixtures are made once.
+# their shared fixtures are made once. tests/conftest.py puts the slowest files first.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(PYTHON) -m pytest -m slow

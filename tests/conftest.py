@@ -20,6 +20,8 @@ if not os.environ.get("RLM_TEST_GPU"):  # `make test-gpu`: a real card has other
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -34,7 +36,11 @@ from transformers import (
 )
 from watched_browser import browser  # noqa: F401  a fixture: Playwright runs once a process
 
+from rlm.cli.main import run_main
 from rlm.ops.kernels import Kernels, load_ops
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # A developer's endpoints and keys win over a test's own file: real requests, which cost money.
 for name in [*os.environ]:
@@ -102,6 +108,22 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     return made
 
 
+def exit_code(script: ModuleType, config: type, *arguments: object) -> int:
+    """What `python script.py arguments` does, in this process; its exit code."""
+    with pytest.raises(SystemExit) as exit:
+        run_main(script.main, config, argv=[str(argument) for argument in arguments])
+    return exit.value.code or 0
+
+
+@torch.no_grad()
+def let_it_speak(policy: PeftModel, std: float) -> PeftModel:
+    """Give a new adapter, whose B is zeros, values with which it says something else."""
+    for name, tensor in policy.named_parameters():
+        if "lora_B" in name:
+            tensor.normal_(0, std)
+    return policy
+
+
 TILES = Path(__file__).parent / "ops" / "tiles.h"
 
 
@@ -118,6 +140,19 @@ def tile_kernels(queries: int, width: int) -> Kernels:
             return made
     assert not isinstance(made, Kernels), "tiles were asked for and are not there"
     pytest.skip(made.description)
+
+
+# The slowest files, the slowest first: one that starts last would leave the other processes idle.
+SLOWEST = (
+    "test_same_prompts", "test_walkthroughs", "test_goldens", "test_ship", "test_configs",
+    "test_same_completions", "test_faults", "test_gpu", "test_evidence", "test_scripts",
+    "test_train_grpo", "test_sft",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(SLOWEST)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,7 +180,7 @@ def logging_is_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("rlm").manager._clear_cache()
 
 
-@pytest.fixture(params=[1, 2, 5])
+@pytest.fixture(params=[1, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """On so many threads."""
     usual = torch.get_num_threads()

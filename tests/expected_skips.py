@@ -59,7 +59,6 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"this is no x86 CPU": lambda: os.uname().machine not in ("x86_64", "AMD64"),
     r"not installed: ": lacks_programs("cc", "qemu-aarch64", "aarch64-linux-gnu-gcc"),
     r"needs cc": lacks_programs("cc"),
-    r"needs curl": lacks_programs("curl"),
     r"needs git": lacks_programs("git"),
     r"no Chromium": lacks_programs("chromium"),
     # Extras, of which `make test` installs none.

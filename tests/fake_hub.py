@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -11,8 +10,6 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-import yaml
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -27,8 +24,6 @@ class FakeHub:
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self.folders = dict(folders)
         self.requests: list[str] = []
-        self.created: dict[str, dict[str, object]] = {}  # repository → what was asked for
-        self.uploads: dict[str, dict[str, bytes]] = {}  # repository → path → content
 
     def __enter__(self) -> FakeHub:
         hub = self
@@ -131,26 +126,4 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)["paths"]
             found = [self.entry(folder, folder / p) for p in asked if (folder / p).exists()]
             return self.answer(200, found)
-        if path == "/api/validate-yaml":
-            head = json.loads(body)["content"].split("---\n")[1]
-            errors = [] if isinstance(yaml.safe_load(head), dict) else [{"message": "no mapping"}]
-            return self.answer(200, {"errors": errors, "warnings": []})
-        if not self.headers.get("Authorization"):
-            return self.answer(401, {"error": "Invalid username or password."})
-        if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
-            self.hub.created[name] = asked
-            return self.answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
-            asked = json.loads(body)["files"]
-            how = {"uploadMode": "regular", "shouldIgnore": False}
-            return self.answer(200, {"files": [{"path": file["path"], **how} for file in asked]})
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
-            lines = [json.loads(line) for line in body.splitlines()]
-            files = [line["value"] for line in lines if line["key"] == "file"]
-            contents = {f["path"]: base64.b64decode(f["content"]) for f in files}
-            self.hub.uploads.setdefault(match[1], {}).update(contents)
-            address = f"{self.hub.url}/{match[1]}/commit/{COMMIT}"
-            return self.answer(200, {"commitUrl": address, "commitOid": COMMIT})
         return self.not_found()

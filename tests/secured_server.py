@@ -7,20 +7,18 @@ with SecuredServer() as server:
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response
 
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.errors import HTTPProblem, as_problem
@@ -36,7 +34,6 @@ TIMEOUT = 30.0  # seconds until a test gives up on a socket
 def small_app() -> FastAPI:
     """The routes that the middleware knows of, one that needs a key, and some that misbehave."""
     app = FastAPI()
-    app.state.hung_up = threading.Event()  # a client left, or was cut, while being answered
 
     @app.get("/")
     @app.get("/page.css")
@@ -58,19 +55,6 @@ def small_app() -> FastAPI:
     @app.post("/phase1/reasoning/{name}/answer")
     async def answer(name: str) -> dict[str, str]:
         return {"id": name}
-
-    @app.get("/stream")
-    async def stream(chunks: int, size: int, pause: float) -> StreamingResponse:
-        async def produce() -> AsyncIterator[bytes]:
-            try:
-                for _ in range(chunks):
-                    yield b"x" * size
-                    await asyncio.sleep(pause)
-            except asyncio.CancelledError:
-                app.state.hung_up.set()
-                raise
-
-        return StreamingResponse(produce())
 
     @app.get("/fails")
     async def fails() -> None:
@@ -96,9 +80,9 @@ class Answer:
 
 
 class SecuredServer:
-    """`options`: of uvicorn; `settings`: fields of SecuritySettings."""
+    """`settings`: fields of SecuritySettings."""
 
-    def __init__(self, app: Any = None, *, options: dict[str, Any] | None = None, **settings: Any):
+    def __init__(self, app: Any = None, **settings: Any):
         self.app = app or small_app()
         defaults = {
             "keys": Keys([KEY, OTHER_KEY]),
@@ -107,11 +91,8 @@ class SecuredServer:
             "failures_per_minute": 100_000,
         }
         self.settings = SecuritySettings(**{**defaults, **settings})
-        config = uvicorn.Config(
-            SecurityMiddleware(self.app, self.settings),
-            **{**UVICORN, **(options or {})},
-            lifespan="off",
-        )
+        wall = SecurityMiddleware(self.app, self.settings)
+        config = uvicorn.Config(wall, **UVICORN, lifespan="off")
         self._server = uvicorn.Server(config)
         self._socket = listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]

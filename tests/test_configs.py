@@ -107,11 +107,11 @@ def plan(monkeypatch, tmp_path):
     return plan
 
 
-QUICK = ("qwen2.5-0.5b_t4", "qwen2.5-3b_24gb", "qwen2.5-3b_80gb")  # one of each card
+QUICK = "qwen2.5-0.5b_t4"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in FILES]
+    "name", [pytest.param(n, marks=[] if n == QUICK else [pytest.mark.slow]) for n in FILES]
 )
 def test_a_config_fits_on_its_card(name, plan, capsys):
     """Both stages; on a T4 also in fp32, which is loaded where a model overflows in fp16."""

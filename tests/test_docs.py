@@ -82,28 +82,27 @@ def anchors_of(page: Path) -> set[str]:
     return {*found, *(re.sub("-+", "-", anchor) for anchor in found)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path):
-    text = FENCE.sub("", text_of(page))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"(https?|mailto):", target):
-            continue
-        path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        assert there.exists(), target
-        if anchor and there.suffix == ".md":
-            assert anchor in anchors_of(there), target
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page))):
+            if re.match(r"(https?|mailto):", target):
+                continue
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path).resolve() if path else page
+            assert there.exists(), f"{name_of(page)}: {target}"
+            if anchor and there.suffix == ".md":
+                assert anchor in anchors_of(there), f"{name_of(page)}: {target}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if name_of(p) not in OLD], ids=name_of)
-def test_named_files_exist(page: Path):
-    if page.name == "names.md":  # which files other projects have
-        return
+def test_named_files_exist():
     folders = "rlm|tests|docs|configs|examples|benchmarks|recipes|data|weights"
-    for name in re.findall(
-        rf"`((?:{folders})/[\w./-]+\.(?:py|md|c|yaml|json|jsonl|svg))`", text_of(page)
-    ):
-        assert (ROOT / name).exists() or "api_keys" in name or "grpo_experiences" in name, name
+    named = re.compile(rf"`((?:{folders})/[\w./-]+\.(?:py|md|c|yaml|json|jsonl|svg))`")
+    for page in PAGES:
+        if name_of(page) in OLD or page.name == "names.md":  # which files other projects have
+            continue
+        for name in named.findall(text_of(page)):
+            made = "api_keys" in name or "grpo_experiences" in name
+            assert made or (ROOT / name).exists(), f"{name_of(page)}: {name}"
 
 
 @cache
@@ -142,12 +141,12 @@ def test_there_are_commands_to_check():
     assert len(COMMANDS) > 60
 
 
-@pytest.mark.parametrize("name", NAMING_OPTIONS)
-def test_options_named_in_the_text_exist(name: str):
+def test_options_named_in_the_text_exist():
     known = set().union(*map(options_of, SCRIPT_CONFIGS), OTHER_PROGRAMS)
-    for option in re.findall(r"`--([a-z][\w-]+)", FENCE.sub("", text_of(ROOT / name))):
-        plain = with_underscores(option)
-        assert plain in known or plain.removeprefix("no_") in known, f"--{option}"
+    for name in NAMING_OPTIONS:
+        for option in re.findall(r"`--([a-z][\w-]+)", FENCE.sub("", text_of(ROOT / name))):
+            plain = with_underscores(option)
+            assert plain in known or plain.removeprefix("no_") in known, f"{name}: --{option}"
 
 
 def test_every_page_is_in_the_index_and_on_the_site():
@@ -183,13 +182,13 @@ def messages() -> str:
 TROUBLESHOOTING = text_of(ROOT / "docs/how-to/troubleshooting.md")
 
 
-@pytest.mark.parametrize("message", re.findall(r"^> (.+)$", TROUBLESHOOTING, re.M))
-def test_a_quoted_message_is_one_of_the_code(message: str):
-    # The end of one line is worded by the system.
-    parts = message.removesuffix(": Address already in use").split("…")
-    parts = [part.strip() for part in parts]
-    pattern = ".{0,60}?".join(re.escape(part) for part in parts if len(part) > 2)
-    assert re.search(pattern, messages()), message
+def test_a_quoted_message_is_one_of_the_code():
+    for message in re.findall(r"^> (.+)$", TROUBLESHOOTING, re.M):
+        # The end of one line is worded by the system.
+        parts = message.removesuffix(": Address already in use").split("…")
+        parts = [part.strip() for part in parts]
+        pattern = ".{0,60}?".join(re.escape(part) for part in parts if len(part) > 2)
+        assert re.search(pattern, messages()), message
 
 
 def names_in(code: str) -> set[str]:
@@ -210,28 +209,28 @@ def names_in(code: str) -> set[str]:
 ARCHITECTURE = text_of(ROOT / "docs/explanation/architecture.md").splitlines()
 
 
-@pytest.mark.parametrize("row", [row for row in ARCHITECTURE if row[:1] == "|" and "`" in row])
-def test_what_a_row_of_the_architecture_names_is_there(row: str):
-    cells = [re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split("|")]
-    files = [name for cell in cells for name in cell if "/" in name or name.endswith(".py")]
-    for file in files:
-        assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists(), file
-    if len(files) == 1 and files[0].endswith(".py"):
-        defined = names_in((ROOT / files[0]).read_text(encoding="utf-8"))
-        column = next(i for i, cell in enumerate(cells) if files[0] in cell)
-        for name in cells[column + 1] if column + 1 < len(cells) else []:
-            assert name in defined, f"{files[0]} has no {name}"
+def test_what_a_row_of_the_architecture_names_is_there():
+    for row in (row for row in ARCHITECTURE if row[:1] == "|" and "`" in row):
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split("|")]
+        files = [name for cell in cells for name in cell if "/" in name or name.endswith(".py")]
+        for file in files:
+            assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists(), file
+        if len(files) == 1 and files[0].endswith(".py"):
+            defined = names_in((ROOT / files[0]).read_text(encoding="utf-8"))
+            column = next(i for i, cell in enumerate(cells) if files[0] in cell)
+            for name in cells[column + 1] if column + 1 < len(cells) else []:
+                assert name in defined, f"{files[0]} has no {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_of_a_page_compiles_and_its_imports_work(page: Path):
-    blocks = re.findall(r"^```python\n(.*?)^```$", text_of(page), re.M | re.S)
-    if page.name == "python-api.md":  # signatures are no statements
-        blocks = blocks[: text_of(page).partition("## Signatures")[0].count("```python")]
-    for block in [*blocks, *re.findall(r"`(from (?:rlm|recipes)[^`…]*)`", text_of(page))]:
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith(("rlm", "recipes")):
-                exec(ast.unparse(node), {})
+def test_python_of_a_page_compiles_and_its_imports_work():
+    for page in PAGES:
+        blocks = re.findall(r"^```python\n(.*?)^```$", text_of(page), re.M | re.S)
+        if page.name == "python-api.md":  # signatures are no statements
+            blocks = blocks[: text_of(page).partition("## Signatures")[0].count("```python")]
+        for block in [*blocks, *re.findall(r"`(from (?:rlm|recipes)[^`…]*)`", text_of(page))]:
+            for node in ast.walk(ast.parse(block, filename=name_of(page))):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith(("rlm", "recipes")):
+                    exec(compile(ast.unparse(node), name_of(page), "exec"), {})
 
 
 NAMES = text_of(ROOT / "docs/reference/names.md")
@@ -240,12 +239,12 @@ VALUES = {"--algorithm": "Dr.GRPO", "--preset": "dapo", "--reasoning_format": "s
 VALUES |= {"--clip_eps": "0.1"}
 
 
-@pytest.mark.parametrize("option", TAKEN.split())
-def test_an_option_that_the_names_page_calls_taken_is_taken(option: str):
-    switches = ("--use_lora", "--use_4bit", "--use_wandb")
-    value = [] if option in switches else [VALUES.get(option, "8")]
-    given = read_options(GRPOConfig, [option, *value], presets=PRESETS)
-    assert given or option == "--use_lora"  # which is always on
+def test_an_option_that_the_names_page_calls_taken_is_taken():
+    for option in TAKEN.split():
+        switches = ("--use_lora", "--use_4bit", "--use_wandb")
+        value = [] if option in switches else [VALUES.get(option, "8")]
+        given = read_options(GRPOConfig, [option, *value], presets=PRESETS)
+        assert given or option == "--use_lora", option  # which is always on
 
 
 @pytest.mark.parametrize(

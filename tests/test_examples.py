@@ -42,7 +42,6 @@ def test_there_are_ten_examples_and_each_is_in_both_files():
     )
     bodies = [json.loads(body) for body in found if "NaN" not in body]
     assert [request for request in REQUESTS if request not in bodies] == []
-    assert len(bodies) == len(REQUESTS) + 5  # two in Spanish, one streamed, two that are refused
 
 
 def test_recorded_answers_are_all_of_one_run_or_none():
@@ -65,7 +64,6 @@ def test_right_answers_come_first_and_are_counted():
     assert as_http(http, BOOK) == http
     other = BOOK | {"prompts": BOOK["prompts"][::-1], "score": "0 of 12 right"}
     assert as_http(http, other) != http == as_http(as_http(http, other), BOOK)
-    assert "reads English only" in http
 
 
 def test_answers_and_curl_lines_are_written(book, monkeypatch):

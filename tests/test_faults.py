@@ -27,9 +27,6 @@ from safetensors.torch import load
 import train_grpo
 from rlm.cli.main import run_main
 from rlm.cli.options import to_dict
-from rlm.model.adapters import new_adapter
-from rlm.model.base import load_base
-from rlm.model.export import save_adapter
 from rlm.runs.atomic_files import read_log
 from rlm.runs.resume import differences, free_steps
 from rlm.sampling import Sampler
@@ -161,7 +158,7 @@ def some(names, kept):
     ]
 
 
-@pytest.mark.parametrize("point", KILL_POINTS)
+@pytest.mark.parametrize("point", some(KILL_POINTS, ["before a checkpoint's rename"]))
 def test_killed_and_resumed_equals_undisturbed(runs, undisturbed, point):
     ended = runs.watched("run", faults.at(*KILL_POINTS[point], kill))
     assert ended.code == KILLED, ended.text
@@ -281,6 +278,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(runs, undisturbed, n
     assert runs.result("a run ü") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(runs, undisturbed):
     ended = runs.run("run", before=sends(signal.SIGINT, signal.SIGTERM))
     assert ended.code == -signal.SIGTERM  # by the system itself; a shell says 143
@@ -469,7 +467,8 @@ def undisturbed_pair(undisturbed, model_dir, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("rank", some([0, 1], [1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undisturbed_pair, rank):
     before = [lambda: None, lambda: None]
     before[rank] = sends(signal.SIGTERM)
@@ -564,6 +563,7 @@ def test_a_process_of_another_run_is_refused(runs):
     assert "Traceback" not in leader.text + other.text
 
 
+@pytest.mark.slow
 def test_two_processes_go_back_together(runs):
     """The bad gradients are one's alone; their sum is everyone's."""
 
@@ -672,18 +672,11 @@ def full_stdout():
 CLOSE = {f.__name__: f for f in (close_the_pipe, close_stdout, close_all, full_stdout)}
 
 
-@pytest.mark.parametrize("close", some(CLOSE, ["close_the_pipe", "close_all"]))
+@pytest.mark.parametrize("close", some(CLOSE, ["close_all"]))
 def test_nobody_has_to_read_what_a_run_prints(runs, undisturbed, close):
     ended = runs.run("run", before=CLOSE[close])
     assert ended.code == 0, ended.text
     assert runs.result("run") == undisturbed  # and nothing of it landed in another file
-
-
-def test_without_a_terminal_lines_are_plain(runs):
-    ended = runs.run("run")
-    assert "\x1b" not in ended.text
-    assert "\r" not in ended.text
-    assert [f"step {n}/3" in ended.text for n in (1, 2, 3)] == [True] * 3
 
 
 def test_out_of_memory_is_one_line(runs):
@@ -697,13 +690,6 @@ def test_out_of_memory_is_one_line(runs):
     assert "error: out of memory: lower --train-batch-size or " in ended.text
     assert "use --quantize 4bit, a smaller --model" in ended.text
     assert "Traceback" not in ended.text
-
-
-def with_nan(runs, tokenizer, monkeypatch):
-    policy = new_adapter(load_base(str(runs.model), CPU), r=4, alpha=8)
-    next(t for n, t in policy.named_parameters() if "lora_A" in n).data[0, 0] = torch.nan
-    save_adapter(policy, tokenizer, runs.folder / "start", {})
-    return {"sft_adapter": runs.folder / "start"}
 
 
 def with_another_tokenizer(runs, tokenizer, monkeypatch):
@@ -723,7 +709,6 @@ def with_a_full_disk(runs, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("with_what", "said"),
     [
-        (with_nan, "contains values that are not finite"),
         (with_another_tokenizer, "the tokenizer has 262 tokens, but the model has only 259"),
         (with_a_full_disk, "are needed, 0 MB are free"),
     ],

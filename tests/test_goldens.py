@@ -129,6 +129,8 @@ def test_the_adapter_of_grpo_and_of_its_resume(training, monkeypatch, name):
     """A run that a signal stops in its second step and that is resumed: bit for bit the same."""
     whole = training.start("train_grpo.py", name, RUNS[name])
     check(f"adapter_{name}", numbers_of(whole), rel=1e-4, abs=1e-6)
+    if name != "kl":  # how the others resume: test_train_grpo.py and test_faults.py
+        return
     metrics = training.folder / f"{name}_parts_run" / "metrics.jsonl"
     monkeypatch.setenv("GOLDENS_STOP", str(metrics))
     training.start("train_grpo.py", f"{name}_parts", RUNS[name], code=143)

@@ -1,12 +1,11 @@
-"""Goldens of what users see: prompts, verdicts, options, problems, the server's replies."""
+"""Goldens of what users see: prompts, verdicts, the server's replies."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 
-from golden import GOLDENS, check, run
+from golden import GOLDENS, check
 from live_server import ADD, events, live, make_service
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -83,64 +82,6 @@ def compute_verdicts() -> list:
 
 def test_verdicts():
     check("verdicts", compute_verdicts())
-
-
-# --- command lines --------------------------------------------------------------------------------
-
-SCRIPTS = ["train_sft.py", "train_grpo.py", "eval.py", "inference.py", "server.py"]
-SCRIPTS += [
-    f"recipes.{recipe}.{module}"
-    for recipe in ("orchestrator", "experience")
-    for module in ("train", "evaluate")
-]
-
-
-def compute_options(script: str) -> dict:
-    """Names, kinds or choices, and defaults, as --help prints them."""
-    code, text = run(script, "--help")
-    assert code == 0
-    start = r"^(?:positional arguments|options):$"
-    text, found = re.split(start, text, maxsplit=1, flags=re.M)[1], {}
-    text = re.split(r"^(?:presets|algorithms):$", text, maxsplit=1, flags=re.M)[0]
-    text = re.sub(r"^\w.*:\n", "", text, flags=re.M)  # headings of groups
-    for entry in re.split(r"^  (?=[-\w])", text, flags=re.M)[1:]:
-        head, _, prose = re.sub(r"\n +", "  ", entry).strip().partition("  ")
-        name, _, expects = head.split(", ")[-1].removeprefix("--no-").partition(" ")
-        name = head.split(", ")[0].split(" ")[0] if "--no-" in head else name
-        default = re.findall(r"\(default: (.*?)\)\s*(?:options:)?$", " ".join(prose.split()))
-        found[name] = {"choices": expects, "default": default[0] if default else None}
-    return found
-
-
-def test_options(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")  # nothing is wrapped
-    check("options", {script: compute_options(script) for script in SCRIPTS})
-
-
-# --- word problems --------------------------------------------------------------------------------
-
-
-def compute_word_problems() -> dict:
-    from rlm.data.word_problems import generate_word_problems
-
-    found = {}
-    for split in ("train", "validation", "test", "test_families"):
-        for seed, levels in ((0, (1, 2, 3, 4)), (0, (1,)), (1, (2, 3)), (7, (4,))):
-            if split == "test_families" and levels == (1,):
-                continue
-            rows = [
-                {"id": p.id, "question": p.question, "answer": p.answer, "solution": p.solution}
-                | dict(p.columns)
-                for p in generate_word_problems(split, 300, seed, levels)
-            ]
-            text = json.dumps(rows, sort_keys=True, ensure_ascii=False)
-            sha256 = hashlib.sha256(text.encode())
-            found[f"{split} {seed} {levels}"] = {"sha256": sha256.hexdigest(), "first": rows[:5]}
-    return found
-
-
-def test_word_problems():
-    check("word_problems", compute_word_problems())
 
 
 # --- the server -----------------------------------------------------------------------------------

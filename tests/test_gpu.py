@@ -66,6 +66,15 @@ def sft(base, path, *options) -> int:
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> Path:
+    """Of stage 1, on a card of 24 GB."""
+    path = tmp_path_factory.mktemp("adapter")
+    with pretended_cards(*GB24):
+        assert sft(base, path) == 0
+    return path / "sft"
+
+
 def grpo(base, path, *options) -> int:
     return run(
         train_grpo, "--model", base, *DATA, "--sft-adapter", path / "sft", "--output",
@@ -85,7 +94,7 @@ def trained(base, path, *options) -> Path:
     ("card", "options"),
     [
         pytest.param(T4, [], id="T4"),
-        pytest.param(GB8, ["--quantize=4bit"], id="8GB-4bit"),
+        pytest.param(GB8, ["--quantize=4bit"], id="8GB-4bit", marks=pytest.mark.slow),
         pytest.param(GB80, [], id="80GB", marks=pytest.mark.slow),  # bf16, as on 8 GB
     ],
 )
@@ -152,9 +161,8 @@ def two_ranks(base, path) -> list[faults.Ended]:
     return faults.run_two(be, path)
 
 
-def test_two_processes_keep_to_their_own_cards(base, tmp_path):
-    with pretended_cards(*GB24):
-        assert sft(base, tmp_path) == 0
+def test_two_processes_keep_to_their_own_cards(base, adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "sft")
     ends = two_ranks(base, tmp_path)
     assert [end.code for end in ends] == [0, 0], ends
     assert (tmp_path / "grpo" / "adapter_model.safetensors").exists()
@@ -221,11 +229,10 @@ def test_logits_that_are_not_finite_are_noticed_in_the_one_transfer(bad, tempera
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
-def test_an_adapter_computes_in_the_base_s_type(base, tmp_path, quantize):
+def test_an_adapter_computes_in_the_base_s_type(base, adapter, quantize):
     with pretended_cards(*GB8):
-        sft(base, tmp_path, f"--quantize={quantize}")
         model = load_base(str(base), pick_device(), quantize=quantize)
-        policy = load_adapter(model, tmp_path / "sft", trainable=False)
+        policy = load_adapter(model, adapter, trainable=False)
         lora = {tensor.dtype for name, tensor in policy.named_parameters() if "lora_" in name}
         assert lora == {torch.bfloat16}
 
@@ -243,7 +250,7 @@ def test_masks_need_no_copy_on_a_gpu():
         assert micro.input_ids.shape == (2, 32)
 
 
-def test_replicas_share_a_card_s_memory(base, tmp_path, monkeypatch):
+def test_replicas_share_a_card_s_memory(adapter, tmp_path, monkeypatch):
     """Each would choose a merged copy and half of what is free then: the last ones find nothing."""
 
     def leaving_little(model):
@@ -254,10 +261,9 @@ def test_replicas_share_a_card_s_memory(base, tmp_path, monkeypatch):
     monkeypatch.setattr(serving_models, "_adapter_switch", leaving_little)
     config = CacheConfig(max_num_seqs=16, prompt_slots=16, prompt_tokens=64, new_tokens=64)
     with pretended_cards(*GB24) as cards:
-        sft(base, tmp_path)
-        for name in ("second", "third"):
-            shutil.copytree(tmp_path / "sft", tmp_path / name)
-        models = find_models(tmp_path / "sft", tmp_path, None)
+        for name in ("first", "second", "third"):
+            shutil.copytree(adapter, tmp_path / name)
+        models = find_models(tmp_path / "first", tmp_path, None)
         replicas = load_replicas(models, byte_tokenizer(), 16)
         assert len(replicas) == 4
         for replica in replicas.values():

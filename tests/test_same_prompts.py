@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import exit_code
 from golden import check
 from live_server import live
 
@@ -17,7 +18,7 @@ import inference
 import server
 import train_grpo
 import train_sft
-from rlm.cli import UsageError, run_main
+from rlm.cli import UsageError
 from rlm.data import FORMATS, read_system_prompt, render_prompt
 from rlm.evaluation import model_card
 from rlm.grading import AnswerType
@@ -49,10 +50,8 @@ class Chain:
     reply: Mapping[str, object]  # of /phase1/reasoning
 
 
-def run(script, cls, *arguments):
-    with pytest.raises(SystemExit) as exit:
-        run_main(script.main, cls, argv=[str(argument) for argument in arguments])
-    assert (exit.value.code or 0) == 0
+def run(*command):
+    assert exit_code(*command) == 0
 
 
 def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Chain:
@@ -143,7 +142,10 @@ def kinds_of(folder: Path) -> list[tuple[AnswerType, ...]]:
     return [AdapterInfo.load(folder / name).answer_types for name in ("sft", "grpo")]
 
 
-@pytest.mark.parametrize(("kind", "answer"), [("text", "XLII"), ("open", "forty-two eggs")])
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [pytest.param("text", "XLII", marks=pytest.mark.slow), ("open", "forty-two eggs")],
+)
 def test_a_kind_of_answer_is_the_same_from_the_data_to_the_reply(
     kind, answer, model_dir, tokenizer, tmp_path, capsys
 ):
@@ -283,9 +285,7 @@ def test_adapters_with_different_prompts_are_not_evaluated_together(
 def test_other_tags_than_the_adapters_are_refused(script, cls, option, seen, capsys):
     adapter = seen.folder / "sft"
     typed = [option, str(adapter), "--reasoning-format", "simple"]
-    with pytest.raises(SystemExit) as exit:
-        run_main(script.main, cls, argv=typed)
-    assert exit.value.code == 2
+    assert exit_code(script, cls, *typed) == 2
     assert capsys.readouterr().err == (
         f"error: --reasoning-format simple: the adapter {adapter} was trained with deepseek; leave "
         "the option out, or name another adapter (or none)\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import exit_code
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from scripted_sampler import END, ScriptedSampler
@@ -24,7 +25,6 @@ import inference
 import train_grpo
 import train_sft
 from rlm.cli.flags import flags_of
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data import load_problems
 from rlm.data.prompts import FORMATS, render_prompt
@@ -62,9 +62,7 @@ CONFIG_OF = {
 
 def run(script, *arguments):
     """What `python script.py arguments` does, in this process; the exit code."""
-    with pytest.raises(SystemExit) as exit:
-        run_main(script.main, CONFIG_OF[script], argv=[str(a) for a in arguments])
-    return exit.value.code or 0
+    return exit_code(script, CONFIG_OF[script], *arguments)
 
 
 def an_adapter(path, **history):
@@ -447,17 +445,15 @@ def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, 
     sft = Evaluation(asked, [[right], [wrong], [wrong], [right], [wrong]])
     grpo = Evaluation(asked, [[right], [wrong], [right], [wrong], [right]])
     demo._show_three(sft, grpo)
-    said = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert said[:5] == [
-        "Of 5 held-out problems 1 are right after both stages; of the others 2 only GRPO, "
-        "1 only SFT, 1 neither. The first of each kind:",
-        "Only GRPO gets it right:", "Question c? [7]",
-        f"  {'after SFT: WRONG':<44}after GRPO: RIGHT",
-        f"  {'<answer>wrong</answer>':<44}<answer>correct</answer>",
-    ]  # fmt: skip
-    assert [line for line in said if "gets it" in line][1:] == [
-        "Only SFT gets it right:", "Neither gets it right:",
-    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "1 are right after both stages; of the others 2 only GRPO, 1 only SFT, 1 neither" in (
+        " ".join(said.split())
+    )
+    order = (
+        "Only GRPO gets it", "Question c? [7]", "after SFT: WRONG", "after GRPO: RIGHT",
+        "<answer>wrong", "<answer>correct", "Only SFT gets it", "Question d? [7]", "Neither gets",
+    )  # fmt: skip
+    assert sorted(order, key=said.index) == [*order]
     demo._show_three(sft, sft)
     assert "0 only GRPO, 0 only SFT, 3 neither" in (said := capsys.readouterr().out)
     assert "Only GRPO" not in said
@@ -520,28 +516,6 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
     assert (trained / "short" / "run.json").exists()
 
 
-REWARD = """
-def by_length(completions, reasoning_format, **_):
-    rows = zip(completions, reasoning_format, strict=True)
-    return [len(text) % 3 / 2 if tags != "deepseek" else None for text, tags in rows]
-"""
-
-
-def test_the_reward_is_the_one_that_was_asked_for(model_dir, tmp_path):
-    """And it gets the tags; test_same_prompts follows these from stage to stage."""
-    (tmp_path / "mine.py").write_text(REWARD)
-    assert run(
-        train_grpo, "--model", model_dir, *DATA, "--reasoning_format", "simple", "--reward",
-        f"{tmp_path / 'mine.py'}:by_length", "--sft-adapter", "none", "--steps", 1, "--batch-size",
-        2, "--group-size", 4, "--max-new-tokens", 8, "--max-samples", 2, "--eval-samples", 2,
-        "--run-dir", tmp_path / "run", "--output", tmp_path / "grpo",
-    ) == 0  # fmt: skip
-    groups = list(map(json.loads, (tmp_path / "run" / "samples.jsonl").open()))
-    assert len({reward for group in groups for reward in group["rewards"]}) > 1
-    for group in groups:
-        assert group["rewards"] == [len(text) % 3 / 2 for text in group["completions"]]
-
-
 def test_importing_rlm_loads_no_torch():
     code = (
         "import rlm.cli.options, rlm.data.loaders, rlm.grading.answers, rlm.data.prompts\n"
@@ -553,49 +527,55 @@ def test_importing_rlm_loads_no_torch():
     assert (done.stdout, done.stderr) == ("set()\n0\n", "")  # the table is read at first use
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_mistakes_are_answered_before_torch_is_loaded(script):
-    """Loading it takes seconds; here it fails at once."""
-    for argument, code in (("--help", 0), ("--hlep", 2)):
-        run_it = (
-            "import runpy, sys\nsys.modules['torch'] = None\n"
-            f"sys.argv = ['{script}.py', '{argument}']\n"
-            f"runpy.run_path('{script}.py', run_name='__main__')"
-        )
-        command = [sys.executable, "-c", run_it]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert ("usage: " in done.stdout, "--help?" in done.stderr) == (code == 0, code == 2)
-        assert done.stdout.count("\n  --") > 8 or code == 2
+BEFORE_TORCH = """
+import contextlib, io, json, runpy, sys
+sys.modules["torch"] = None  # loading it takes seconds; here it fails at once
+said = []
+for script, *typed in json.loads(sys.argv[1]):
+    sys.argv, code, out, err = [f"{script}.py", *typed], 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(f"{script}.py", run_name="__main__")
+        except SystemExit as exit:
+            code = exit.code or 0
+        except BaseException as error:
+            code = repr(error)
+    said.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(said))
+"""
+WRONG_FILES = [
+    ("train_sft", ["--dataset", "DATA"], "line 2: not JSON"),
+    ("train_sft", ["--adapter", "nowhere"], "adapter nowhere does not exist"),
+    ("train_grpo", ["--dataset", "DATA", "--model", "m"], "line 2: not JSON"),
+    ("train_grpo", ["--sft-adapter", "nowhere"], "adapter nowhere does not exist"),
+    ("train_grpo", ["--sft-adapter", "none", "--tool", "spoon"], "--tool spoon"),
+    ("eval", ["--dataset", "DATA", "--base-only", "--model", "m"], "line 2: not JSON"),
+    ("inference", ["--response-format", "nowhere", "?"], "--response-format nowhere"),
+    ("inference", ["--tool", "spoon", "?"], "--tool spoon"),
+    ("server", ["--host", "0.0.0.0"], "RLM_API_KEY"),
+    ("server", ["--adapters", "nowhere"], "no such directory"),
+]
 
 
-@pytest.mark.parametrize(
-    ("script", "typed", "said"),
-    [
-        ("train_sft", ["--dataset", "DATA"], "line 2: not JSON"),
-        ("train_sft", ["--adapter", "nowhere"], "adapter nowhere does not exist"),
-        ("train_grpo", ["--dataset", "DATA", "--model", "m"], "line 2: not JSON"),
-        ("train_grpo", ["--sft-adapter", "nowhere"], "adapter nowhere does not exist"),
-        ("train_grpo", ["--sft-adapter", "none", "--tool", "spoon"], "--tool spoon"),
-        ("eval", ["--dataset", "DATA", "--base-only", "--model", "m"], "line 2: not JSON"),
-        ("inference", ["--response-format", "nowhere", "?"], "--response-format nowhere"),
-        ("inference", ["--tool", "spoon", "?"], "--tool spoon"),
-        ("server", ["--host", "0.0.0.0"], "RLM_API_KEY"),
-        ("server", ["--adapters", "nowhere"], "no such directory"),
-    ],
-)
-def test_what_is_wrong_with_files_is_said_before_torch_is_loaded(tmp_path, script, typed, said):
+def test_help_and_mistakes_are_answered_before_torch_is_loaded(tmp_path):
+    """All of them in one process, which has no torch."""
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n{"question": \n')
-    typed = [str(tmp_path / "bad.jsonl") if word == "DATA" else word for word in typed]
-    run_it = (
-        "import runpy, sys\nsys.modules['torch'] = None\n"
-        f"sys.argv = ['{script}.py', *{typed!r}]\n"
-        f"runpy.run_path('{script}.py', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", run_it]
+    asked = [[script, option] for script in SCRIPTS for option in ("--help", "--hlep")]
+    asked += [[script, *typed] for script, typed, _ in WRONG_FILES]
+    typed = json.dumps(asked).replace("DATA", str(tmp_path / "bad.jsonl"))
     environment = {key: value for key, value in os.environ.items() if key != "RLM_API_KEY"}
+    command = [sys.executable, "-c", BEFORE_TORCH, typed]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert done.returncode == 0, done.stderr
+    answers = dict(zip(map(tuple, asked), json.loads(done.stdout), strict=True))
+    for script in SCRIPTS:
+        code, out, _ = answers[script, "--help"]
+        assert (code, "usage: " in out, out.count("\n  --") > 8) == (0, True, True), script
+        code, out, err = answers[script, "--hlep"]
+        assert (code, "usage: " in out, "--help?" in err) == (2, False, True), (script, err)
+    for script, words, said in WRONG_FILES:
+        code, _, err = answers[script, *words]
+        assert (code, said in err) == (2, True), (script, words, code, err)
 
 
 def importers(library):

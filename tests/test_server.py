@@ -19,18 +19,17 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
+from conftest import exit_code
 from live_server import LIMITS, live, make_service, wait_until
 from safetensors.torch import load_file, save_file
 from starlette.middleware.cors import CORSMiddleware
 
 import server
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model.adapters import adapter_tensors, load_adapter, new_adapter
 from rlm.model.base import base_model_hash, load_base
 from rlm.model.export import save_adapter
-from rlm.model.hardware import Device
 from rlm.sampling import Sampler, prompt_seed
 from rlm.sampling.params import Request, SamplingParams
 from rlm.serving.access import Keys
@@ -40,9 +39,9 @@ from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import find_models, load_replicas
 from rlm.serving.service import Service
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
+from tests.test_train_grpo import CPU
 
 ROOT = Path(__file__).parent.parent
-CPU = Device("cpu", torch.float32, "test")
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +177,8 @@ def test_each_adapter_answers_as_if_it_were_alone(
 
 def damage(folder: Path, how: str) -> None:
     file = folder / "adapter_model.safetensors"
-    config = folder / "adapter_config.json"
     if how == "pickle":
         (folder / "evil.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    elif how == "bin only":
-        file.rename(folder / "adapter_model.bin")
     elif how == "lying header":
         raw = bytearray(file.read_bytes())
         raw[:8] = (2**40).to_bytes(8, "little")
@@ -192,26 +188,18 @@ def damage(folder: Path, how: str) -> None:
     elif how == "nan":
         tensors = load_file(file)
         save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, file)
-    elif how == "rank":
-        config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
     elif how == "other base":
         run = json.loads((folder / "run.json").read_text())
         (folder / "run.json").write_text(json.dumps(run | {"base_hash": "sha256:0"}))
-    elif how == "broken config":
-        config.write_text("{")
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("pickle", "could execute"),
-        ("bin only", "adapter_model.safetensors"),
         ("lying header", "broken or cut off"),
-        ("truncated", "broken or cut off"),
         ("nan", "not finite"),
-        ("rank", "does not fit"),
         ("other base", "other weights"),
-        ("broken config", "does not fit"),
     ],
 )
 def test_a_hostile_or_broken_adapter_is_refused_at_the_start(
@@ -249,9 +237,7 @@ def logging_is_restored(server_log):
 
 
 def start(capsys, *arguments) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as exit:
-        run_main(server.main, server.ServerConfig, argv=[str(a) for a in arguments])
-    return exit.value.code or 0, capsys.readouterr().err
+    return exit_code(server, server.ServerConfig, *arguments), capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

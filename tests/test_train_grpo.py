@@ -9,6 +9,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+from conftest import let_it_speak
 from safetensors.torch import load_file
 from scripted_server import ScriptedServer
 
@@ -25,7 +26,6 @@ from rlm.runs.directory import RunDirectory
 from rlm.training import logprobs, mixed_precision
 from rlm.training import metrics as report
 from rlm.training import trainer as training
-from rlm.training.algorithms import ALGORITHMS
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
@@ -107,7 +107,7 @@ def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
     assert abs(rise("coin", coin)) < 0.2
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
 def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
     config = a_config(tmp_path, steps=4, algorithm=algorithm)
     trainer = a_trainer(model_dir, config)
@@ -120,10 +120,9 @@ def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path, algorithm):
         assert not torch.equal(tensor, adapter[name]), name
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path, temperature):
+def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path):
     """What is scored is the distribution that was drawn from, its temperature included."""
-    config = a_config(tmp_path, steps=2, temperature=temperature)
+    config = a_config(tmp_path, steps=2, temperature=0.7)
     train(model_dir, config)
     for row in rows(config):
         assert row["policy/clip_fraction"] == 0
@@ -154,12 +153,6 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
     assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates)
     assert all(row["optim/grad_norm"] > 1e-3 for row in rows(config))  # as it was before the cut
-
-
-def test_several_updates_a_batch_move_the_ratio(model_dir, tmp_path):
-    config = a_config(tmp_path, steps=3, updates_per_batch=4, learning_rate=3e-2)
-    train(model_dir, config)
-    assert max(row["policy/clip_fraction"] for row in rows(config)) > 0
 
 
 def test_a_run_leaves_these_files(model_dir, tmp_path, monkeypatch):
@@ -299,11 +292,10 @@ def test_best_and_last_are_kept_and_survive_a_resume(model_dir, tmp_path, monkey
     assert not list(config.run_dir.glob("*.prev"))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "topr"])
 def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
-    model_dir, tmp_path, monkeypatch, algorithm
+    model_dir, tmp_path, monkeypatch
 ):
-    options = {"algorithm": algorithm, "mini_batch_size": 1, "warmup_steps": 5}
+    options = {"algorithm": "topr", "mini_batch_size": 1, "warmup_steps": 5}
     whole = a_config(tmp_path, "whole", **options)
     train(model_dir, whole)
     norms = torch.nn.utils.clip_grad_norm_
@@ -505,11 +497,7 @@ def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
 
 def a_start_adapter(model_dir, tokenizer, path: Path) -> Path:
     """One that says something else than the base."""
-    policy = new_adapter(load_base(str(model_dir), CPU), r=4, alpha=8)
-    with torch.no_grad():
-        for name, tensor in policy.named_parameters():
-            if "lora_B" in name:
-                tensor.normal_(0, 0.1)
+    policy = let_it_speak(new_adapter(load_base(str(model_dir), CPU), r=4, alpha=8), 0.1)
     save_adapter(policy, tokenizer, path, {})
     return path
 
@@ -545,15 +533,6 @@ def test_kl_begins_at_zero_and_grows(model_dir, tmp_path, tokenizer, start):
     assert not any("reference" in name for name in saved)
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
     assert len(trainer.adapter) == len(saved)
-
-
-def test_a_reward_without_a_verdict_leaves_the_loss(model_dir, tmp_path):
-    def sometimes(completions, **_):
-        return [None if i % 4 == 0 else r for i, r in enumerate(likes_letters(completions))]
-
-    config = a_config(tmp_path, steps=1)
-    train(model_dir, config, sometimes)
-    assert rows(config)[0]["reward/no_verdict"] == 4
 
 
 # --- dynamic sampling, lengths ------------------------------------------------------------------
@@ -651,17 +630,6 @@ def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeyp
     assert (row["completion/truncated_rate"], row["reward/zero_signal_share"] < 1) == (1, True)
     moved = any(t.any() for name, t in trainer.adapter.items() if "lora_B" in name)
     assert (moved, "loss/policy" in row) == (not masked, not masked)
-
-
-def test_long_prompts_are_left_out(model_dir, tmp_path, capsys):
-    long = [Problem(f"long{i}", "x" * 300 + f" {i} ?", "1") for i in range(3)]
-    config = a_config(tmp_path, "some", steps=1, batch_size=8)
-    trainer = a_trainer(model_dir, config)
-    trainer.policy.config.max_position_embeddings = 300 + config.max_new_tokens
-    trainer.train([*long, *PROBLEMS[:8]])
-    said = "3 of 11 problems left out: prompts over 300 tokens (the model's window of "
-    assert said in capsys.readouterr().out
-    assert not any("long" in group["problem"] for group in logged_groups(config))
 
 
 def test_a_reward_that_fails_on_some_rollouts_does_not_end_the_run(model_dir, tmp_path, capsys):

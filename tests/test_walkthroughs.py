@@ -124,7 +124,7 @@ def early_model(tmp_path_factory):
 def hub(tmp_path, monkeypatch):
     """An empty working directory, and a hub that has our own problems in GSM8K's fields."""
     monkeypatch.chdir(tmp_path)
-    rows = list(map(vars, generate_word_problems("train", 40, 0, [1])))
+    rows = list(map(vars, generate_word_problems("train", 12, 0, [1])))
     monkeypatch.setattr(loaders, "read_hub", lambda name, split, config: enumerate(rows, 1))
     torch.manual_seed(0)
 
@@ -133,11 +133,11 @@ def test_python_blocks(early_model, hub, capsys):
     names = {}
     for block in BLOCKS:
         exec(block.replace("MODEL", str(early_model)), names)
-    assert len(names["dataset"]) == 40  # all that this hub has
+    assert len(names["dataset"]) == 12  # all that this hub has
     assert Path("weights/final_rlm_lora/adapter_model.safetensors").is_file()
     assert Path("runs/grpo/metrics.jsonl").is_file()
     out = capsys.readouterr().out
-    assert "steps: 10 (" in out  # one pass, 4 problems a step
+    assert "steps: 3 (" in out  # one pass, 4 problems a step
     assert "training starts from a bare model" in out
     assert "no CUDA GPU here, so the base is loaded without quantization" in out
     # What the blocks make, and do not use themselves:

@@ -373,20 +373,6 @@ def test_the_examples_of_help_can_be_copied(script):
         parse(cls, shlex.split(options, comments=True), presets=GRPO_PRESETS)
 
 
-REASONS = {
-    "--no-use-lora": "only LoRA adapters are trained",
-}
-
-
-@pytest.mark.parametrize(("typed", "reason"), REASONS.items())
-def test_an_option_with_one_legal_value_is_not_listed_and_refused_with_a_reason(typed, reason):
-    with pytest.raises(UsageError, match=reason):
-        parse(GRPOConfig, typed.split())
-    assert parse(GRPOConfig, ["--use-lora"])
-    hidden = {option.spelling for option in flags_of(GRPOConfig) if option.hidden}
-    assert typed.split()[0].replace("--no-", "--") in hidden
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device", "a.json")
 OVER_QUOTA = OSError(errno.EDQUOT, "Disk quota exceeded")
 

@@ -13,7 +13,6 @@ from expected_skips import SHARED, needs_shared
 from pyarrow import Table, parquet
 
 from rlm.cli.options import UsageError
-from rlm.data import loaders
 from rlm.data.loaders import (
     OPENMATH_POOL,
     dataset_name,
@@ -24,7 +23,6 @@ from rlm.data.loaders import (
     own_files,
 )
 from rlm.data.problem import Problem, answer_types, as_problems
-from rlm.data.prompts import FORMATS
 from rlm.grading.numbers import parse_number
 
 ROOT = Path(__file__).parents[2]
@@ -582,11 +580,6 @@ def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(t
 
 # --- names on the hub, and what SFT is shown of a solution ------------------------------
 
-CLIPS = {
-    "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
-    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72",
-}
-
 
 @pytest.mark.parametrize(
     ("name", "known_as"),
@@ -603,31 +596,3 @@ CLIPS = {
 )
 def test_names_of_data_sets(name, known_as):
     assert dataset_name(name) == known_as
-
-
-def test_the_courses_data_sets_are_read(monkeypatch):
-    rows = {
-        "gsm8k": [CLIPS | {"question": f"{i}: {CLIPS['question']}"} for i in range(300)],
-        "openmathinstruct": [json.loads(line) for line in OPENMATH_SAMPLE.open(encoding="utf-8")],
-    }
-    monkeypatch.setattr(loaders, "read_hub", lambda name, split, config: enumerate(rows[name], 1))
-    assert len(load_problems("openai/gsm8k")) == 270  # the others are for validation
-    assert len(load_problems("nvidia/OpenMathInstruct-1", max_samples=5)) == 2
-
-
-@pytest.mark.parametrize(
-    ("boxed", "plain"),
-    [
-        (r"so $\boxed{42}$.", "so $42$."),
-        (r"\boxed{\frac{1}{\sqrt{2}}} and \boxed{7}", r"\frac{1}{\sqrt{2}} and 7"),
-        (r"\boxed{4", r"\boxed{4"),  # never closed
-    ],
-)
-def test_boxes_are_taken_off(boxed, plain, tmp_path):
-    file = tmp_path / "train.jsonl"
-    row = {"question": "?", "expected_answer": "42", "is_correct": True}
-    rows = [row | {"question": f"{i}?", "generated_solution": boxed} for i in range(3)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    for problem in load_problems(f"nvidia/OpenMathInstruct-1:{file}"):
-        taught = FORMATS["deepseek"].completion(problem.solution, problem.answer)
-        assert taught == f"<think>\n{plain}\n</think>\n<answer>42</answer>"

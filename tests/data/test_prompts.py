@@ -361,12 +361,3 @@ def test_a_tokenizer_that_eats_tags_is_refused(tokenizer, monkeypatch):
     )
     with pytest.raises(UsageError, match="does not round-trip"):
         render_completion(tokenizer, "1 + 1 = 2", "2", DEEPSEEK)
-
-
-def test_the_system_prompt_asks_for_the_kind_of_answer(tokenizer):
-    number, choice = Problem("a", "Why?", "5"), Problem("b", "Why?", "B", answer_type="choice")
-    assert render_problem(tokenizer, number, DEEPSEEK) == render_prompt(tokenizer, "Why?", DEEPSEEK)
-    assert "final number" in DEEPSEEK.system_prompt
-    asked = tokenizer.decode(render_problem(tokenizer, choice, DEEPSEEK))
-    assert "letter of your choice inside <answer>" in asked
-    assert "number" not in asked

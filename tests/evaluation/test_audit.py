@@ -5,9 +5,9 @@ import time
 from contextlib import closing
 
 import pytest
+from conftest import exit_code
 
 import eval as evaluate
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS
 from rlm.evaluation import audit as module
@@ -82,7 +82,7 @@ def test_a_grader_that_hangs_dies_or_starts_too_slowly_is_stopped_by_the_clock(m
     slow += "    sys.exit() if text == 'dies' else print('true', flush=True)\n"
     monkeypatch.setattr(module, "WORKER", slow)
     asked = ["fast", "slow", "slow", "fast", "dies", "fast"]  # the second by a fresh process
-    with closing(MathVerify(time_limit=0.5)) as second:
+    with closing(MathVerify(time_limit=0.3)) as second:
         started = time.monotonic()
         assert [second("1", text) for text in asked] == [True, None, None, True, None, True]
         assert time.monotonic() - started < 20  # the limits, and starting Python
@@ -107,10 +107,8 @@ def test_math_verify_itself():
 
 def test_from_the_command_line(run_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MathVerify, "installed", staticmethod(lambda: False))
-    argv = ["--audit-reward", "--run-dir", str(run_dir), "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as exit:
-        run_main(evaluate.main, evaluate.EvaluateConfig, argv=argv)
-    assert not exit.value.code
+    argv = ["--audit-reward", "--run-dir", run_dir, "--output", tmp_path / "out"]
+    assert exit_code(evaluate, evaluate.EvaluateConfig, *argv) == 0
     out = capsys.readouterr().out
     assert "right by lenient, wrong by strict: 50.0%" in out
     assert "2 completions are right by lenient but wrong by strict" in out

@@ -264,15 +264,6 @@ def test_lenient(text: str, expected: str) -> None:
     )
 
 
-def test_every_reason_is_reachable() -> None:
-    seen = {strict for _, strict, _ in FORMATS} | {*ANSWERS}
-    seen.add(reason("<think>x</think><answer>18</answer>", "A", strict=True))
-    seen.add(grade("<answer>Bad</answer>", "B", strict=False, kind="choice").reason)
-    seen.add(grade("<answer>18</answer>", None, strict=False).reason)
-    assert seen == set(REASONS)
-    assert len(REASONS) == len(set(REASONS))
-
-
 @pytest.mark.parametrize("gold", ["", "A", "x", "17, 18", "1/0", "3 + 4", "None", "\ud800"])
 @pytest.mark.parametrize("text", ["", "<think>x</think><answer>{}</answer>", "{}", r"\boxed{{{}}}"])
 def test_an_unreadable_gold_rewards_nothing(gold: str, text: str) -> None:
@@ -436,9 +427,9 @@ def test_what_is_thought_is_not_said(thinking: str, gold: int) -> None:
 
 # --- cost -----------------------------------------------------------------------------------------
 
-# Seconds of computing for 100 kB, the best of up to three runs. On a good machine none takes
-# more than 0.02 (0.05 is what is asked for); what grows with the square takes many seconds.
-LIMIT = 0.3
+# Seconds of computing for 30 kB, the best of up to three runs. On a good machine none takes
+# more than 0.006 (0.015 is what is asked for); what grows with the square takes a second.
+LIMIT = 0.1
 REPEATED = [
     *("[", "{", "(", "<", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "\\boxed{1}"),
     *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),
@@ -466,7 +457,7 @@ def test_a_box_is_taken_off_what_it_holds(text: str, plain: str) -> None:
 
 @pytest.mark.parametrize("piece", REPEATED, ids=ascii)
 def test_hostile_text_is_cheap(piece: str) -> None:
-    flood = piece * (100_000 // len(piece))
+    flood = piece * (30_000 // len(piece))
     texts = [flood, f"<think>x</think>{flood}", f"<think>x</think><answer>{flood}</answer>"]
     texts += [
         f"<think>{flood}</think><answer>18</answer>",

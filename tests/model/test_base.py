@@ -121,18 +121,6 @@ def test_an_adapter_config_that_cannot_be_taken_is_one_line(plain, change, messa
         load_adapter(tiny_model(), plain, trainable=False)
 
 
-INITS = [
-    "gaussian",
-    "pissa",
-    "pissa_niter_4",
-    "olora",
-    "orthogonal",
-    "mica",
-    "loftq",
-    "corda",
-    "eva",
-    "lora_ga",
-]
 OF_ANOTHER_KIND = [
     {"target_modules": ["embed_tokens", "q_proj"]},
     {"target_modules": ["q_proj", "lm_head"]},

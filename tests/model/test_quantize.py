@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
-from conftest import tiny_model
+from conftest import let_it_speak, tiny_model
 from safetensors.torch import load_file
 
 import eval as evaluate
@@ -70,11 +70,7 @@ def with_adapter(model_dir, quantize, scale=0.3):
     """A packed base with an adapter that says something."""
     torch.manual_seed(0)
     policy = new_adapter(load_base(str(model_dir), CPU, quantize=quantize), r=4, alpha=8).eval()
-    with torch.no_grad():
-        for name, tensor in policy.named_parameters():
-            if "lora_B" in name:
-                tensor.normal_(0, scale)
-    return policy
+    return let_it_speak(policy, scale)
 
 
 @pytest.mark.parametrize("quantize", FIRST)

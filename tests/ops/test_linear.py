@@ -76,11 +76,14 @@ def near(found: Tensor, wanted: Tensor) -> None:
     assert error <= 4 * torch.finfo(found.dtype).eps * wanted.abs().max()
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 64, 200])
+@pytest.mark.parametrize("rows", [1, 9, 200])
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(2, [1]), (64, [48, 16, 16]), (130, [96]), (66, [7])]
+    ("inputs", "outputs", "bias"),
+    [
+        *((2, [1], False), (64, [48, 16, 16], False), (64, [48, 16, 16], True)),
+        *((130, [96], False), (66, [7], False)),
+    ],
 )
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, kind, threads):
     torch.manual_seed(0)
@@ -95,9 +98,11 @@ def test_a_compiled_product_is_rounded_once(inputs, outputs, bias, rows, kind, t
     rounded_once(fused_linear(*made, norm=norm, ops=how)(x), wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 9, 64])
-@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (64, 96), (130, 50)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 9, 200])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"),
+    [(2, 1, False), (64, 96, False), (64, 96, True), (130, 50, False)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, kind, threads):
     torch.manual_seed(0)

@@ -6,12 +6,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from conftest import exit_code
 from scripted_model import Model, operations, plan, write_endpoints, write_problems
 from scripted_server import ScriptedServer, refuse
 
 from recipes.experience import evaluate, train
 from recipes.experience.agent import GENERATORS
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
@@ -89,9 +89,7 @@ def practised(tmp_path_factory):
 def run(path, module, *arguments) -> int:
     config = {train: train.TrainConfig}.get(module) or evaluate.EvaluateConfig
     where = ["--api-config", path / "api.json", "--run-dir", path / "run"]
-    with pytest.raises(SystemExit) as exit:
-        run_main(module.main, config, argv=[str(word) for word in (*arguments, *where)])
-    return exit.value.code or 0
+    return exit_code(module, config, *arguments, *where)
 
 
 def library(path, name="generator_1"):

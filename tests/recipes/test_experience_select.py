@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from conftest import exit_code
 from scripted_model import Model, write_endpoints, write_problems
 from scripted_server import ScriptedServer
 
@@ -13,7 +14,6 @@ from recipes.experience.agent import Endpoint
 from recipes.experience.answers import announce_cost, format_attempt, tokens_of, vote_score
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
-from rlm.cli.main import run_main
 from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
 from rlm.data.problem import Problem
 from rlm.evaluation import holm
@@ -192,9 +192,7 @@ def run(place, module, *arguments) -> int:
     config = select.SelectConfig if module is select else evaluate.EvaluateConfig
     where = ["--api-config", path / "api.json", "--run-dir", path / "run", "--dataset", data]
     where += ["--library-dir", path / "lib"] if module is select else []
-    with pytest.raises(SystemExit) as exit:
-        run_main(module.main, config, argv=[str(word) for word in (*arguments, *where)])
-    return exit.value.code or 0
+    return exit_code(module, config, *arguments, *where)
 
 
 def test_only_what_helped_is_kept(selected):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import exit_code
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
@@ -21,7 +21,6 @@ from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
 from recipes.experience.trainer import records_path
 from rlm.api_client import Budget
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.experiences import load_experiences
 from rlm.runs.atomic_files import Journal, lock_file, read_lines
@@ -68,9 +67,7 @@ class Place:
     def run(self, *command) -> int:
         """What `python -m recipes.experience.train …` does; the exit code."""
         more = () if command[0] == "critic" else ("--dataset", self.data)
-        with pytest.raises(SystemExit) as exit:
-            run_main(train.main, train.TrainConfig, argv=self.arguments(*command, *more))
-        return exit.value.code or 0
+        return exit_code(train, train.TrainConfig, *self.arguments(*command, *more))
 
     def run_group(self, *options) -> int:
         """One problem with two rollouts, of which one is right."""
@@ -634,7 +631,7 @@ def test_more_problems_go_on_where_it_stopped(place):
     [
         pytest.param("generator_1", signal.SIGINT, marks=pytest.mark.slow),
         ("critic", signal.SIGINT),
-        ("generator_1", signal.SIGKILL),
+        pytest.param("generator_1", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_is_ended_goes_on(tmp_path, server, capsys, name, sent):
@@ -824,7 +821,7 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     assert KEY not in str(refused.value)
 
 
-@pytest.mark.parametrize("role", [*GENERATORS, "critic", "judge"])
+@pytest.mark.parametrize("role", ["generator_1", "critic"])
 def test_a_key_that_is_missing_or_wrong_names_variable_and_file(tmp_path, role):
     path = tmp_path / "api_config.json"
     path.write_text(json.dumps({role: {"base_url": "https://api.example.org/v1"}}))
@@ -863,9 +860,3 @@ def test_reasoning_that_comes_apart_is_kept(place):
     (rollout,) = place.rows()[0]["rollouts"]
     assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
     assert rollout["is_correct"]
-
-
-def test_endpoints_and_keys_of_the_developer_are_out_of_reach():
-    """Each would win over a test's file: see conftest.py."""
-    roles = [f"{role}_".upper() for role in (*ROLES, "judge")]
-    assert not [name for name in os.environ if name.startswith(tuple(roles))]

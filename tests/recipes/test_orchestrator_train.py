@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_model
+from conftest import byte_tokenizer, let_it_speak, tiny_model
+from conftest import exit_code as run
 from expected_skips import SHARED, needs_shared
 from safetensors.torch import load_file
 from scripted_llm import ScriptedLLM
@@ -33,18 +34,17 @@ from recipes.orchestrator.runner import LocalLLM, Reply, Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import Price
 from rlm.cli import resolve_config
-from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.model.adapters import new_adapter, set_gradient_checkpointing
 from rlm.model.base import load_base, load_tokenizer
 from rlm.model.export import save_adapter
-from rlm.model.hardware import Device, Setup
+from rlm.model.hardware import Setup
 from rlm.sampling import SamplingParams
+from tests.test_train_grpo import CPU
 
 ROOT = Path(__file__).parents[2]
-CPU = Device("cpu", torch.float32, "test")
 WORDS = ("red", "blue", "green", "gold")
 SKELETON = re.split("solve|WORD", Graph.chain("solve", "WORD").to_json())
 GOOD, BAD = (Graph.chain("solve", word).to_json() for word in ("gold", "red"))
@@ -333,10 +333,7 @@ def a_solver(base, path):
     """An adapter for the agents that says something else than the bare model."""
     policy = new_adapter(load_base(str(base), CPU), r=4, alpha=8)
     torch.manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in policy.named_parameters():
-            if "lora_B" in name:
-                tensor.normal_(0, 0.3)
+    let_it_speak(policy, 0.3)
     save_adapter(policy, load_tokenizer(str(base)), path, {})
     return path
 
@@ -451,12 +448,6 @@ def test_contradictions_are_one_line(typed, message):
 
 
 # --- the commands -------------------------------------------------------------------------------
-
-
-def run(module, cls, *arguments):
-    with pytest.raises(SystemExit) as exit:
-        run_main(module.main, cls, argv=[str(argument) for argument in arguments])
-    return exit.value.code or 0
 
 
 @pytest.fixture(scope="module")
@@ -674,7 +665,8 @@ def read_block(source):
 
 
 @pytest.mark.parametrize(
-    "source", ["README", pytest.param("description", marks=needs_shared("seeds"))]
+    "source",
+    ["README", pytest.param("description", marks=(pytest.mark.slow, needs_shared("seeds")))],
 )
 def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
     """Changed only in where names come from and in model ids (and sizes, to be quick)."""

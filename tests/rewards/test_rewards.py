@@ -498,16 +498,15 @@ WORTHLESS = ["", block("x", ""), block("x", " or ".join(map(str, range(401)))), 
 WORTHLESS += [r"\boxed{0, 1, 2, 3}", "<think>" + " ".join(map(str, range(401)))]
 
 
-@pytest.mark.parametrize("reward", [CorrectnessReward, GSM8KReward])
-def test_a_constant_text_is_right_once_at_most(reward):
+def test_a_constant_text_is_right_once_at_most():
     """What guesses all, says nothing, or stalls, is worth no more than the format's bonus."""
+    reward = GSM8KReward()
     for text in WORTHLESS:
-        worth = [reward()(text, gold) for gold in GOLDS]
-        assert max(worth) <= (0.1 if reward is GSM8KReward else 0.0), text[:20]
-    assert sum(reward()(block("x", "7"), gold) >= 0.9 for gold in GOLDS) == 1
+        assert max(reward(text, gold) for gold in GOLDS) <= 0.1, text[:20]
+    assert sum(reward(block("x", "7"), gold) >= 0.9 for gold in GOLDS) == 1
     for gold in GOLDS:
-        assert reward()(block("so", gold), gold) == 1.0
-        assert reward()(block("so", "123456"), gold) < 1.0
+        assert reward(block("so", gold), gold) == 1.0
+        assert reward(block("so", "123456"), gold) < 1.0
 
 
 # --- other answers than numbers ------------------------------------------------------------------
@@ -669,7 +668,7 @@ def test_an_async_reward_waits_for_all_at_once():
             waiting -= 1
             return 1 / (completion != "bad")
 
-    scorer = Scorer(Judge(), time_limit=3.0)
+    scorer = Scorer(Judge(), time_limit=1.0)
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
     assert (asked, most) == (6, 6)

@@ -24,13 +24,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAMILIES, byte_tokenizer, tiny_model
+from conftest import FAMILIES, byte_tokenizer, let_it_speak, tiny_model
 from safetensors.torch import load_file, save_file
 
 from rlm.cli import UsageError
 from rlm.data import Problem
 from rlm.model import (
-    Device,
     adapter_without_base,
     load_adapter,
     load_base,
@@ -49,14 +48,13 @@ from rlm.training import (
     token_logprobs,
 )
 from rlm.training.doctor import Doctor
+from tests.test_train_grpo import CPU, likes_letters
 from train_grpo import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-engine/bin/python"
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(12)]
-LETTERS = set("etaoinshrdlu")
 NO_CLIP = 1e9  # SkyRL's server has none
-CPU = Device("cpu", torch.float32, "test")
 
 ALGORITHMS = {
     "grpo": {"algorithm": "grpo"},
@@ -67,10 +65,6 @@ ALGORITHMS = {
         "clip_eps_low": 0.2, "clip_eps_high": 0.2,
     },
 }  # fmt: skip
-
-
-def likes_letters(completions, **_):
-    return [float(bool(LETTERS & set(text))) for text in completions]
 
 
 def has_an_odd_length(completions, **_):
@@ -130,10 +124,7 @@ def test_sequences_are_taken_back_out_of_a_micro_batch():
 def archive(model_dir, tmp_path) -> Path:
     """An adapter as SkyRL sends it: its config names no modules."""
     torch.manual_seed(1)
-    policy = new_adapter(load_base(str(model_dir), CPU), r=4, alpha=32)
-    for name, tensor in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(tensor)
+    policy = let_it_speak(new_adapter(load_base(str(model_dir), CPU), r=4, alpha=32), 1.0)
     policy.save_pretrained(tmp_path / "sent")
     (tmp_path / "sent/adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     with tarfile.open(tmp_path / "sent.tar.gz", "w:gz") as tar:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
-import shutil
-import subprocess
 from functools import partial
 
 import pytest
@@ -33,35 +30,6 @@ def server(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT)
     with live(service, allowed_origins=["https://my.app"]) as running:
         yield running
-
-
-def curl(server, line: str) -> tuple[int, dict]:
-    """Run a line, in which the port is the documented one; (status, body)."""
-    if not shutil.which("curl"):
-        pytest.skip("needs curl")
-    words = shlex.split(line.replace(":8000", f":{server.port}"))
-    done = subprocess.run(
-        [*words, "-w", "\n%{http_code}"], capture_output=True, text=True, check=True
-    )
-    body, _, status = done.stdout.rpartition("\n")
-    return int(status), json.loads(body)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        """curl http://127.0.0.1:8000/phase1/reasoning -d '{"prompt": "two and three"}'""",
-        """curl -X POST http://localhost:8000/phase1/reasoning/ -d '{"prompt": "two and three"}'""",
-        """curl -X POST http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \
-           -d '{"prompt": "two and three", "expected_answer": 5, "max_new_tokens": 64}'""",
-    ],
-)
-def test_a_question_by_curl(tokenizer, line):
-    service, _ = make_service(tokenizer, SCRIPT)
-    with live(service) as server:
-        server.server.config.app._settings.allowed_hosts.add("localhost")
-        status, body = curl(server, line)
-    assert (status, body["response"], body["final_answer"]) == (200, ADD, "5")
 
 
 def test_a_slash_at_the_end_is_no_redirect(server):
@@ -93,16 +61,20 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("headers", "status"), PAGES, ids=range(len(PAGES)))
-def test_a_page_of_a_stranger_can_not_use_an_open_server(headers, status):
-    body = b'{"prompt": "x"}'
+@pytest.fixture(scope="module")
+def wall():
     with SecuredServer(keys=Keys([]), allowed_origins=["https://my.app"]) as wall:
-        post = partial(wall.ask, "POST", "/phase1/reasoning", body=body)
-        for kind in ([FORM], [FORM.upper()], [f"{FORM}; charset=UTF-8"], [FORM, FORM]):
-            answer = post(*kind, *headers)
-            assert answer.status == (status if kind[0][-1] in "dD" and len(kind) == 1 else 415)
-            assert answer.status == 200 or answer.json["code"] == "unsupported_media_type"
-        assert post(JSON, *headers).status == 200  # a browser would have asked first
+        yield wall
+
+
+@pytest.mark.parametrize(("headers", "status"), PAGES, ids=range(len(PAGES)))
+def test_a_page_of_a_stranger_can_not_use_an_open_server(wall, headers, status):
+    post = partial(wall.ask, "POST", "/phase1/reasoning", body=b'{"prompt": "x"}')
+    for kind in ([FORM], [FORM.upper()], [f"{FORM}; charset=UTF-8"], [FORM, FORM]):
+        answer = post(*kind, *headers)
+        assert answer.status == (status if kind[0][-1] in "dD" and len(kind) == 1 else 415)
+        assert answer.status == 200 or answer.json["code"] == "unsupported_media_type"
+    assert post(JSON, *headers).status == 200  # a browser would have asked first
 
 
 def test_a_form_or_broken_json_stays_refused(server):

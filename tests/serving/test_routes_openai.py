@@ -160,8 +160,6 @@ def test_what_is_taken(client, asked, content):
     "asked",
     [
         {"frequency_penalty": 0.5},
-        {"logprobs": True},
-        {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "no_schema"}}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"max_tokens": 5, "max_completion_tokens": 5},

@@ -154,12 +154,6 @@ def test_what_cannot_be_is_refused_with_the_reason(options, why):
         parse(GRPOConfig, typed, presets=PRESETS)
 
 
-def test_names_of_trl():
-    typed = ["--beta=0.5", "--epsilon=0.1", "--epsilon-high=0.3"]
-    config = parse(GRPOConfig, typed)
-    assert (config.kl_weight, config.clip_eps_low, config.clip_eps_high) == (0.5, 0.1, 0.3)
-
-
 def test_the_docs_have_every_formula_and_source():
     page = Path(__file__).parents[2] / "docs/explanation/algorithms.md"
     text = page.read_text(encoding="utf-8")

@@ -1,23 +1,20 @@
 """Stage 1: its loss beside TRL's own, which scores every position; where it starts and stops."""
 
+import importlib
 import json
 import os
 import re
 import shlex
 import signal
 from dataclasses import replace
-from pathlib import Path
 
-import datasets
 import pytest
 import torch
-import trl
-from conftest import byte_tokenizer, tiny_model
+from conftest import byte_tokenizer, let_it_speak, tiny_model
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
 import rlm.training.logprobs
-import rlm.training.sft
 import train_grpo
 import train_sft
 from rlm.cli.options import UsageError
@@ -40,16 +37,23 @@ ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # i
 SHARED = [([3, 4, *ids], 2 + prompt) for ids, prompt in ROWS] + [([3, 4, 5, 9], 2)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def stage_1() -> None:
+    """TRL is not imported at the top: it takes seconds, and each process collects every file."""
+    importlib.import_module("rlm.training.sft")
+
+
 def example(ids, prompt):
     return {"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]}
 
 
 def trainer_of(cls, folder, rows=ROWS, **options):
+    import datasets
+    import trl
+
     torch.manual_seed(0)
     policy = new_adapter(tiny_model(), r=4, alpha=8, dropout=0.0)
-    for name, tensor in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(tensor)  # else half of the gradients are zero
+    let_it_speak(policy, 1.0)  # else half of the gradients are zero
     arguments = trl.SFTConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to="none",
         max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, **options,
@@ -62,11 +66,19 @@ def trainer_of(cls, folder, rows=ROWS, **options):
     )
 
 
-@pytest.mark.parametrize("count", [None, 11])
-@pytest.mark.parametrize("rows", [ROWS, SHARED, SHARED[:1]])
-@pytest.mark.parametrize("attn", ["sdpa", ATTN_IMPLEMENTATION])
+@pytest.mark.parametrize(
+    ("count", "rows", "attn"),
+    [
+        (None, SHARED, ATTN_IMPLEMENTATION),
+        (11, ROWS, ATTN_IMPLEMENTATION),
+        (11, SHARED, "sdpa"),
+        (None, SHARED[:1], "sdpa"),
+    ],
+)
 def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
     """Also where several micro-batches share one denominator, and where prompts begin alike."""
+    import trl
+
     found = []
     for cls in (trl.SFTTrainer, rlm.training.sft.SFTTrainer):
         trainer = trainer_of(cls, tmp_path, rows)
@@ -120,6 +132,8 @@ def test_what_all_examples_begin_with_is_computed_once():
 
 def test_training_ends_where_trls_does(tmp_path):
     """Three updates of two micro-batches each, by the whole of TRL's loop."""
+    import trl
+
     ends = []
     for cls in (trl.SFTTrainer, rlm.training.sft.SFTTrainer):
         trainer = trainer_of(
@@ -195,7 +209,7 @@ def test_a_dozen_solutions_of_ones_own_are_enough(
     command = re.search(r"next: python train_grpo.py (.*)\n", out)[1]
     assert command == "--sft-adapter sft --dataset 'my sums.jsonl'"
     tiny = ("--steps", 1, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4)
-    assert run(train_grpo, *shlex.split(command), *tiny, "--eval-samples", 0) == 0
+    assert more or run(train_grpo, *shlex.split(command), *tiny, "--eval-samples", 0) == 0
 
 
 def test_a_file_without_solutions_is_refused(model_dir, tmp_path, capsys):
@@ -235,20 +249,6 @@ def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tok
     assert history(tmp_path / "sft")["start_adapter"] == str(start)
     config = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
-
-
-def test_the_data_is_read_and_warned_about_once(model_dir, tmp_path, caplog):
-    rows = [{"question": f"{i} + 1?", "answer": i + 1, "solution": "so"} for i in range(40)]
-    data = tmp_path / "mine.jsonl"
-    data.write_text("\n".join(["no JSON", *map(json.dumps, rows)]))
-    assert run(
-        train_sft, "--model", model_dir, "--dataset", data, "--max-samples", 3, "--dry-run", 1,
-        "--output", tmp_path / "sft", "--run-dir", tmp_path / "run",
-    ) == 0  # fmt: skip
-    (said,) = [record.message for record in caplog.records if "left out" in record.message]
-    assert said.startswith(
-        f"{data}: 40 of 41 rows used, 1 left out: 1 not JSON (Expecting value) (line 1)"
-    )
 
 
 def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
@@ -500,7 +500,6 @@ GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
     "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72",
 }
-OPENMATH = Path(__file__).parents[2] / "data" / "openmathinstruct_sample.jsonl"
 LEARNED = "<think>\nShe sold 48/2 = 24 in May.\nIn all 48+24 = 72.\n</think>\n<answer>72</answer>"
 
 
@@ -530,10 +529,3 @@ def test_a_dry_run_shows_what_is_learned_and_what_is_left_out(
     assert "problems: 9 read, 8 used, 1 left out (over --max-length 1024 tokens)" in said
     assert "validation problems: 1 read, 1 used, 0 left out" in said
     assert sorted(tmp_path.iterdir()) == before  # nothing was trained
-
-
-def test_a_dry_run_says_why_rows_were_left_out(model_dir, caplog):
-    arguments = ["--dataset", f"openmathinstruct:{OPENMATH}", "--eval-samples", 0, "--dry-run", 1]
-    assert run(train_sft, "--model", model_dir, *arguments) == 0
-    reasons = "1 with code (--keep-code keeps them); 2 wrong; 1 without a number for an answer"
-    assert f"2 of 6 rows used, 4 left out: {reasons}" in caplog.text

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from rlm.conformance import peer_trl
 from rlm.conformance.cases import Case, run_case
 from rlm.conformance.ours import ours
 from rlm.training.algorithms import ALGORITHMS
@@ -57,6 +56,8 @@ MANY = range(70)  # with each algorithm and each weight a thousand cases
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "topr"])  # TRL has none
 def test_loss_and_gradient_equal_trls(name, seeds, monkeypatch):
+    from rlm.conformance import peer_trl
+
     # TRL's default multiplies the KL term by the ratio: docs/reference/conformance.md says so.
     monkeypatch.setitem(peer_trl.DEFAULTS, "use_bias_correction_kl", False)
     sides = (0, 1) if name == "cispo" else (-1, 0, 1)  # it has no lower bound
