@@ -19,7 +19,7 @@ from rlm.grading.answers import (
     split_completion,
     without_boxes,
 )
-from rlm.grading.numbers import parse_number
+from rlm.grading.numbers import numbers_in, parse_number
 
 COMPARED = ("correct", "wrong")
 
@@ -82,7 +82,7 @@ NUMBERS = {
     "0": ["0", "-0"],
     "25": ["025"],
     "1/2": [".5", "½", r"\frac{1}{2}", r"\frac12"],
-    "-1/2": ["-.5", r"-\frac{1}{2}", r"\frac{-1}{2}"],
+    "-1/2": ["-.5", r"-\frac{1}{2}", r"\frac{-1}{2}", r"\frac{1}{-2}", "-½", "−½"],
     "-3": ["-3", "- 3", "\u22123", "–3", "—3", "minus 3", "$$\n- 3\n$$", "－３"],
     "1000": [
         "1,000", "1 000", "1\u00a0000", "1\u2009000", "1'000", "1’000", "1_000", r"1{,}000",
@@ -92,17 +92,21 @@ NUMBERS = {
     "3/4": ["3/4", r"\dfrac{3}{4}", r"\tfrac34"],
     "-3/4": ["-3/4"],
     "3/2": ["1 1/2", "1½", r"1\frac{1}{2}"],
-    "-3/2": ["-1 1/2"],
+    "-3/2": ["-1 1/2", "-1½"],
+    "10/3": [r"\frac{-10}{-3}"],
     "500": ["1 000/2"],
     "20": ["20%", r"20\%", "20 percent"],
-    "5": ["$5.00", r"\$5.00", "5$", "€5", "5 €", "USD 5", "5 USD", "US$5", "5 km/h", "$5/hour"],
+    "5": [
+        "$5.00", r"\$5.00", "5$", "€5", "5 €", "USD 5", "5 USD", "US$5", "5 km/h", "$5/hour",
+        "5 apples", "5 square meters", "5 dollars a day", "5 times", "5 seconds", "5 correct",
+    ],
     "-5": ["-$5", "$-5"],
     "72": ["72 clips", "72clips", r"72\text{ clips}", r"72 \mathrm{~km}"],
     "12": ["12 cm^2", r"12\text{ cm}^2"],
-    "90": ["90°", r"90^\circ"],
+    "90": ["90°", r"90^\circ", r"90\degree"],
     "10": ["10 a.m."],
     "1500000": ["1.5 million"],
-    "2000": ["2 thousand dollars"],
+    "2000": ["2 thousand dollars", "2 thousands"],
     "3/2000": ["1.5e-3"],
     "9" * 40: ["9" * 40],
 }
@@ -118,6 +122,14 @@ NO_NUMBERS = [
     "4x4", "2(2)", "x = 18", "> 18", "≥ 18", "± 18", "18:30", "3-4", "2024-01-02", "1/2/2024",
     "5'5", "1.2.3", "1e999", "9" * 41, "18\x00", "18\ud800", "1\u200b8", "", "-", "eighteen", "NaN",
     "inf", "18" + " " * 300 + "x",
+    # compound numbers in words, a second number in words, operators, verbs and doubts
+    "5 hundred thousand", "5 thousand two hundred", "5 hundred and six", "2 million five", "5 six",
+    "5 twenty-one", "5 to six", "5 or six", "5 maybe six", "5 plus two", "5 plus", "5 minus two",
+    "5 times two", "5 divided by two", "5 over two", "5 point five", "5 mod two", "5 choose two",
+    "5 percent of ten", "5 is wrong", "5 isn't it", "5 was close", "5 cannot be", "5 probably",
+    "5 approximately", "5 at least", "5 wait", "5 I think", "5 apples are left",
+    r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "8 = 5 + 3", "10/3 ≈ 3.33",
+    "10/3, which is about 3.33",
 ]
 # fmt: on
 PAIRS = [(t, value) for value, texts in NUMBERS.items() for t in texts]
@@ -444,7 +456,9 @@ REPEATED = [
     *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),
     *("9^{", "\\frac{1}{", "\\", "$", "*", "_*", "- ", "\n", "\n- ", " ", "= ", "} ^", "-", "—1"),
     *("answer is ", "answer is 1 ", "answer", "answer \n", "####", "#### 1\n", "18 dollars\n"),
-    *("a", "x", "万", "½", "²", "٣", "１", "\u3000", "\ud800", "\x00", "<answer>1</answer>"),
+    *("is ", "because ", "is correct ", ",", "option B is ", "\\text{", "and ", "two ", "isn't "),
+    *("1/2 ", "1/2 ≈ ", "3.(3)", "a", "x", "万", "½", "²", "٣", "１", "\u3000", "\ud800", "\x00"),
+    "<answer>1</answer>",
 ]
 
 
@@ -491,6 +505,21 @@ def test_hostile_text_is_cheap(piece: str) -> None:
     thread.join()
     assert len(slowest) == 1 + 2 * len(golds) * len(texts)  # or one has raised
     assert max(slowest) < LIMIT
+
+
+DISTINCT = " ".join(f"{n}/{n + 1}" for n in range(3_000))
+FLOODS = [*(piece * (100_000 // len(piece)) for piece in REPEATED), "9" * 100_000, DISTINCT]
+FLOODS += ["1" + ",123" * 25_000 + "4"]
+
+
+@pytest.mark.parametrize("text", FLOODS, ids=lambda text: ascii(text[:12]))
+def test_finding_all_numbers_is_cheap(text: str) -> None:
+    best = 1.0
+    for _ in range(3):
+        start = time.thread_time()
+        numbers_in(text)
+        best = min(best, time.thread_time() - start)
+    assert best < LIMIT
 
 
 # --- GSM8K ----------------------------------------------------------------------------------------
