@@ -4,8 +4,10 @@ There are two gradings. The *strict* grading is the training reward: a completio
 exactly one non-empty `<think>` block followed by one `<answer>` block that contains one number. The
 *lenient* grading accepts the right answer in any common form and is only reported. Both gradings
 read values with the same functions (`numbers` for numbers, `read_choice` for letters, `read_text`
-for words). Both accept at most one value, so a text that lists guesses is wrong, and both ignore
-everything inside the reasoning block. All patterns run in linear time and all sizes are bounded, so
+for words). Both accept at most one value, so a text that lists guesses is wrong. In the lenient
+grading, the last statement "the answer is …" or "#### …" counts, because it corrects the earlier
+ones; answer tags or boxes with different values are wrong. Both ignore everything inside the
+reasoning block. All patterns run in linear time and all sizes are bounded, so
 hostile text takes only milliseconds, and no text raises an error.
 """
 
@@ -39,7 +41,8 @@ _LETTER = re.compile(
 )
 # Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
 _ANOTHER = re.compile(
-    r"\b(?:or|and|unless|maybe|possibly|also|not|be|else|option|choice|answer)\s+\(?[A-J]\b"
+    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
+    r"\W{1,4}[A-J]\b"
     r"|(?<!\w)\(?[A-J][).:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
@@ -98,7 +101,8 @@ REASONS: tuple[str, ...] = (
     "text_outside",  # strict: there is text outside the two blocks
     "no_answer",  # strict: the opening answer tag is missing; lenient: no answer was found
     "unclosed_answer",  # strict: the answer tag is not closed
-    "repeated_answer",  # strict: there is more than one opening or closing answer tag
+    "repeated_answer",  # strict: there is more than one opening or closing answer tag;
+    # lenient: tags or boxes contain different answers that are not numbers
     "not_a_number",  # the answer is not a plain number: words, 3 + 4, x > 5, 9^9, 1/0
     "several_numbers",  # the answer contains more than one number
     "not_a_choice",  # multiple choice: the answer is not one letter
@@ -136,14 +140,29 @@ def normalize_answer(answer: str) -> Fraction | str | None:
 
 _MARKUP = re.compile(r"</?[A-Za-z_]{1,20}>|<\|[a-z_]{1,20}\|>")  # <b>, <|im_end|>, unpaired tags
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
-_BRACKETED = re.compile(r"(?<![\\\w])\[([^\[\]\n]{1,60})\]")
-_HASHES = re.compile(r"(?<!#)####(?!#) {0,3}([^\nA-Za-z]{0,20}\d[^\n]*)")
-_ANSWER_IS = re.compile(
-    r"(?i)\banswer\b[^\n.:=\d]{0,40}?(?:\b(?:is|be|equals)\b|:|=)"
-    r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
+_TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
+_DIGIT = "\\d¼-¾⅐-⅞"
+_HASHES = re.compile(rf"(?<!#)####(?!#) {{0,3}}([^\nA-Za-z]{{0,20}}[{_DIGIT}][^\n]*)")
+_IS = r"(?:(?<!not )(?<!n't )(?<!n’t )(?<!never )\b(?:is|be|equals)\b|:|=)"  # not "cannot be"
+_REST_OF_LINE = r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
+_ANSWER_IS = re.compile(rf"(?i)\banswer\b[^\n.:=\d]{{0,40}}?{_IS}{_REST_OF_LINE}")
+# Matches from the start of a line to the end of the first sentence that contains a digit. The
+# period of the repeating decimal 3.\overline{3} does not end a sentence.
+_SENTENCE = re.compile(
+    rf"[^{_DIGIT}]*[{_DIGIT}].*?(?=[.!?](?:[\s*_$)]|\\(?!overline|bar|dot)|$)|$)"
 )
-# Matches from the start of a line to the end of the first sentence that contains a digit.
-_SENTENCE = re.compile(r"[^\d]*\d.*?(?=[.!?](?:[\s*_$)\\]|$)|$)")
+# Matches the words before a chosen letter: "the correct option is B", "I choose B", "option B is
+# correct".
+_CHOICE_IS = re.compile(
+    r"(?i)(?:\b(?:answer|(?:correct|right|best|final|my) (?:option|choice))\b[^\n.:=]{0,40}?"
+    rf"{_IS}|\bI(?: would| will)? (?:choose|pick|select)\b|\b(?:option|choice|answer)"
+    rf"(?=\W{{1,4}}[A-J]\W{{1,4}}is (?:the )?(?:correct|right|best)\b)){_REST_OF_LINE}"
+)
+# Matches what may follow a chosen letter: "is correct", and a reason up to the end of its sentence.
+_CHOICE_REASON = re.compile(
+    r"(?i)\s?\bis (?:the )?(?:correct|right|best)\b(?: (?:one|answer|option|choice)\b)?"
+    r"|,?\s?\b(?:because|since)\b[^.!?\n]*"
+)
 
 
 def _brace_pairs(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
@@ -179,11 +198,18 @@ def without_boxes(text: str) -> str:
     return text
 
 
-def _tagged(text: str, tag: str) -> str | None:
-    """Return the contents of the last closed answer tag, or None if there is no such tag."""
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, max(end, 0))
-    return text[start + len(tag) + 2 : end] if start >= 0 else None
+def _tagged(text: str, tag: str) -> list[str]:
+    """Return the contents of the last closed answer tags, in the order of the text."""
+    parts = text.split(f"</{tag}>")[:-1]
+    return [part.split(f"<{tag}>", 1)[1] for part in parts if f"<{tag}>" in part][-MAX_CLAIMS:]
+
+
+def _only_claim(claims: Sequence[Claim], reason: str) -> Claim:
+    """Return the last claim; it has no value, but `reason`, if another claim has another value."""
+    *others, last = claims
+    values = {claim.value for claim in claims} - {None}
+    is_list = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)
+    return replace(last, value=None, reason=reason) if is_list else last
 
 
 def _read_other(region: str, kind: AnswerType) -> Claim:
@@ -196,40 +222,35 @@ def _read_other(region: str, kind: AnswerType) -> Claim:
 def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
     """Find an answer that is not a number.
 
-    The answer is read from the first region found: an answer tag, the last box, the text after
-    "answer is", or the last line. An open answer without a tag is the whole text.
+    The answer is read from the first of the following that the text contains: answer tags, boxes,
+    the text after "answer is", or the last line. An open answer without a tag is the whole text.
     """
-    if (inside := _tagged(text, answer_tag)) is not None:
-        return _read_other(_MARKUP.sub(" ", inside), kind)
+    regions = [_MARKUP.sub(" ", inside) for inside in _tagged(text, answer_tag)]
     if kind == "open":
-        return _read_other(text, kind)
-    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
-    if boxes := _boxes(text):
-        return _read_other(re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", boxes[-1]), kind)
-    if said := _ANSWER_IS.findall(text):
-        return _read_other(said[-1], kind)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return _read_other(lines[-1] if lines else "", kind)
+        return _read_other(regions[-1] if regions else text, kind)
+    if not regions:
+        text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+        stated = _CHOICE_IS if kind == "choice" else _ANSWER_IS
+        regions = _boxes(text) or stated.findall(text)[-1:]
+        regions = regions or [line for line in text.splitlines() if line.strip()][-1:] or [""]
+    regions = [_TEXT_COMMAND.sub(r"\1", region) for region in regions]
+    if kind == "choice":
+        regions = [_CHOICE_REASON.sub("", region) for region in regions]
+    return _only_claim([_read_other(region, kind) for region in regions], "repeated_answer")
 
 
 def _find(text: str, answer_tag: str) -> Claim:
     """Find the number that a text gives as its answer.
 
-    The number is read from the first region found: an answer tag, boxes or brackets, the text after
-    ####, the text after "answer is", or the last number of the text.
+    The number is read from the first of the following that the text contains: answer tags, boxes,
+    the text after ####, the text after "answer is", or the last number of the text.
     """
-    if (inside := _tagged(text, answer_tag)) is not None:
-        return read_number(_MARKUP.sub("\n", inside))
-    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
-    bracketed = _BRACKETED.findall(text)[-MAX_CLAIMS:]
-    regions = _boxes(text) or [entry for entry in bracketed if parse_number(entry) is not None]
-    if regions:  # the last region is the answer, unless another region contains another value
-        *others, last = map(read_number, regions)
-        values = {claim.value for claim in (*others, last)} - {None}
-        hedged = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)
-        return replace(last, value=None, reason="several_numbers") if hedged else last
-    if hashes := _HASHES.findall(text):
-        return read_number(hashes[-1])
+    regions = [_MARKUP.sub("\n", inside) for inside in _tagged(text, answer_tag)]
+    if not regions:
+        text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+        regions = _boxes(text) or _HASHES.findall(text)[-1:]
+    if regions:
+        return _only_claim([read_number(region) for region in regions], "several_numbers")
     for line in reversed(_ANSWER_IS.findall(text)):
         if sentence := _SENTENCE.match(line):
             return read_number(sentence[0])

@@ -1,11 +1,13 @@
 r"""Exact arithmetic in texts: evaluate expressions, and find and check every equation `a op b = c`.
 
-The left side of an equation is a chain of numbers with + - * / × ÷ x, parentheses, `$`, `%` and
-thousands separators. GSM8K's calculator marks are read too (`3 + 5 = <<3+5=8>>8` contains two
-equations). Expressions with words between their numbers are skipped, and so are chains that are
-only the end of a longer expression (`2 apples + 3 * 4 = 14`). Nothing is evaluated as code: a
-parser reads each expression in one pass. All patterns run in linear time and all sizes are bounded,
-so hostile text takes only milliseconds.
+The left side of an equation is a chain of numbers with + - * / × · ÷ x, `\times`, `\cdot`, `\div`,
+parentheses, `$`, `%` and thousands separators. GSM8K's calculator marks are read too
+(`3 + 5 = <<3+5=8>>8` contains two equations). An equation is skipped if it may be only a part of a
+longer one: a part of an expression with words or units between its numbers
+(`2 apples + 3 * 4 = 14`), or next to an operator, function or symbol that is not read
+(`10^2 + 5 = 105`, `twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Nothing is evaluated as code: a parser
+reads each expression in one pass. All patterns run in linear time and all sizes are bounded, so
+hostile text takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+
+from rlm.grading.numbers import FRACTION_WORD, NUMBER_WORD, OPERATOR_WORD, SCALE_WORD
 
 _TOKEN = re.compile(r"[ \t]*(?:(\d+(?:\.\d*)?|\.\d+)|([-+*/()%]))", re.ASCII)
 
@@ -85,23 +89,50 @@ class _Parser:
 MAX_LENGTH = 200  # maximum length of an equation in characters; longer equations are skipped
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3}){1,6}+(?!\d)|\d++)(?:\.\d++)?+|\.\d++)"
 _OPERAND = rf"[($]{{0,5}}+-?+\$?+{_NUMBER}%?+\){{0,5}}+"
-_SIGN = r"(?:[ \t]*+[-+*/×÷][ \t]*+|[ \t]++x[ \t]++|x(?=[\d(]))"  # "2x - 3 = 5" is algebra
-# The pattern also matches a chain without a result, so that the search does not start again at the
-# second number of the chain.
-_CHAIN = re.compile(
-    rf"(?<![\w.($])(?P<left>{_OPERAND}(?:{_SIGN}{_OPERAND})++)"
-    rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)"
-    rf"(?!\d|[., \t]\d|{_SIGN}[($-]*+[\d.]))?"
+_SIGN = r"(?:[ \t]*+[-+*/][ \t]*+|[ \t]++x[ \t]++|x(?=[\d(]))"  # "2x - 3 = 5" is algebra
+# Matches text after a result which shows that the result is only the start of a number or of an
+# expression: 1,5 and 12:30, 18 000, 7 - 2 and 5 + x, 5x and 5k, 2^3, 50% of 14, 4 dozen.
+_CONTINUES = (
+    rf"[.,:]?\d|[ \t]+\d|{_SIGN}[($-]*+(?:[\d.]|[A-Za-z]\b)|[A-Za-z]\b|[eE][-+]?\d|[(_]\w"
+    r"|[ \t]*(?:[\^!%√π±²³¼½¾]|\\(?:frac|sqrt|pi)|of[ \t]+\$?\d"
+    rf"|(?i:(?:{OPERATOR_WORD}|minus|point)[ \t]+(?:[\d$(]|{NUMBER_WORD})"
+    rf"|(?:more|less) than[ \t]+\$?\d|(?:{FRACTION_WORD}|{SCALE_WORD}|dozen|(?:and a )?half"
+    r"|squared|cubed|factorial)\b))"
 )
-# Matches text before a chain which shows that the chain is only the end of a longer expression.
-# Bullets of a list do not match.
+# The pattern also matches a chain without a result, so that the search does not start again at the
+# second number of the chain. The minus in "apples -5 + 8" is an operator, not a sign.
+_CHAIN = re.compile(
+    rf"(?<![\w.($])(?!(?<=\w[ \t])-)(?P<left>{_OPERAND}(?:{_SIGN}{_OPERAND})++)"
+    rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)(?!{_CONTINUES}))?"
+)
+# Spaces between a chain and its context, with bold type that ends or begins: "**Step 1:** 3 + 4".
+_AROUND = r"(?:(?<=\S)(?:\*\*|__))?[ \t($]*(?:\*\*|__)?\Z"
+# Before a complete chain stands the start of a line, a bullet, a punctuation mark or a word, ...
+_START = re.compile(
+    r"(?:^[ \t]*(?:[-+*#•–—]+[ \t]|[+*#]+)?|[.,:;=?!>|\"'`“”‘’\[{\\…—→⇒≈•]"
+    r"|\ba|(?<!\\)\b[^\W\d_]+['’]?[^\W\d_]+)" + _AROUND,
+    re.MULTILINE,
+)
+# ... but not the beginning of a longer expression: 12:30 - 1, 12 : 3 + 1, 20% of 50 + 3, add 5 to
+# 3 * 4, the sum of 3 and 4 + 1, twice 5 + 1.
 _INSIDE = re.compile(
-    r"(?:[^\s*][ \t]*(?:[-+*/×÷–−]|(?<=[ \t\d])x)|[\d)]|(?:[\d%]|half|third|quarter|fifth) of)"
-    r"[ \t($]*\Z"
+    r"\d[^\s=]\Z|(?i:\d[ \t]+:|[\d%][ \t]+(?:of|off)\b"
+    r"|\d[ \t]+(?:\w+[ \t]+)?(?:to|from|by|less|point)\b|\b(?:of|between)[ \t\d.,$]+and\b"
+    r"|\b(?:half|third|quarter|fifth|square|cube|root|power) of\b"
+    rf"|\b(?:{OPERATOR_WORD}|minus|negative|than|twice|thrice|double|triple|half|third|quarter"
+    rf"|squared?|cubed?|root|sqrt|log|ln)\b){_AROUND}"
 )
 _MARK = re.compile(r"<<([^<>\n]{0,200})>>")
 _DIVISOR = re.compile(r"(?<=/ )\d+/\d+(?![\d./])")  # 60 / 3/4 is 60 / (3/4)
-_PLAIN = str.maketrans({"×": "*", "x": "*", "÷": "/", "$": None, ",": None})
+_PLAIN = str.maketrans({"x": "*", "$": None, ",": None})
+_REWRITES = {
+    r"[×·⋅∗]|\\(?:times|cdot)(?![A-Za-z])": "*",
+    r"÷|\\div(?![A-Za-z])": "/",
+    r"(?m)^[ \t]*−[ \t]*|−": "-",  # at the start of a line, unlike "-", a sign and never a bullet
+    r"\\(?=[$%])": "",
+    r"\\[,;:!]": " ",
+}
+_PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
 
 
 @dataclass(frozen=True)
@@ -146,6 +177,8 @@ def find_equations(text: str) -> list[Equation]:
     >>> [(equation.value == 12, equation.holds) for equation in find_equations("cost: 3 * 4 = 13")]
     [(True, False)]
     """
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
     parts = [_MARK.sub("", text), *_MARK.findall(text)]
     return [equation for part in parts for equation in _read_chains(part)]
 
@@ -161,7 +194,8 @@ def _read_chains(text: str) -> list[Equation]:
         start = match.start()
         if match["result"] is None or len(match[0]) > MAX_LENGTH:
             continue
-        if _INSIDE.search(text, max(0, start - 20), start):
+        before = max(0, start - 40), start
+        if not _START.search(text, *before) or _INSIDE.search(text, *before):
             continue
         left = _DIVISOR.sub(r"(\g<0>)", match["left"].translate(_PLAIN))
         around = "(" * (left.count("(") - left.count(")"))  # as in "so (3 + 4 = 7)"

@@ -3,14 +3,17 @@
 A lexer converts a text to a string of token kinds with one character per token ("She earns $1,000."
 becomes `W W $N.`). Regular expressions over this string then examine the surroundings of each
 number. Nothing is evaluated as code, all patterns run in linear time, and all sizes are bounded, so
-hostile text takes only milliseconds in any thread, and no text raises an error.
+hostile text takes only milliseconds in any thread, and no text raises an error. (`numbers_in` reads
+a whole text; its time grows with the length of the text.)
 
 Supported numbers are 1000, 1,000, 1 000, 1'000, 1_000 and 1{,}000 (groups of exactly three digits
 with the same separator); 0.5, .5 and 1e3; 3/4 without spaces ("36 / 2" is arithmetic),
 \\frac{3}{4}, ½ and the mixed number 1 1/2. A number may have a sign, and "1.5 million" is
 multiplied out. A number may be surrounded by a currency, %, up to four unit words, quotes, brackets
 ("(5)" is 5), markdown emphasis, LaTeX delimiters and LaTeX text commands. A percent sign is
-ignored: 20% is 20. All Unicode decimal digits are digits, but ①, Ⅷ and 万 are not.
+ignored: 20% is 20. All Unicode decimal digits are digits, but ①, Ⅷ and 万 are not. Number words,
+operators in words and verbs are not units, so "5 hundred thousand", "5 times two" and "5 is wrong"
+are not numbers.
 """
 
 import re
@@ -34,7 +37,20 @@ class Claim:
     reason: str = ""  # one of `rlm.grading.answers.REASONS`, or ""
 
 
-_CHARACTERS = {"−": "-", "≈": "=", "≃": "=", "≅": "=", "⁄": "/", "∕": "/", "°": " degrees "}
+# Regular expressions of words. The patterns that contain them ignore case.
+SCALE_WORD = "(?:hundred|thousand|(?:m|b|tr)illion)s?"
+NUMBER_WORD = (
+    "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
+    "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|"
+    rf"{SCALE_WORD})(?!\w)"
+)
+FRACTION_WORD = (
+    "(?:halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,5}teen|"
+    "[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?)"
+)
+OPERATOR_WORD = r"(?:plus|times|over|mod(?:ulo)?|choose|(?:divided|multiplied)\s+by)"
+
+_CHARACTERS = {"−": "-", "≃": "≈", "≅": "≈", "≈": "≈", "⁄": "/", "∕": "/", "°": " degrees "}
 _CHARACTERS |= dict.fromkeys("·π!", "^") | dict.fromkeys("→⇒", ":") | dict.fromkeys("…。", ". ")
 _CHARACTERS |= dict.fromkeys("‘’", "'") | dict.fromkeys("“”«»", '"') | {"、": ", ", "•": "*"}
 _CATEGORIES = {"Zs": " ", "Zl": "\n", "Zp": "\n", "Pd": "-", "Sc": "$", "Sm": "^", "Cf": "`"}
@@ -53,12 +69,19 @@ def _to_ascii(match: re.Match[str]) -> str:
         return plain
     form, *codes = unicodedata.decomposition(char).split() or [""]
     digits = "".join(chr(int(code, 16)) for code in codes) if form in _FORMS else ""
-    return _FORMS[form] + digits.replace("⁄", "/") if digits[:1].isdigit() else char
+    if not digits[:1].isdigit():
+        return char
+    is_signed = match.string[match.start() - 1 : match.start()] in ("-", "+", "−", "–")
+    joint = "" if form == "<fraction>" and is_signed else _FORMS[form]
+    return joint + digits.replace("⁄", "/")
 
 
 def _fraction(match: re.Match[str]) -> str:
     whole = match[1] and match[1] + " "
-    return f"{whole}{match[2] or match[3]}/{match[4] or match[5]} "
+    top, bottom = match[2] or match[3], match[4] or match[5]
+    if bottom.startswith("-"):
+        top, bottom = top[1:] if top.startswith("-") else f"-{top}", bottom[1:]
+    return f"{whole}{top}/{bottom} "
 
 
 # The rewrites are applied in this order. A text that still contains LaTeX afterwards counts as an
@@ -74,9 +97,9 @@ _REWRITES = {
     r"\\([%{}#&_])": r"\1",
     r"\\\\": "\n",
     r"&|\\(?:begin|end)\{[a-z]{1,12}\*?\}": "$",
-    r"\\approx(?![A-Za-z])": "=",
-    r"\^ ?(?:\\circ(?![A-Za-z])|\{\\circ\})": " degrees ",
-    r"(\d?)\\[dt]?frac ?(?:\{ ?(-?\d{1,40}) ?\}|(\d)) ?(?:\{ ?(\d{1,40}) ?\}|(\d))": _fraction,
+    r"\\approx(?![A-Za-z])": "≈",
+    r"\^ ?(?:\\circ(?![A-Za-z])|\{\\circ\})|\\degree(?![A-Za-z])": " degrees ",
+    r"(\d?)\\[dt]?frac ?(?:\{ ?(-?\d{1,40}) ?\}|(\d)) ?(?:\{ ?(-?\d{1,40}) ?\}|(\d))": _fraction,
     r"(?<=\d)[xX](?=\d)": "*",
     r"\} ?\^": "^",  # \text{cm}^2
 }
@@ -86,7 +109,8 @@ _NUMBER = re.compile(
     r"(?:(?P<whole>\d++) {1,2}(?=[1-9]\d*+/))?+"
     r"(?P<head>[1-9]\d{0,2}(?P<sep>[ ,'_])\d{3}(?:(?P=sep)\d{3})*(?!\d)|\d++|(?<![\d.])(?=\.\d))"
     r"(?:/(?P<bottom>\d++)(?!\.\d)|(?P<rest>(?:\.\d++)?(?:[eE][-+]?\d{1,2}(?!\w))?))"
-    r"(?: ?(?P<scale>(?i:hundred|thousand|million|billion|trillion))s?(?!\w))?",
+    r"(?: ?(?P<scale>(?i:hundred|thousand|million|billion|trillion))s?(?!\w)"
+    rf"(?!\s+(?i:(?:and\s+)?{NUMBER_WORD})))?",  # neither 5 hundred thousand nor 5 hundred and six
     re.ASCII,
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -99,21 +123,30 @@ _KINDS = {
     "d": r"[{}()\[\]\"'`]|(?<!\w)[*_]+(?=\S)|(?<=\S)[*_]+(?!\w)",  # markup
     "$": r"\$|(?:US(?=\$)|USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|Rs\.?)(?![A-Za-z])",
     "%": r"%|(?i:percent)(?!\w)",
-    "~": r"(?i:not|never)(?!\w)",
-    "|": r"(?i:and(?! a half)|or|nor|but|so|then|thus|hence|because|since|if|where|vs)(?!\w)",
-    "o": r"(?<=\d)[.:](?=\d)|[<>!]=|=[<>]|[*^<>!_|&#@]|\\[A-Za-z]*|"
-    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",  # other parts of an expression
+    # A negation, with its verb: the number after "cannot be" is no claim.
+    "~": r"(?i:(?:not|never|cannot|no longer|[a-z]{2,6}n't)(?:\s+(?:be|equal)(?:\s+to)?)?)(?!\w)",
+    # A number in words that continues a number: 5 or six, 5 times two, 5 hundred thousand.
+    "n": r"(?i:(?:or|to|and|maybe|perhaps|possibly|probably|point|minus|"
+    rf"{OPERATOR_WORD})\s+{NUMBER_WORD}|{SCALE_WORD}(?!\w))",
+    "|": r"(?i:and(?! a half)|or|nor|but|so|then|thus|hence|because|since|if|where|vs|"
+    r"maybe|perhaps|possibly|probably)(?!\w)",
+    # Other parts of an expression. 3.(3) and 3.\overline{3} are repeating decimals.
+    "o": r"(?<=\d)[.:](?=\d)|(?<=\d)\.(?=[(\\])|[<>!]=|=[<>]|[*^<>!_|&#@]|\\[A-Za-z]*|"
+    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",
     "-": r"-|(?i:minus|negative)(?!\w)",
     "+": r"\+",
-    "=": r"=",
+    "=": r"[=≈]",
     "/": r"/",
     "c": r"(?<=\d),(?=\d)",  # a comma that is not a thousands separator: 17,18 and 1,00
     ",": r"[,;]",
     ":": r":",
     ".": r"[.?]",
     # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is accepted.
-    "v": r"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|halves|thirds?|(?:four|fif|six|seven|eigh|nin|"
-    r"ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?))(?!\w)",
+    "v": rf"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
+    # Words that are not part of a unit: another number, a verb, a doubt.
+    "h": rf"(?i:{NUMBER_WORD}|is|are|was|were|be|been|has|have|had|does|did|will|would|could|"
+    r"should|might|must|seems?|i|we|he|she|they|plus|approx|approximately|roughly|at\s+(?:least|most)|"
+    r"ish|actually|wait|instead|rather|unless|except|otherwise)(?!\w)",
     "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
     "w": r"[^\x00-\x7f]+",  # `_lex` replaces this kind by W (a word in another script) or i
@@ -123,10 +156,15 @@ _LEXER = re.compile("|".join(f"(?P<k{i}>{p})" for i, p in enumerate(_KINDS.value
 _LETTERS = {f"k{i}": kind for i, kind in enumerate(_KINDS)}
 
 
-def _lex(text: str) -> tuple[str, list[str]]:
-    """Return the token kinds, one character each, and the token texts."""
+def _rewrite(text: str) -> str:
+    """Rewrite LaTeX and Unicode characters in ASCII, as far as a number may contain them."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
+    return text
+
+
+def _lex(text: str) -> tuple[str, list[str]]:
+    """Return the token kinds of a rewritten text, one character each, and the token texts."""
     kinds, tokens = [], []
     for match in _LEXER.finditer(text):
         kind, token = _LETTERS[match.lastgroup or ""], match[0]
@@ -158,7 +196,7 @@ _BREAK = re.compile(r"[,c|~\n]")  # a token that separates two values
 _OPERATOR = re.compile(r"[-=o/+v]")  # a token that joins two numbers into one expression
 _SIGN = re.compile(r"(?:^|[ ,|~\n=d$.:])([-+])[d$]*$|=[ d$]*([-+])[ d$]*$")
 # Tokens after a number which show that the number is only a part of an expression.
-_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+v]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")
+_RIGHT = re.compile(r" ?i|[ d$%]*(?:[o+vn]|/(?![ d]*W)|-(?!W))|[^,c|~\n.]*=")
 _LISTING = re.compile(r"[-+ d$%,c|~\n.]*")  # tokens between two entries of a list
 
 
@@ -167,7 +205,7 @@ def parse_number(text: str) -> Fraction | None:
     text = text.strip()
     if len(text) > MAX_NUMBER:
         return None
-    kinds, tokens = _lex(text)
+    kinds, tokens = _lex(_rewrite(text))
     match = _ALONE.fullmatch(kinds.replace(" ", "").replace("d", ""))
     value = _value(tokens[kinds.index("N")]) if match else None
     return -value if match and value and match[1] == "-" else value
@@ -187,13 +225,29 @@ def _claim(token: str, before: str, after: str) -> Claim:
     return Claim(-value, "-" + token) if mark == "-" else Claim(value, token)
 
 
+# Matches a fraction with its decimal approximation: 10/3 ≈ 3.33 and "10/3, which is about 3.33".
+_APPROXIMATED = re.compile(
+    r"(-?)((?:\d{1,9} )?\d{1,40}/[1-9]\d{0,39})[ $(,]*"
+    r"(?:≈|(?:which is |or )?(?:about|approximately|roughly)(?= ))"
+    r"[ $]*\1\$?(\d*\.\d{1,40})(?![\d/])",
+    re.ASCII,
+)
+
+
+def _exact(match: re.Match[str]) -> str:
+    """Return the fraction of a match of `_APPROXIMATED` alone if the decimals are its rounding."""
+    value, decimals = _value(match[2]), len(match[3].partition(".")[2])
+    is_rounded = value is not None and abs(value - Fraction(match[3])) * 2 * 10**decimals <= 1
+    return match[1] + match[2] if is_rounded else match[0]
+
+
 def _claims(text: str) -> tuple[list[Claim], list[str]]:
     """Return the claims of a text, and for each claim the token kinds since the previous claim.
 
     Numbers that are joined by operators form one expression, which makes one claim. Its value is
     the number to the right of the last equals sign, or None if there is no such number.
     """
-    kinds, tokens = _lex(text)
+    kinds, tokens = _lex(_APPROXIMATED.sub(_exact, _rewrite(text)))
     where = [-1, *(i for i, kind in enumerate(kinds) if kind == "N")][-MAX_CLAIMS - 1 :]
     gaps = [kinds[a + 1 : b] for a, b in pairwise([*where, len(kinds)])]
     claims, before, first = [], [], 1
@@ -241,7 +295,7 @@ def last_number(text: str) -> Claim:
 # Matches 17, 1,080, .5, 1.6e-19, 3/4 and the number in 3.5 km, but not the 2 in step2 or 2nd.
 _NAMED = re.compile(
     r"(?<![A-Za-z0-9])(?<!\d\.)"
-    r"(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++)"
+    r"(?:(?:\d{1,3}(?:,\d{3}){1,12}+(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++)"
     r"(?:/\d++|[eE][-+]?\d{1,2}(?!\w))?(?!(?:st|nd|rd|th)\b)",
     re.ASCII,
 )
@@ -253,7 +307,6 @@ def numbers_in(text: str) -> set[Fraction]:
     >>> sorted(map(float, numbers_in("Step2 needs 1,080 g, -3.5 km, 3/4 of it and the 2nd.")))
     [0.75, 3.0, 3.5, 4.0, 1080.0]
     """
-    words = [match[0] for match in _NAMED.finditer(text)]
-    parts = [part for word in words if "/" in word for part in word.split("/")]
-    found = map(parse_number, [*words, *parts])
-    return {number for number in found if number is not None}
+    words = {match[0] for match in _NAMED.finditer(text)}
+    words |= {part for word in words for part in word.split("/")}
+    return {number for word in words if (number := _value(word)) is not None}

@@ -16,10 +16,11 @@ from rlm.grading.answers import (
     REASONS,
     gold_from_gsm8k,
     grade,
+    read_choice,
     split_completion,
     without_boxes,
 )
-from rlm.grading.numbers import parse_number
+from rlm.grading.numbers import numbers_in, parse_number
 
 COMPARED = ("correct", "wrong")
 
@@ -82,7 +83,7 @@ NUMBERS = {
     "0": ["0", "-0"],
     "25": ["025"],
     "1/2": [".5", "½", r"\frac{1}{2}", r"\frac12"],
-    "-1/2": ["-.5", r"-\frac{1}{2}", r"\frac{-1}{2}"],
+    "-1/2": ["-.5", r"-\frac{1}{2}", r"\frac{-1}{2}", r"\frac{1}{-2}", "-½", "−½"],
     "-3": ["-3", "- 3", "\u22123", "–3", "—3", "minus 3", "$$\n- 3\n$$", "－３"],
     "1000": [
         "1,000", "1 000", "1\u00a0000", "1\u2009000", "1'000", "1’000", "1_000", r"1{,}000",
@@ -92,17 +93,21 @@ NUMBERS = {
     "3/4": ["3/4", r"\dfrac{3}{4}", r"\tfrac34"],
     "-3/4": ["-3/4"],
     "3/2": ["1 1/2", "1½", r"1\frac{1}{2}"],
-    "-3/2": ["-1 1/2"],
+    "-3/2": ["-1 1/2", "-1½"],
+    "10/3": [r"\frac{-10}{-3}"],
     "500": ["1 000/2"],
     "20": ["20%", r"20\%", "20 percent"],
-    "5": ["$5.00", r"\$5.00", "5$", "€5", "5 €", "USD 5", "5 USD", "US$5", "5 km/h", "$5/hour"],
+    "5": [
+        "$5.00", r"\$5.00", "5$", "€5", "5 €", "USD 5", "5 USD", "US$5", "5 km/h", "$5/hour",
+        "5 apples", "5 square meters", "5 dollars a day", "5 times", "5 seconds", "5 correct",
+    ],
     "-5": ["-$5", "$-5"],
     "72": ["72 clips", "72clips", r"72\text{ clips}", r"72 \mathrm{~km}"],
     "12": ["12 cm^2", r"12\text{ cm}^2"],
-    "90": ["90°", r"90^\circ"],
+    "90": ["90°", r"90^\circ", r"90\degree"],
     "10": ["10 a.m."],
     "1500000": ["1.5 million"],
-    "2000": ["2 thousand dollars"],
+    "2000": ["2 thousand dollars", "2 thousands"],
     "3/2000": ["1.5e-3"],
     "9" * 40: ["9" * 40],
 }
@@ -118,6 +123,14 @@ NO_NUMBERS = [
     "4x4", "2(2)", "x = 18", "> 18", "≥ 18", "± 18", "18:30", "3-4", "2024-01-02", "1/2/2024",
     "5'5", "1.2.3", "1e999", "9" * 41, "18\x00", "18\ud800", "1\u200b8", "", "-", "eighteen", "NaN",
     "inf", "18" + " " * 300 + "x",
+    # compound numbers in words, a second number in words, operators, verbs and doubts
+    "5 hundred thousand", "5 thousand two hundred", "5 hundred and six", "2 million five", "5 six",
+    "5 twenty-one", "5 to six", "5 or six", "5 maybe six", "5 plus two", "5 plus", "5 minus two",
+    "5 times two", "5 divided by two", "5 over two", "5 point five", "5 mod two", "5 choose two",
+    "5 percent of ten", "5 is wrong", "5 isn't it", "5 was close", "5 cannot be", "5 probably",
+    "5 approximately", "5 at least", "5 wait", "5 I think", "5 apples are left",
+    r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "8 = 5 + 3", "10/3 ≈ 3.33",
+    "10/3, which is about 3.33",
 ]
 # fmt: on
 PAIRS = [(t, value) for value, texts in NUMBERS.items() for t in texts]
@@ -188,11 +201,14 @@ VERDICTS = {
     ],
     ("repeated_answer", "correct"): [
         "<think>x</think><answer>18</answer><answer>18</answer>",
-        "<think>x</think><answer>17</answer><answer>18</answer>",
         "<think>x</think><answer><answer>18</answer></answer>",
         "<think>x</think><answer>18</answer></answer>",
     ],
-    ("repeated_answer", "wrong"): ["<think>x</think><answer>18</answer><answer>17</answer>"],
+    ("repeated_answer", "several_numbers"): [
+        "<think>x</think><answer>17</answer> wait <answer>18</answer>",
+        "<think>x</think><answer>18</answer><answer>17</answer>",
+    ],
+    ("repeated_answer", "wrong"): ["<think>x</think><answer>17</answer><answer>17</answer>"],
 }
 # fmt: on
 FORMATS = [(text, *reasons) for reasons, texts in VERDICTS.items() for text in texts]
@@ -208,7 +224,9 @@ def test_format(text: str, strict: str, lenient: str) -> None:
 # fmt: off
 ANSWERS = {
     "correct": [
-        r"<answer>18</answer> \boxed{17}", r"\boxed{18} [17]", "[18]\n#### 17",
+        r"<answer>18</answer> \boxed{17}", r"\boxed{18} [17]", "[18]", "So it is [18].",
+        "See [1]. The answer is 18.", "The answer is 18. [2]", "See [1].\n#### 18",
+        "See [1]. She has 18.",
         "#### 18\nThe answer is 17.", "The answer is 18. It took 3 steps.", r"\boxed{18",
         r"\boxed{A} \boxed{18}", r"\boxed{18} \boxed{18.0}", r"\boxed{\boxed{18}}",
         r"\boxed{\frac{36}{2}}", r"\boxed{ \text{Total} = \$18 }", r"\fbox{18}",
@@ -227,15 +245,21 @@ ANSWERS = {
         r"\begin{align*} x &= 20 - 2 \\ &= 18 \end{align*}", "So she makes **$18** every day.",
         "She makes 18$ a day<|im_end|>", "48 + 24 = 72\n72/4 = 18", "- 5 apples\n- 18 apples",
         "Day 7: 18", "答案是**18**。", "18 apples for x1 and x2",
+        "The answer that is not obvious is 18.", "The answer to how many did not pass is 18. Good.",
+        "The answer isn't 17, it is 18.", "The answer is 18 because two of them left.",
+        "He baked 18 two-inch cakes", "18 is what she said.", r"\boxed{\frac{-36}{-2}}",
+        "She ran 3 times. The answer is 18 times.", "35/2 ≈ 18",
     ],
     "wrong": [
         r"\boxed{17} <answer>18", "The answer is 18. No, the answer is 17.",
         "The answer is 18.5.", "The answer is -18.", "The answer is - 18.",
         "The answer is negative 18.", "<answer>18 = 17</answer>", "<answer>x = -18</answer>",
+        "[18]\n#### 17", "The answer is ½. It took 18 steps.", "#### ½", "It is -½.",
     ],
     "several_numbers": [
         r"\boxed{17, 18} \boxed{18}", r"\boxed{17 \boxed{18}}", "[17] [18]", "#### 18 (17 + 1)",
         "#### 17 18", "The answer is 17 or 18.", "The answer is 18 because 20 - 3 = 17.",
+        "The answer is 18 (3 groups of 6).",
         "<answer>x = 17, x = 18</answer>", "<answer>x = 17 or x = 18</answer>", "17, 18",
         "17 or 18", "16\n17\n18",
     ],
@@ -245,6 +269,11 @@ ANSWERS = {
         "The answer is not 18.", "The answer is 18 and a half.", "The answer is 18 + 1.",
         "The answer is 18:30.", "The answer is 18-19.", "The answer is 18^2.",
         "<answer>18 = x</answer>", "<answer>x = y + 18</answer>", "<answer>x = 18 + 1</answer>",
+        "The answer isn't 18.", "The answer is not equal to 18.", "The answer cannot be 18.",
+        "The answer can’t be 18.", "The answer does not equal 18.", "The answer is no longer 18.",
+        "The answer is 18 or six.", "The answer is 18 to twenty.", "The answer is 18 times two.",
+        "The answer is 18 point five.", "The answer is 18 plus two.", "18 thousand two hundred",
+        "The answer is 18.(3)", r"The answer is 18.\dot{3}", "<answer>18 = 15 + 3</answer>",
         "She pays 36 / 2", "x > 18", "9^{9^{18", "18\ud800\x00",
     ],
     "no_answer": [
@@ -262,6 +291,81 @@ def test_lenient(text: str, expected: str) -> None:
     assert (
         reason(f"<think>x 18 <answer>18</answer></think>\n{text}", "18", strict=False) == expected
     )
+
+
+APPROXIMATIONS = [
+    ("The answer is 10/3 ≈ 3.33.", "10/3"),
+    (r"$\frac{10}{3} \approx 3.3$", "10/3"),
+    (r"\boxed{x = -\frac{10}{3} \approx -3.33}", "-10/3"),
+    ("The answer is 10/3, which is about 3.33", "10/3"),
+    ("It is 10/3 (about 3.33).", "10/3"),
+    ("The answer is 1 1/3 or approximately $1.333", "4/3"),
+    ("The answer is 7/2 ≈ 4", "4"),  # rounded to a whole number: the right side, as of "="
+    ("The answer is 10 * 2/3 ≈ 6.67", "667/100"),
+    ("The answer is 10/3, which is about 3.35", None),  # another value
+    ("The answer is 10/3 (3.33)", None),
+    ("The answer is -½.", "-1/2"),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), APPROXIMATIONS, ids=[t for t, _ in APPROXIMATIONS])
+def test_a_fraction_is_not_replaced_by_its_approximation(text: str, value: str | None) -> None:
+    expected = None if value is None else Fraction(value)
+    assert grade(text, None, strict=False).value == expected
+
+
+# fmt: off
+# the letter that `read_choice` reads, and texts
+CHOICES = {
+    "B": ["B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B."],
+    None: [
+        "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
+        "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
+    ],
+}
+# lenient reason: texts; the gold is B
+STATED_CHOICES = {
+    "correct": [
+        "The answer is B because 2 + 2 = 4.", "The answer is B, since A and C are wrong.",
+        "The answer is **B** because it is right. It is early.", "The correct option is B.",
+        "The best choice is (B).", "My choice: B", "I choose B", "I would pick option B.",
+        "Option B is correct.", "I think choice (B) is the right one.\nGood.", "(B) is correct",
+        "The correct answer is (B) Paris.", r"\boxed{\textbf{(B)}}", r"$\textbf{(B)}$",
+        r"\boxed{\text{B}}", r"\boxed{\mathrm{B}) 5}", "<answer>B because x</answer>",
+        r"\boxed{12} \boxed{B}", "<answer>B</answer><answer>(b)</answer>",
+        "The answer is A because x. No, the answer is B.",
+    ],
+    "wrong": ["The answer is C because B is wrong.", "Option C is correct."],
+    "not_a_choice": [
+        "The answer is B or C because x.", "The answer is B is wrong", "The answer is not B.",
+        "The answer cannot be B.", "The answer isn't B.", "Option B is not correct.",
+        "Option B is incorrect.", "Option B is correct, but C is too.", "I choose B. Or C",
+        "The correct options are A and B.", "B as well as C", "B because of x. Or C",
+    ],
+    "repeated_answer": ["<answer>A</answer><answer>B</answer>", r"\boxed{A} \boxed{B}"],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"), [(text, letter) for letter, texts in CHOICES.items() for text in texts]
+)
+def test_read_choice(text: str, letter: str | None) -> None:
+    assert read_choice(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(t, r) for r, texts in STATED_CHOICES.items() for t in texts]
+)
+def test_lenient_choice(text: str, expected: str) -> None:
+    assert grade(f"<think>x</think>{text}", "B", strict=False, kind="choice").reason == expected
+
+
+def test_tags_and_boxes_with_different_texts_are_wrong() -> None:
+    for text in ("<answer>Rome</answer><answer>Paris</answer>", r"\boxed{Rome} \boxed{Paris}"):
+        assert grade(text, "Paris", strict=False, kind="text").reason == "repeated_answer"
+    assert grade(r"\boxed{\text{Paris}}", "Paris", strict=False, kind="text").correct
+    assert grade("<answer>a</answer><answer>b</answer>", None, strict=False, kind="open").is_answer
 
 
 @pytest.mark.parametrize("gold", ["", "A", "x", "17, 18", "1/0", "3 + 4", "None", "\ud800"])
@@ -435,7 +539,9 @@ REPEATED = [
     *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),
     *("9^{", "\\frac{1}{", "\\", "$", "*", "_*", "- ", "\n", "\n- ", " ", "= ", "} ^", "-", "—1"),
     *("answer is ", "answer is 1 ", "answer", "answer \n", "####", "#### 1\n", "18 dollars\n"),
-    *("a", "x", "万", "½", "²", "٣", "１", "\u3000", "\ud800", "\x00", "<answer>1</answer>"),
+    *("is ", "because ", "is correct ", ",", "option B is ", "\\text{", "and ", "two ", "isn't "),
+    *("1/2 ", "1/2 ≈ ", "3.(3)", "a", "x", "万", "½", "²", "٣", "１", "\u3000", "\ud800", "\x00"),
+    "<answer>1</answer>",
 ]
 
 
@@ -482,6 +588,21 @@ def test_hostile_text_is_cheap(piece: str) -> None:
     thread.join()
     assert len(slowest) == 1 + 2 * len(golds) * len(texts)  # or one has raised
     assert max(slowest) < LIMIT
+
+
+DISTINCT = " ".join(f"{n}/{n + 1}" for n in range(3_000))
+FLOODS = [*(piece * (100_000 // len(piece)) for piece in REPEATED), "9" * 100_000, DISTINCT]
+FLOODS += ["1" + ",123" * 25_000 + "4"]
+
+
+@pytest.mark.parametrize("text", FLOODS, ids=lambda text: ascii(text[:12]))
+def test_finding_all_numbers_is_cheap(text: str) -> None:
+    best = 1.0
+    for _ in range(3):
+        start = time.thread_time()
+        numbers_in(text)
+        best = min(best, time.thread_time() - start)
+    assert best < LIMIT
 
 
 # --- GSM8K ----------------------------------------------------------------------------------------
