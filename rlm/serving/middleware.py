@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rlm.serving import logging as logs
 from rlm.serving.access import (
     AllowedHosts,
-    Bucket,
     Keys,
+    SlidingWindow,
     asked_host,
     client_address,
     is_form_of_ours,
@@ -67,9 +67,10 @@ class SecurityMiddleware:
 
     def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
         self._app, self._settings = app, settings
-        # Returns the bucket of a key or an address; the least recently used bucket is dropped.
-        self._bucket = lru_cache(MAX_CLIENTS)(lambda name: Bucket(settings.requests_per_minute))
-        self._failures = Bucket(settings.failures_per_minute)
+        # Returns the rate limit of a key or an address; the least recently used one is dropped.
+        per_minute = settings.requests_per_minute
+        self._rate = lru_cache(MAX_CLIENTS)(lambda name: SlidingWindow(per_minute))
+        self._failures = SlidingWindow(settings.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -107,7 +108,7 @@ class SecurityMiddleware:
         limited = key_id if keys.required else None
         if self._settings.public:
             limited = client_address((scope["client"] or ("",))[0], headers)
-        if limited is not None and (wait := self._bucket(limited).take()):
+        if limited is not None and (wait := self._rate(limited).take()):
             raise HTTPProblem(429, "rate_limited", "too many requests", retry_after=wait)
         return key_id
 
