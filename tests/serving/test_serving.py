@@ -5,7 +5,9 @@ What single requests are answered with, whole, stands in the goldens (tests/test
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import signal
 import socket
 import sys
@@ -13,21 +15,26 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 from live_server import ADD, FORMAT, LIMITS, events, live, make_service, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 
 from rlm.cli import UsageError
 from rlm.data.experiences import Experience
 from rlm.data.prompts import render_prompt
 from rlm.reasoner.stream import ReasoningStream
+from rlm.sampling import GrammarCompiler
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import SamplingParams
-from rlm.serving.access import Keys
+from rlm.serving import routes_reasoning, streaming
+from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine
-from rlm.serving.middleware import PUBLIC
+from rlm.serving.middleware import PUBLIC, SecurityMiddleware, SecuritySettings
 from rlm.serving.models import Replica, prompt_prefix
 from rlm.serving.service import Service
 
@@ -43,6 +50,7 @@ SCRIPT = {
     "loop": "<think>" + "again " * 100,
     "one line": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>",
 }
+TWO = {"prompt": "two and three"}
 ASKED = [{"role": "user", "content": "two and three"}]
 
 
@@ -149,25 +157,26 @@ def test_answers_are_read_compared_and_voted_for_by_their_kind(
 
 
 @pytest.mark.parametrize(
-    ("asked", "temperature", "top_p"),
+    ("asked", "temperatures", "top_p"),
     [
-        ({}, 0.0, 1.0),
-        ({"n": 2}, 0.7, 1.0),
-        ({"temperature": 0.3, "top_p": 0.8}, 0.3, 0.8),
-        ({"n": 2, "temperature": 1.5, "top_p": 0.5}, 1.5, 0.5),
+        ({}, (0.0, 0.7), 1.0),
+        ({"temperature": 0}, (0.0, 0.0), 1.0),
+        ({"n": 2}, (0.7, 0.7), 1.0),
+        ({"temperature": 0.3, "top_p": 0.8}, (0.3, 0.3), 0.8),
+        ({"n": 2, "temperature": 1.5, "top_p": 0.5}, (1.5, 1.5), 0.5),
     ],
 )
 def test_tokens_are_drawn_as_asked_for_or_as_documented(
-    server, submitted, asked, temperature, top_p
+    server, submitted, asked, temperatures, top_p
 ):
+    """temperatures: of our protocol and of OpenAI's, whose users expect that k calls differ."""
     messages = [{"role": "user", "content": "two and three"}]
     own = server.post({"prompt": "two and three", "max_new_tokens": 3} | asked)
     openais = {"model": "tuned", "messages": messages, "max_tokens": 3} | asked
     other = server.post(openais, "/v1/chat/completions")
     assert (own.status_code, other.status_code) == (200, 200)
-    for job in submitted:
+    for job, temperature in zip(submitted, temperatures, strict=True):
         assert (job.params, job.n) == (SamplingParams(3, temperature, top_p), asked.get("n", 1))
-    assert len(submitted) == 2
 
 
 @pytest.mark.parametrize("said", ["9**9**9**9", "9" * 250, "__import__('os').abort()"])
@@ -321,6 +330,58 @@ def test_what_ended_is_counted(server):
     assert "rlm_engine_alive 1.0" in text
 
 
+def metric(server, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def test_metrics_have_the_documented_names_and_types(server):
+    page = (Path(__file__).parents[2] / "docs/reference/serving.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(rlm_\w+)[`{].*? \| (\w+) \|", page, re.M))
+    families = list(text_string_to_metric_families(server.get("/metrics").text))
+    assert documented == {
+        (family.name + "_total" * (family.type == "counter"), family.type)
+        for family in families
+        if not family.name.endswith("_created")
+    }
+
+
+def test_responses_of_every_status_are_counted(tokenizer):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, Keys([KEY]), requests_per_minute=4) as server, server.client() as client:
+        headers = {"X-API-Key": KEY}
+        post = partial(client.post, "/phase1/reasoning", headers=headers)
+        assert client.post("/phase1/reasoning", json={}).status_code == 401
+        assert [post(json=body).status_code for body in ({}, TWO, {}, {}, TWO)] == [
+            422, 200, 422, 422, 429,
+        ]  # fmt: skip
+        wait_until(lambda: service.metrics.responses.labels("429")._value.get() == 1)
+        text = service.metrics.text().decode()
+    for status, number in (("401", 1), ("422", 3), ("429", 1), ("200", 1)):
+        assert f'rlm_http_responses_total{{status="{status}"}} {number}.0' in text
+
+
+def test_the_time_of_a_request_ends_with_its_last_token(tokenizer, monkeypatch):
+    """However long the client takes to read its stream."""
+    usual = streaming.event
+
+    def slow(data, name=None):
+        if name == "done":
+            time.sleep(1)
+        return usual(data, name)
+
+    monkeypatch.setattr(routes_reasoning, "event", slow)
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server:
+        told = events(server.post(TWO | {"stream": True}).text)
+        wait_until(lambda: service.requests == 0)
+        assert metric(server, "rlm_request_seconds_count") == 1
+        assert metric(server, "rlm_request_seconds_sum") < 1
+        assert metric(server, "rlm_tokens_drawn_total") > 10
+    assert json.loads(told[-1][1])["timings"]["total_ms"] < 1000
+
+
 def test_every_route_and_method_needs_the_key_but_five(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT)
     paths = {path.replace("{id}", "rsn_1") for path in create_app(service).openapi()["paths"]}
@@ -433,6 +494,118 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
         assert json.loads(told[-1][1])["code"] == "deadline"
         wait_until(lambda: service.engine.rows_running == 0)
         assert not sampler.has_unfinished_requests()
+
+
+def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypatch):
+    monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.1)
+    service, sampler = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=0.5))
+    body = json.dumps({"prompt": "loop", "stream": True}).encode()
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    path = "/phase1/reasoning"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+    scope |= {"query_string": b"", "headers": headers, "client": None, "state": {}}
+    sent = []
+
+    async def serve() -> None:
+        came = iter([{"type": "http.request", "body": body}])
+
+        async def receive():
+            return next(came, None) or await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) > 2:  # the client's buffer is full
+                await asyncio.Event().wait()
+
+        hosts = AllowedHosts({"127.0.0.1"})
+        app = SecurityMiddleware(create_app(service), SecuritySettings(Keys([]), hosts))
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)
+
+    service.engine.start()
+    wait_until(lambda: service.engine.state == "ready")
+    asyncio.run(serve())
+    assert (len(sent), service.requests, service.tokens) == (3, 0, 0)
+    assert (
+        'rlm_requests_total{api="phase1",outcome="deadline"} 1.0' in service.metrics.text().decode()
+    )
+    wait_until(lambda: not sampler.has_unfinished_requests())
+    service.engine.stop()
+
+
+@pytest.fixture
+def slow_schema(monkeypatch):
+    """A request whose schema takes until the event to compile."""
+    go, usual = threading.Event(), GrammarCompiler.compile
+
+    def compile(self, structured, format):
+        if structured.regex == "slow":
+            go.wait(60)
+        return usual(self, structured, format)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile)
+    yield {"prompt": "two and three", "structured_outputs": {"regex": "slow"}}, go
+    go.set()
+
+
+def test_a_schema_that_takes_for_ever_holds_up_nobody(tokenizer, monkeypatch, slow_schema):
+    monkeypatch.setattr("rlm.serving.service.PREPARE_SECONDS", 0.3)
+    slow, _ = slow_schema
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server, ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(server.post, slow) for _ in range(2)]
+        wait_until(lambda: service.requests == 2)
+        assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
+        for late in first:
+            assert (late.result().status_code, late.result().json()["code"]) == (504, "deadline")
+        assert (service.requests, service.tokens) == (0, 0)
+
+
+def test_what_is_still_being_prepared_counts_for_the_queue_and_the_deadline(tokenizer, slow_schema):
+    slow, go = slow_schema
+    service, _ = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, requests=2, seconds=1.5))
+    with live(service) as server, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(server.post, slow) for _ in range(2)]
+        wait_until(lambda: service.requests == 2)
+        assert service.tokens == 2 * LIMITS.new_tokens
+        assert server.post({"prompt": "two and three"}).json()["code"] == "queue_full"
+        for late in waiting:
+            assert (late.result().status_code, late.result().json()["code"]) == (504, "deadline")
+        go.set()
+        assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
+
+
+def test_the_deadline_counts_from_acceptance(tokenizer, slow_schema):
+    """It also runs while the schema is compiled."""
+    slow, go = slow_schema
+    limits = replace(LIMITS, seconds=2)
+    service, _ = make_service(tokenizer, SCRIPT, limits=limits, pause=0.05)
+    slow = slow | {"prompt": "loop"}  # 300 tokens would take 15 seconds
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
+        late = pool.submit(server.post, slow)
+        wait_until(lambda: service.requests == 1)
+        time.sleep(1)
+        go.set()
+        wait_until(lambda: service._running)
+        (running,) = service._running.values()
+        assert running.started - started < 0.9
+        assert late.result().json()["code"] == "deadline"
+
+
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_a_prompt_that_the_template_refuses_is_the_clients_mistake(server, monkeypatch, path):
+    def refuse(*arguments, **options):
+        raise UsageError("a message contains a token that cannot be encoded as text")
+
+    monkeypatch.setattr("rlm.serving.service.render_prompt", refuse)
+    body = {"prompt": "x"} if "phase1" in path else {"model": "tuned", "messages": ASKED}
+    reply = server.post(body, path)
+    assert (reply.status_code, reply.json()["code"]) == (422, "validation")
+    assert "a token that cannot be encoded" in reply.json()["detail"]
+    assert reply.json()["error"]["param"] == ("prompt" if "phase1" in path else "messages")
+    monkeypatch.undo()
+    assert server.service.requests == 0
 
 
 @pytest.mark.parametrize(
