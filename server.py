@@ -231,7 +231,8 @@ async def _serve(
         public=config.public,
         allowed_origins=origins,
     )
-    app = SecurityMiddleware(create_app(service, needs_key=keys.required), settings)
+    app = create_app(service, needs_key=keys.required)
+    app = SecurityMiddleware(app, settings, service.metrics.count_response)
     app = add_cors(app, origins) if origins else app
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)

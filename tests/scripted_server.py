@@ -47,10 +47,19 @@ def refuse(status: int, message: str = "no", *, retry_after: str | None = None) 
 
 
 def chat_reply(
-    text: Any, *, read: int = 10, written: int | None = 5, finish: str = "stop", delay: float = 0.0
+    text: Any,
+    *,
+    reasoning: str | None = None,
+    read: int = 10,
+    written: int | None = 5,
+    finish: str = "stop",
+    delay: float = 0.0,
 ) -> Reply:
     """A chat completion, with the number of tokens that were read and written."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+    message = {"role": "assistant", "content": text}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    choice = {"index": 0, "message": message}
     usage = {"prompt_tokens": read, "completion_tokens": written}
     return Reply({"choices": [choice | {"finish_reason": finish}], "usage": usage}, delay=delay)
 

@@ -142,7 +142,7 @@ def load_endpoints(
         roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         entries = {name: dict(roles.get(name, {})) for name in names}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a JSON object of roles: {error}") from error
+        raise UsageError(f"{path} is not a JSON object of roles: {error}") from None
     endpoints = {}
     for name, entry in entries.items():
         for key in ("api_key", "base_url", "model"):
@@ -159,10 +159,11 @@ def load_endpoints(
 def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
     try:
         endpoint = Endpoint.model_validate(entry)
-    except ValidationError as error:  # the error's own text may contain the key
+    except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from error
+        # A traceback with the original error may contain the key.
+        raise UsageError(f"{path}: {name}: {where}: {first['msg']}") from None
     variable = f"{name.upper()}_API_KEY"
     advice = f"{path} (copy {API_CONFIG}.example)"
     endpoint._key_source = f"{variable}, or {name} in {advice}"

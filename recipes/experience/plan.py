@@ -18,7 +18,7 @@ import ast
 import json
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ from rlm.grading import parse_number, split_completion
 MAX_TEXT = 50_000  # maximum characters of a reply that are searched for JSON
 MAX_OPENINGS = 50  # maximum number of "{" at which decoding is tried
 MAX_RULE = 300  # maximum characters of a rule
-MAX_EXPONENT, MAX_BASE = 64, 10**12
+MAX_BITS = 4096  # maximum size of the numerator and of the denominator of each value
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -215,8 +215,9 @@ def plan_value(plan: Plan) -> Fraction | None:
     """Compute the target by the plan's own steps in exact arithmetic.
 
     Returns:
-        The value of the target, or None if it cannot be computed: a value is unknown, a formula is
-        invalid, or a formula uses more than + - * / // % ** and the EXACT_FUNCTIONS.
+        The value of the target, or None if it cannot be computed: a value is unknown or has more
+        than MAX_BITS bits, a formula is invalid, or a formula uses more than + - * / // % ** and
+        the EXACT_FUNCTIONS.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
     values = {name: value for name, value in known.items() if value is not None}
@@ -232,7 +233,16 @@ def plan_value(plan: Plan) -> Fraction | None:
 
 def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
     """Evaluate an expression; raise one of NOT_COMPUTABLE if the expression has no exact value."""
-    of = partial(_evaluate, values=values)
+    value = _operate(node, partial(_evaluate, values=values), values)
+    if _bits(value) > MAX_BITS:
+        raise ValueError(f"a value has more than {MAX_BITS} bits")
+    return value
+
+
+def _operate(
+    node: ast.AST, of: Callable[[ast.AST], Fraction], values: Mapping[str, Fraction]
+) -> Fraction:
+    """Evaluate one node of an expression; `of` evaluates its operands."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))
@@ -242,7 +252,7 @@ def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
             return -of(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = of(left), of(right)
-            if exponent.denominator > 1 or abs(exponent) > MAX_EXPONENT or base > MAX_BASE:
+            if exponent.denominator > 1 or _bits(base) * abs(exponent) > MAX_BITS:
                 raise ValueError("the power is too large, or is a root")
             return Fraction(base ** int(exponent))
         case ast.BinOp(left=left, op=op, right=right):
@@ -250,6 +260,11 @@ def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
             return Fraction(EXACT_FUNCTIONS[name](*map(of, arguments)))
     raise ValueError(f"{ast.dump(node)} has no exact value")
+
+
+def _bits(value: Fraction) -> int:
+    """Return the size of the larger of the numerator and the denominator in bits."""
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def is_arithmetic(rule: str) -> bool:

@@ -30,9 +30,9 @@ from recipes.orchestrator.graph import (
     is_leaked,
     parse_graph,
 )
-from rlm.api_client import APIClient, APIError
+from rlm.api_client import APIClient, APIError, ChatReply
 from rlm.data import FORMATS, Format, Problem, render_prompt
-from rlm.grading import Verdict, grade
+from rlm.grading import Verdict, grade, parse_number
 from rlm.rewards import Scores
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 
@@ -105,7 +105,11 @@ class LocalLLM:
 
 @dataclass
 class RemoteLLM:
-    """Answers calls with an OpenAI-compatible API. The reply to a failed call has an error."""
+    """Answers calls with an OpenAI-compatible API. The reply to a failed call has an error.
+
+    If the API separates the reasoning from the answer, the reply's text contains both in the tags
+    of `format`, like the text of a local agent, so that the next agent can read the reasoning.
+    """
 
     client: APIClient
     model: str
@@ -132,7 +136,19 @@ class RemoteLLM:
         except APIError as error:
             return Reply("", error=str(error))
         used = (reply.prompt_tokens, reply.completion_tokens)
-        return Reply(reply.text, *used, truncated=reply.finish_reason == "length")
+        return Reply(self._text(reply), *used, truncated=reply.finish_reason == "length")
+
+    def _text(self, reply: ChatReply) -> str:
+        """Return the reasoning and the answer in one text. Only a bare number gets answer tags."""
+        if not reply.reasoning:
+            return reply.text
+        tag, answer = self.format.reasoning_tag, reply.text
+        opened = f"<{tag}>\n{reply.reasoning.strip()}"
+        if not answer.strip():  # the token limit cut off the reasoning
+            return opened
+        if parse_number(answer) is not None:
+            answer = answer.strip().join(self.format.answer_tags)
+        return f"{opened}\n</{tag}>\n{answer}"
 
 
 @dataclass

@@ -41,6 +41,13 @@ MAX_TIMEOUTS = 3  # timeouts per step, after which the remaining calls are skipp
 MAX_FAILED_STEPS = 3
 
 
+class OutOfTime(Exception):
+    """A call of the reward exceeded the scorer's time limit.
+
+    This is not a TimeoutError, which the reward itself may raise, for example for a socket.
+    """
+
+
 @dataclass
 class Scores:
     """The scores of a step. `[p][g]` is the index of completion g of problem p.
@@ -220,13 +227,14 @@ class Scorer:
 
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
+            limit = asyncio.timeout(self.time_limit)
             try:
                 # asyncio.wait_for would run the reward in a new task, and an exit() in that task
                 # would end the event loop.
-                async with asyncio.timeout(self.time_limit):
+                async with limit:
                     return await _wait_for(reward)
             except REWARD_ERRORS as error:
-                return error
+                return OutOfTime() if limit.expired() else error
 
         return await asyncio.gather(*map(wait, rewards))
 
@@ -240,7 +248,7 @@ class Scorer:
             raise UsageError(f"the reward failed for every completion: {next(iter(reasons))}")
 
     def _reason(self, error: BaseException) -> str:
-        if isinstance(error, TimeoutError):
+        if isinstance(error, OutOfTime):
             return f"it did not return within {self.time_limit:g} seconds"
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         if "signal only works in main thread" in text:
@@ -281,8 +289,8 @@ def _to_reward(value: Any) -> Reward | BaseException:
 def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any]:
     """Run the calls one by one in a daemon thread; return their results or errors.
 
-    The result of a call that takes longer than `limit` seconds is a TimeoutError. Python cannot
-    stop such a call, so its thread is abandoned and a new thread runs the remaining calls.
+    The result of a call that takes longer than `limit` seconds is an OutOfTime error. Python
+    cannot stop such a call, so its thread is abandoned and a new thread runs the remaining calls.
     """
     found, hangs = list[Any](), 0
     while len(found) < len(calls) and hangs < MAX_TIMEOUTS:
@@ -296,7 +304,7 @@ def call_in_worker(calls: Sequence[Callable[[], Any]], limit: float) -> list[Any
                     raise value  # Ctrl-C
                 found.append(value)
         except queue.Empty:
-            found.append(TimeoutError())
+            found.append(OutOfTime())
             hangs += 1
         finally:
             stopped.set()

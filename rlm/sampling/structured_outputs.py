@@ -35,6 +35,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 _BEFORE_REASON = re.compile(
     r'^(at \d+\(\d+\)|failed to [^:]*|invalid regex ".*?" \(in regex\)|lexer error|Parser Error): '
 )
+_TOO_COMPLEX = ("too many expressions", "too complex", "items; max is", "Too many items")
 # The reasoning may be cut in the middle of a character, so its bytes may be invalid UTF-8.
 GRAMMAR = """%llguidance {{"allow_invalid_utf8": true}}
 start: (reasoning "\\n")? {opening} {answer}
@@ -82,7 +83,7 @@ class StructuredOutputs:
         """The JSON schema; None for a regex or a choice.
 
         Raises:
-            UsageError: the schema is not a JSON object, or no finite value matches the schema.
+            UsageError: the schema is not a JSON object.
         """
         if self.regex is not None or self.choice:
             return None
@@ -94,8 +95,6 @@ class StructuredOutputs:
                 raise UsageError(f"the JSON schema is not valid JSON: {error}") from None
         if not isinstance(schema, dict):
             raise UsageError("a JSON schema must be a JSON object")
-        if _is_endless(schema, schema, ()):
-            raise UsageError("the JSON schema requires itself recursively, so no value fits it")
         return schema | {"x-guidance": JSON_OPTIONS}
 
     def grammar(self, format: Format) -> str:
@@ -118,38 +117,6 @@ class StructuredOutputs:
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _is_endless(schema: object, root: dict[str, Any], open: tuple[str, ...]) -> bool:
-    """Return whether a schema requires itself recursively, so that no finite value matches.
-
-    Args:
-        root: the whole schema, in which references are resolved.
-        open: the references that were followed to reach this part of the schema.
-    """
-    if not isinstance(schema, dict):
-        return False
-    if isinstance(reference := schema.get("$ref"), str):
-        if reference in open:
-            return True
-        target: object = root
-        for name in reference.removeprefix("#").split("/")[1:]:
-            target = target.get(name) if isinstance(target, dict) else None
-        if reference.startswith("#") and _is_endless(target, root, (*open, reference)):
-            return True
-    for name in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(name)
-        if isinstance(parts, list) and parts:
-            every = any if name == "allOf" else all
-            if every(_is_endless(part, root, open) for part in parts):
-                return True
-    required, properties = schema.get("required"), schema.get("properties")
-    inside = []
-    if isinstance(required, list) and isinstance(properties, dict):
-        inside = [properties.get(name) for name in required if isinstance(name, str)]
-    if isinstance(least := schema.get("minItems"), int) and least > 0:
-        inside.append(schema.get("items"))
-    return any(_is_endless(part, root, open) for part in inside)
 
 
 class GrammarMatcher:
@@ -237,8 +204,10 @@ def reason(error: str) -> str:
     >>> reason('at 3(9): failed to compile JSON schema: Invalid type: nope\\n   1 | start: "a"\\n')
     'Invalid type: nope'
     """
-    if "too many expressions" in error or "too complex" in error or "items; max is" in error:
+    if any(part in error for part in _TOO_COMPLEX):
         return "it is too complex"
+    if "NoExtensionBias" in error:  # a reference that leads back to itself
+        return "no value fits it"
     if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # an error of the regex parser
         return found[1]
     line, before = error.split("\n", 1)[0], ""

@@ -9,6 +9,7 @@ import math
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
 FORM = "application/x-www-form-urlencoded"  # the default of curl -d
+WINDOW_SECONDS = 60  # of the rate limit
 
 
 def new_key() -> str:
@@ -160,11 +162,12 @@ def read_origins(origins: Iterable[str]) -> list[str]:
 def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
     """Return whether a request with the media type of a form comes from an allowed client.
 
-    `curl -d` sends this media type by default. A web page may not use it to send JSON unless its
-    origin is allowed: a browser sends a form to another server without a CORS preflight. Browsers
-    set the Origin header in both cases.
+    Parameters of the media type, such as a charset, are ignored. `curl -d` sends this media type by
+    default. A web page may not use it to send JSON unless its origin is allowed: a browser sends a
+    form to another server without a CORS preflight. Browsers set the Origin header in both cases.
     """
-    if [value.lower() for value in headers.getlist("content-type")] != [FORM]:
+    types = [value.partition(";")[0].strip().lower() for value in headers.getlist("content-type")]
+    if types != [FORM]:
         return False
     if (origin := headers.get("origin")) is None:
         return headers.get("sec-fetch-site", "none").lower() in ("none", "same-origin")
@@ -172,51 +175,54 @@ def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
     return origin.lower() in {*own, *allowed}
 
 
-def client_address(peer: str, headers: Headers) -> str | None:
-    """Return the client address for the rate limit of an open server; None for this machine.
+def client_address(peer: str, headers: Headers) -> str:
+    """Return the client address for the rate limit of a public server.
 
-    X-Forwarded-For is used only if the peer is this machine, where a tunnel's agent appends the
-    client's address to the header. An IPv6 client is identified by its network (/64), because one
-    client has many addresses.
+    X-Forwarded-For is used only if the peer is this machine, where a tunnel's agent or a proxy
+    appends the client's address to the header. Requests without the header count for the peer. An
+    IPv6 client is identified by its network (/64), because one client has many addresses.
     """
     values = headers.getlist("x-forwarded-for")
-    if is_loopback(peer):
-        if not values and is_loopback(asked_host(headers)):
-            return None
-        peer = values[-1].rpartition(",")[2].strip() if values else ""
-    if not _is_address(peer):
+    if values and is_loopback(peer):
+        peer = values[-1].rpartition(",")[2].strip()
+    address = _read_address(peer)
+    if address is None:
         return "unknown"
-    address = ipaddress.ip_address(peer)
     return str(address) if address.version == 4 else f"{int(address) >> 64:x}"
 
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name or address is loopback, without a DNS lookup."""
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    address = _read_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def _is_address(host: str) -> bool:
+    return _read_address(host) is not None
+
+
+def _read_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Parse an IP address. An IPv4 address in IPv6 form (::ffff:1.2.3.4) becomes IPv4."""
     try:
-        ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
-class Bucket:
-    """A token bucket with a capacity of `per_minute` tokens, refilled at `per_minute` a minute."""
+class SlidingWindow:
+    """A rate limit: at most `per_minute` requests in any 60 seconds."""
 
-    def __init__(self, per_minute: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._size = self._left = float(per_minute)
-        self._now = now
-        self._then = now()
+    def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute, self._now = per_minute, now
+        self._recent: deque[float] = deque()  # times of the requests of the last 60 seconds
 
     def take(self) -> int:
-        """Take one token and return 0, or return the seconds until a token is available."""
+        """Count one request and return 0, or return the seconds until a request is allowed."""
         now = self._now()
-        self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
-        self._then = now
-        if self._left > 1 - 1e-9:
-            self._left -= 1
+        while self._recent and now - self._recent[0] >= WINDOW_SECONDS:
+            self._recent.popleft()
+        if len(self._recent) < self._per_minute:
+            self._recent.append(now)
             return 0
-        return math.ceil((1 - self._left) * 60 / self._size - 1e-6)
+        return max(1, math.ceil(self._recent[0] + WINDOW_SECONDS - now - 1e-6))

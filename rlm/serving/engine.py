@@ -57,8 +57,9 @@ class RunningRequest:
     timeout: float  # seconds until the deadline
     experiences: Sequence[str] = ()  # ids of the lessons in the prompt
     created: int = field(default_factory=lambda: int(time.time()))
-    started: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
+    started: float = field(default_factory=time.monotonic)  # time of acceptance
+    first_token: float | None = None  # time of the first token
+    last_token: float | None = None  # time of the last token so far
     error: Exception | None = None  # an error while the text was processed
     outcome: str = "cancelled"  # at the end "finished" or the code of an HTTPProblem
 
@@ -76,14 +77,15 @@ class RunningRequest:
         return self.first_token - self.started
 
     @property
+    def seconds(self) -> float:
+        """Seconds from acceptance to the last token so far. The client's download is not part."""
+        assert self.last_token is not None
+        return self.last_token - self.started
+
+    @property
     def unfinished(self) -> int:
         """The number of unfinished completions."""
         return sum(c.finish_reason is None for c in self.stream.completions)
-
-    @property
-    def tokens(self) -> int:
-        """The maximum number of tokens that the request can occupy in the KV cache."""
-        return len(self.prompt) + self.n * self.params.max_new_tokens
 
     def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
         """Return the tokens that the thinking budget or the tool forces, for the sampler.
@@ -310,7 +312,8 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
     """Parse a request's tokens of a step and pass their text to the event loop."""
     if request.error is not None:
         raise request.error
-    request.first_token = request.first_token or time.monotonic()
+    request.last_token = time.monotonic()
+    request.first_token = request.first_token or request.last_token
     completions = request.stream.completions
     texts = [
         (token.row, *request.stream.add_token(token), completions[token.row].by_tool)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from rlm.serving.engine import Engine, RunningRequest
 
@@ -23,26 +25,43 @@ class Metrics:
         def histogram(name: str, help: str) -> Histogram:
             return Histogram(f"rlm_{name}", help, buckets=SECONDS, registry=registry)
 
+        responses = "HTTP responses by status code (499: the client disconnected)"
+        self.responses = counter("http_responses", responses, "status")
         self.finished = counter("requests", "Requests by protocol and outcome", "api", "outcome")
         self.rejected = counter("rejected", "Requests rejected by a full queue", "reason")
         self.thinking = counter("thinking", "Completions by the end of their reasoning", "status")
         self.first_token = histogram("first_token_seconds", "From acceptance to the first token")
         self.total = histogram("request_seconds", "From acceptance to the last token")
-        for name, help, value in (
-            ("tokens_drawn", "Tokens generated since the start", lambda: engine.tokens_drawn),
-            ("rows_running", "Completions in the batch or waiting", lambda: engine.rows_running),
-            ("engine_alive", "1 if the engine is alive, else 0", lambda: engine.alive),
-        ):
-            Gauge(f"rlm_{name}", help, registry=registry).set_function(value)
+        registry.register(_EngineState(engine))
 
     def count(self, request: RunningRequest) -> None:
         """Count a finished, failed or aborted request."""
         self.finished.labels(request.api, request.outcome).inc()
         if request.outcome == "finished":
-            self.total.observe(time.monotonic() - request.started)
+            self.total.observe(request.seconds)
             self.first_token.observe(request.first_token_seconds)
             for completion in request.stream.completions:
                 self.thinking.labels(completion.status).inc()
 
+    def count_response(self, status: int) -> None:
+        """Count an HTTP response of any path, also of a request that was rejected."""
+        self.responses.labels(str(status)).inc()
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _EngineState(Collector):
+    """Reads the values that the engine counts itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        drawn = "Tokens generated since the start"
+        yield CounterMetricFamily("rlm_tokens_drawn", drawn, engine.tokens_drawn)
+        running = "Completions in the batch or waiting"
+        yield GaugeMetricFamily("rlm_rows_running", running, engine.rows_running)
+        alive = "1 if the engine is alive, else 0"
+        yield GaugeMetricFamily("rlm_engine_alive", alive, float(engine.alive))

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rlm.serving import logging as logs
 from rlm.serving.access import (
     AllowedHosts,
-    Bucket,
     Keys,
+    SlidingWindow,
     asked_host,
     client_address,
     is_form_of_ours,
@@ -65,15 +65,25 @@ class SecuritySettings:
 class SecurityMiddleware:
     """ASGI middleware that checks requests. It sets scope["state"]: `request_id` and `key_id`."""
 
-    def __init__(self, app: ASGIApp, settings: SecuritySettings) -> None:
-        self._app, self._settings = app, settings
-        # Returns the bucket of a key or an address; the least recently used bucket is dropped.
-        self._bucket = lru_cache(MAX_CLIENTS)(lambda name: Bucket(settings.requests_per_minute))
-        self._failures = Bucket(settings.failures_per_minute)
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: SecuritySettings,
+        count: Callable[[int], None] = lambda status: None,
+    ) -> None:
+        """
+        Args:
+            count: is called with the status of each response.
+        """
+        self._app, self._settings, self._count = app, settings, count
+        # Returns the rate limit of a key or an address; the least recently used one is dropped.
+        per_minute = settings.requests_per_minute
+        self._rate = lru_cache(MAX_CLIENTS)(lambda name: SlidingWindow(per_minute))
+        self._failures = SlidingWindow(settings.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _answer(self._serve, scope, receive, send)
+            await _answer(self._serve, scope, receive, send, self._count)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:  # WebSockets are not supported, and must not bypass the checks
@@ -107,7 +117,7 @@ class SecurityMiddleware:
         limited = key_id if keys.required else None
         if self._settings.public:
             limited = client_address((scope["client"] or ("",))[0], headers)
-        if limited is not None and (wait := self._bucket(limited).take()):
+        if limited is not None and (wait := self._rate(limited).take()):
             raise HTTPProblem(429, "rate_limited", "too many requests", retry_after=wait)
         return key_id
 
@@ -196,8 +206,13 @@ async def read_body(
     return replay
 
 
-async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run `serve` with our response headers; convert its errors to responses; log the request."""
+async def _answer(
+    serve: ASGIApp, scope: Scope, receive: Receive, send: Send, count: Callable[[int], None]
+) -> None:
+    """Run `serve` with our response headers; convert its errors to responses.
+
+    The request is logged, and the status of its response is counted.
+    """
     started, status = time.monotonic(), 499  # 499 (client disconnected) until a response starts
     sent = Headers(scope=scope).getlist("x-request-id")
     is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
@@ -225,6 +240,7 @@ async def _answer(serve: ASGIApp, scope: Scope, receive: Receive, send: Send) ->
         if status == 499:  # if a response has started, uvicorn closes the connection
             await as_problem(error).response(request_id)(scope, receive, respond)
     finally:
+        count(status)
         route = getattr(scope.get("route"), "path", None)
         logs.log(
             "request",

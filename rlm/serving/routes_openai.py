@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rlm.grading import AnswerType
-from rlm.reasoner import read_answer
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer
 from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.schema import (
@@ -31,6 +31,7 @@ from rlm.serving.schema import (
     Stop,
     Strict,
     StructuredOutputsFields,
+    is_empty,
 )
 from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
@@ -210,7 +211,7 @@ class ChatRequest(Strict):
             raise ValueError("the last message must have the role user")
         if roles[0] != "user":
             raise ValueError("the first message after the system messages must have the role user")
-        if not self.messages[-1].text.strip():
+        if is_empty(self.turns[-1][1]):  # the messages of the user at the end
             raise ValueError("the last message is empty")
         if self.max_tokens and self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens mean the same: send only one")
@@ -273,9 +274,10 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         thinking_budget=request.thinking_budget,
-        temperature=request.temperature,
+        # As in OpenAI's API, the default is to sample with a random seed, so that k calls do not
+        # return k equal answers. A call with n = 1 has the same temperature as one with n = k.
+        temperature=TEMPERATURE_OF_SEVERAL if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        # As in OpenAI's API, calls without a seed differ: k calls must not return k equal answers.
         seed=secrets.randbits(62) if request.seed in (None, -1) else request.seed,
         stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
         adapter=request.model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -78,7 +77,7 @@ def _report(
     """Build the response of a finished request."""
     answer, adapter = read_answer(running.stream), running.adapter
     shown, usage = answer.shown, answer.usage(len(running.prompt))
-    seconds = time.monotonic() - running.started
+    seconds = running.seconds
     asked = request.expected_answer
     expected = None if asked is None else str(asked)  # validation has converted numbers to strings
     format, warnings = running.stream.format, length_warnings(running.stream)

@@ -24,9 +24,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def is_empty(text: str) -> bool:
+    """Return whether a text contains only spaces and zero-width characters."""
+    return not any(char.isprintable() and not char.isspace() for char in text)
+
+
 def _says_something(text: str) -> str:
-    """Reject text that contains only spaces and zero-width characters."""
-    if not any(char.isprintable() and not char.isspace() for char in text):
+    if is_empty(text):
         raise ValueError("is empty")
     return text
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +17,6 @@ from rlm.cli import UsageError
 from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import (
-    GrammarMatcher,
     SamplingParams,
     StructuredOutputs,
     ToolTokens,
@@ -26,6 +27,9 @@ from rlm.serving.errors import HTTPProblem
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
 from rlm.serving.schema import JSONSchemaFormat, ReasoningRequest, TextFormat
+
+T = TypeVar("T")
+PREPARE_SECONDS = 10.0  # maximum time to compile a grammar or to render a prompt
 
 
 class Service:
@@ -51,8 +55,10 @@ class Service:
         self.public_url: str | None = None
         self.draining = False  # accepted requests continue, new requests are rejected
         self._running: dict[str, RunningRequest] = {}
-        # One thread is enough, because the tokenizer encodes one text at a time.
-        self._renderer = ThreadPoolExecutor(1, "render")
+        # The tokens of each accepted, unfinished request, also of those that are being prepared.
+        self._reserved: dict[str, int] = {}
+        # One thread at a time is enough, because the tokenizer encodes one text at a time.
+        self._preparing = asyncio.Lock()
 
     def not_ready(self) -> HTTPProblem | None:
         """Return the reason why new requests are rejected now, or None if they are accepted."""
@@ -81,43 +87,54 @@ class Service:
         Raises:
             HTTPProblem: the request exceeds a limit, the queue is full, or the engine is not ready.
         """
-        self._admit(0)
+        started = time.monotonic()
+        self._admit()
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
         format, structured = adapter.format, structured_outputs(asked)
         kind = structured.answer_type if structured else format.answer_type
         format = format.with_answer_type(asked.answer_type or kind)
-        grammar = await self._compile(structured, format) if structured else None
-        prompt, used = await self._render(asked.prompt, format, examples, system)
-        self._admit(len(prompt) + asked.n * params.max_new_tokens)  # the queue may be full by now
-        running = RunningRequest(
-            id=f"rsn_{secrets.token_hex(12)}",
-            api=api,
-            adapter=adapter,
-            prompt=prompt,
-            params=params,
-            seed=prompt_seed(asked.seed),
-            stream=ReasoningStream(
-                self.tokenizer,
-                format,
-                self.engine.stop_ids,
-                n=asked.n,
-                max_new_tokens=params.max_new_tokens,
-                budget=asked.thinking_budget,
-                stop=asked.stop,
-                tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
-                grammar=grammar,
-            ),
-            timeout=self.limits.seconds,
-            experiences=used,
-        )
+        id, new_tokens = f"rsn_{secrets.token_hex(12)}", asked.n * params.max_new_tokens
+        self._admit(new_tokens, id)
+        try:
+            deadline, grammar = started + self.limits.seconds, None
+            if structured:
+                compile = partial(self.engine.grammars.compile, structured, format)
+                grammar = await self._prepare(compile, "response_format", deadline)
+            prompt, used = await self._render(asked.prompt, format, examples, system, deadline)
+            self._admit(len(prompt) + new_tokens, id)
+            running = RunningRequest(
+                id=id,
+                api=api,
+                adapter=adapter,
+                prompt=prompt,
+                params=params,
+                seed=prompt_seed(asked.seed),
+                stream=ReasoningStream(
+                    self.tokenizer,
+                    format,
+                    self.engine.stop_ids,
+                    n=asked.n,
+                    max_new_tokens=params.max_new_tokens,
+                    budget=asked.thinking_budget,
+                    stop=asked.stop,
+                    tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
+                    grammar=grammar,
+                ),
+                timeout=self.limits.seconds,
+                experiences=used,
+                started=started,
+            )
+        except BaseException:
+            del self._reserved[id]
+            raise
         self.engine.add_request(running)
-        self._running[running.id] = running
+        self._running[id] = running
         return running
 
     def release(self, running: RunningRequest) -> None:
         """Count a request whose response has ended; abort the request if it is unfinished."""
-        del self._running[running.id]
+        del self._running[running.id], self._reserved[running.id]
         if running.unfinished:
             self.engine.abort(running)
         self.metrics.count(running)
@@ -145,27 +162,36 @@ class Service:
         """
         self.draining = True
         deadline = time.monotonic() + seconds
-        while self._running and time.monotonic() < deadline:
+        while self._reserved and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.fail_all(HTTPProblem(503, "draining", "the server is shutting down", retry_after=10))
 
     @property
     def requests(self) -> int:
-        return len(self._running)
+        """The number of accepted, unfinished requests."""
+        return len(self._reserved)
 
     @property
     def tokens(self) -> int:
-        return sum(running.tokens for running in self._running.values())
+        """The maximum number of tokens that these requests can occupy in the KV cache."""
+        return sum(self._reserved.values())
 
-    def _admit(self, tokens: int) -> None:
+    def _admit(self, tokens: int = 0, id: str = "") -> None:
+        """Check that a request with so many tokens fits into the queue.
+
+        With an `id`, the request gets a place in the queue, or its number of tokens changes.
+        """
         if problem := self.not_ready():
             raise problem
         if tokens > self.limits.tokens:
             raise _too_much("n", tokens, self.limits.tokens, "tokens in total")
-        full = self.requests >= self.limits.requests
-        if full or self.tokens + tokens > self.limits.tokens:
+        others = [reserved for other, reserved in self._reserved.items() if other != id]
+        full = len(others) >= self.limits.requests
+        if full or sum(others) + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
             raise HTTPProblem(503, "queue_full", "the queue is full", retry_after=5)
+        if id:
+            self._reserved[id] = tokens
 
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
@@ -192,15 +218,13 @@ class Service:
             raise HTTPProblem(422, "validation", detail, param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
-    async def _compile(self, structured: StructuredOutputs, format: Format) -> GrammarMatcher:
-        compile = partial(self.engine.grammars.compile, structured, format)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._renderer, compile)
-        except UsageError as error:
-            raise HTTPProblem(422, "validation", str(error), param="response_format") from None
-
     async def _render(
-        self, question: str, format: Format, examples: Sequence[tuple[str, str]], system: str
+        self,
+        question: str,
+        format: Format,
+        examples: Sequence[tuple[str, str]],
+        system: str,
+        deadline: float,
     ) -> tuple[list[int], tuple[str, ...]]:
         """Render the prompt with as many of the nearest lessons as fit into it.
 
@@ -212,10 +236,48 @@ class Service:
             informed = apply_experiences(question, self.experiences, most)
             options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
             render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
-            prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+            prompt = await self._prepare(render, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
                 return prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
+
+    async def _prepare(self, call: Callable[[], T], field: str, deadline: float) -> T:
+        """Run a call that prepares a request in a thread. Only one call runs at a time.
+
+        A call that takes longer than PREPARE_SECONDS is abandoned, so that it does not block the
+        calls of other requests. Python cannot stop its thread.
+
+        Args:
+            field: the field of the request that the call reads.
+            deadline: the request's deadline, on the clock of `time.monotonic`.
+
+        Raises:
+            HTTPProblem: 422 if the call raises a UsageError, 504 if its time has passed.
+        """
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()), self._preparing:
+                async with asyncio.timeout(PREPARE_SECONDS):
+                    return await _in_thread(call)
+        except UsageError as error:
+            raise HTTPProblem(422, "validation", str(error), param=field) from None
+        except TimeoutError:
+            late = f"{field}: the server could not prepare the request in time"
+            raise HTTPProblem(504, "deadline", late) from None
+
+
+def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a call in a daemon thread, which does not keep the process alive."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # an abandoned call still sets its result
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # raised again where the result is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from rlm.serving.engine import RunningRequest
 from rlm.serving.service import Service
 
+SEND_SECONDS = 5.0  # time after the deadline in which a client can receive the end of its stream
 COMMENT = b": still here\n\n"  # sent on a silent stream, so that proxies keep it open
 
 
@@ -57,7 +59,11 @@ async def _disconnect(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a running request, which is released when the stream ends."""
+    """The server-sent events of a running request, which is released when the stream ends.
+
+    The deadline also ends the stream of a client that has stopped reading. uvicorn then closes the
+    connection.
+    """
 
     media_type = "text/event-stream"
 
@@ -68,7 +74,12 @@ class EventStream(StreamingResponse):
         self._service, self._running = service, running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        running = self._running
+        seconds = running.started + running.timeout + SEND_SECONDS - time.monotonic()
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # sending waits for a client that does not read
+            running.outcome = "deadline"
         finally:
-            self._service.release(self._running)
+            self._service.release(running)

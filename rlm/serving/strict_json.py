@@ -87,7 +87,7 @@ def _check(value: object, depth: int = 0) -> None:
 
 
 class StrictRoute(APIRoute):
-    """A route that parses the body before FastAPI does, so that JSON errors have our format."""
+    """A route that checks the body before FastAPI parses it, so that errors have our format."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -95,7 +95,7 @@ class StrictRoute(APIRoute):
         async def strict(request: Request) -> Response:
             if self.body_field is not None:
                 require_json(request.headers)
-                request._json = parse(await request.body())  # the result of request.json()
+                parse(await request.body())  # FastAPI parses the accepted body again
             return await handle(request)
 
         return strict

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -186,6 +187,26 @@ def test_a_plan_is_computed_exactly_or_not_at_all(rule, value):
     knowns = {"pens": 31, "boxes": "72 boxes"}
     links = [link(["pens", "boxes"], "total", rule)]
     assert plan_value(plan_of(knowns=knowns, causal_graph=links)) == value
+
+
+@pytest.mark.parametrize("rule", ["-({})**64", "{0} * {0}", "({})**2", "1 / {}**3", "{}**-64"])
+@pytest.mark.parametrize("start", ["2", "-3", "10**12", "-(10**12)"])
+def test_a_plan_whose_values_grow_without_limit_is_not_computed(rule, start, monkeypatch):
+    """Each step applies the rule to the result of the step before it."""
+
+    class Limited(Fraction):
+        def __new__(cls, *of):
+            value = Fraction(*of)
+            assert max(value.numerator.bit_length(), value.denominator.bit_length()) < 10_000
+            return value
+
+    monkeypatch.setattr("recipes.experience.plan.Fraction", Limited)
+    names = [f"s{i}" for i in range(16)]
+    links = [link([], "s0", start)]
+    links += [link([a], b, rule.format(a)) for a, b in pairwise(names)]
+    steps = [{"id": f"step{i}", "target": name, "inputs": []} for i, name in enumerate(names)]
+    plan = plan_of(target_variable="s15", causal_graph=links, computation_plan=steps)
+    assert plan_value(plan) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -819,6 +820,7 @@ def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
     with pytest.raises(UsageError, match=says) as refused:
         load_endpoints(["critic"], path, {})
     assert KEY not in str(refused.value)
+    assert KEY not in "".join(traceback.format_exception(refused.value))
 
 
 @pytest.mark.parametrize("role", ["generator_1", "critic"])

@@ -183,6 +183,27 @@ def test_a_refused_request_is_recorded_not_scored():
     assert reward.records[0][0][0]["verdict"] == "agent_failed"
 
 
+@pytest.mark.parametrize(
+    ("sent", "draft", "answer"),
+    [
+        (("4", "2 + 2 = 4"), "<think>\n2 + 2 = 4\n</think>\n<answer>4</answer>", "4"),
+        (("2 and 2 are 4.", "2 + 2"), "<think>\n2 + 2\n</think>\n2 and 2 are 4.", "4"),
+        (("", "2 + 2 is"), "<think>\n2 + 2 is", None),  # the reasoning was cut off
+        (("4", None), "4", "4"),
+        (("<answer>4</answer>", ""), "<answer>4</answer>", "4"),
+    ],
+)
+def test_the_second_agent_sees_the_reasoning_that_a_server_sends_apart(sent, draft, answer):
+    text, reasoning = sent
+    with ScriptedServer() as server:
+        server.script(chat_reply(text, reasoning=reasoning), chat_reply("4"))
+        agents = RemoteLLM(APIClient(server.url, concurrency=1), BASE)
+        (run,) = Runner(agents, 9).run(SUMS[2:3], [CHAIN])
+        asked = server.asked("chat/completions")[1]["messages"][1]["content"]
+    assert asked == f"PROBLEM: 2 + 2?\n\nDRAFT of agentA: {draft}"
+    assert FORMATS["deepseek"].grade(run.replies[0].text, None, strict=False).answer == answer
+
+
 def test_local_agents_say_what_the_model_says(tokenizer):
     agents = LocalLLM(Sampler(tiny_model(), tokenizer), tokenizer)
     graphs = [CHAIN, Graph.chain("other", "check")]

@@ -568,11 +568,16 @@ def hang():
     time.sleep(60)
 
 
+def time_out():
+    raise TimeoutError("the judge's socket")
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         (divide, "ZeroDivisionError"),
         (hang, "did not return within 0.2 seconds"),
+        (time_out, "TimeoutError: the judge's socket"),
         (lambda: math.inf, "infinite"),
         (lambda: 10**400, "not a number"),
         (lambda: sys.exit("bye"), "SystemExit: bye"),
@@ -580,7 +585,7 @@ def hang():
         (lambda: math.nan, ""),
         (lambda: None, ""),
     ],
-    ids=["raises", "hangs", "infinite", "large", "exits", "text", "nan", "none"],
+    ids=["raises", "hangs", "times out", "infinite", "large", "exits", "text", "nan", "none"],
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
@@ -603,6 +608,21 @@ def test_an_async_call_that_exits_costs_its_own_rollout_too():
 
     scores = Scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
     assert scores.rewards == [[1.0, None], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_async_call_that_times_out_says_whose_limit_it_was(hangs, capsys):
+    class Judge(RewardFunction):
+        async def __call__(self, completion, reference_answer, **columns):
+            if completion == "bad":
+                await (asyncio.sleep(60) if hangs else asyncio.sleep(0))
+                time_out()
+            return 1.0
+
+    scores = Scorer(Judge(), time_limit=0.5 if hangs else 30.0)(PROBLEMS[:1], [["good", "bad"]])
+    assert scores.rewards == [[1.0, None]]
+    said = capsys.readouterr().out
+    assert ("it did not return within 0.5 seconds" if hangs else "TimeoutError: the judge") in said
 
 
 def test_calls_that_all_hang_do_not_add_up(capsys):

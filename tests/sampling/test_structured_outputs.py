@@ -3,7 +3,9 @@
 import json
 import random
 import re
+import sys
 import time
+from contextlib import suppress
 
 import jsonschema
 import pytest
@@ -138,8 +140,8 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({"json": deep(2000)}, "nested too deeply|has .* characters; the limit is"),
         ({"json": HUGE}, "characters; the limit is 16000"),
         ({"json": {"$ref": "#"}}, "no value fits it"),
-        ({"json": ITSELF}, "no value fits it"),
-        ({"json": LIST | {"$ref": "#/$defs/a"}}, "no value fits it"),
+        ({"json": ITSELF}, "JSON schema: it is too complex"),
+        ({"json": LIST | {"$ref": "#/$defs/a"}}, "JSON schema: it is too complex"),
         ({"json": {"type": "nope"}}, "JSON schema: Invalid type: nope"),
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ."not".'),
         ({"json": {"allOf": [INTEGER, {"type": "string"}]}}, "Unsatisfiable schema"),
@@ -167,6 +169,55 @@ def test_hostile_and_impossible_ones_are_refused_in_a_line(sampler, asked, said)
     assert time.process_time() - started < 1
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+def both(reference: dict) -> dict:
+    return {
+        "type": "object",
+        "properties": {"x": reference, "y": reference},
+        "required": ["x", "y"],
+    }
+
+
+SAME = {
+    "required": both,
+    "anyOf": lambda reference: {"anyOf": [reference, reference]},
+    "allOf": lambda reference: {"allOf": [reference, reference]},
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("links", [60, 120])
+def test_references_to_the_same_schema_are_not_followed_again_and_again(sampler, kind, links):
+    """The calls of functions are counted: 2 ** 60 of them would not end."""
+    definitions = {f"a{i}": SAME[kind]({"$ref": f"#/$defs/a{i + 1}"}) for i in range(links)}
+    schema = {"$defs": definitions | {f"a{links}": INTEGER}, "$ref": "#/$defs/a0"}
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+        assert calls < 10_000
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        text = StructuredOutputs(schema).grammar(FORMAT)
+    finally:
+        sys.setprofile(before)
+    assert "value: %json" in text
+    sampler.grammars.compile(StructuredOutputs(schema), FORMAT)
+
+
+@pytest.mark.parametrize("part", ['{"allOf": [', '{"a": ', "["])
+def test_a_schema_of_any_depth_is_compiled_or_refused(sampler, part):
+    closing = part.replace("[", "]").replace('{"a": ', "}").replace('{"allOf": ', "}")[::-1]
+    for depth in (10, 300, 500, 700, 900, 950, 990, 1000, 1010, 1200):
+        text = part * depth + "{}" + closing * depth
+        if len(text) > 16_000:
+            break
+        with suppress(UsageError):
+            sampler.grammars.compile(StructuredOutputs(text), FORMAT)
 
 
 def test_a_schema_that_may_hold_itself_is_none_of_these(sampler):

@@ -10,6 +10,8 @@ from secured_server import KEY, SecuredServer, read, request, rest
 
 from rlm.serving.http_server import UVICORN
 from rlm.serving.middleware import SecuritySettings
+from rlm.serving.service import PREPARE_SECONDS
+from rlm.serving.streaming import SEND_SECONDS
 
 AUTH = f"Authorization: Bearer {KEY}".encode()
 JSON = b"Content-Type: application/json"
@@ -33,6 +35,8 @@ def test_the_limits_are_the_documented_ones():
     limits = (wall.max_body, wall.max_header_bytes, wall.max_headers, wall.body_seconds)
     assert limits == (64 * 1024, 16 * 1024, 64, 10)
     assert (wall.requests_per_minute, wall.failures_per_minute) == (120, 20)
+    assert f"each may take up to {PREPARE_SECONDS:g} seconds" in page
+    assert f"not read to its end {SEND_SECONDS:g} seconds after the deadline is closed" in page
 
 
 def test_a_body_that_is_late_gets_a_408():

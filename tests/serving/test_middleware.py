@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 
 from rlm.cli.options import UsageError
 from rlm.serving import logging as logs
-from rlm.serving.access import AllowedHosts, Bucket, Keys, load_keys, new_key
+from rlm.serving.access import AllowedHosts, Keys, SlidingWindow, is_loopback, load_keys, new_key
 from rlm.serving.errors import HTTPProblem, invalid
 from rlm.serving.middleware import SecurityMiddleware, SecuritySettings, read_body
 
@@ -281,22 +281,42 @@ def test_hosts_of_ours_come_and_go_and_may_be_numbers(wall):
 # Rates
 
 
-def test_a_bucket_refills():
+def test_a_rate_holds_in_every_minute_and_the_wait_is_told():
     now = 0.0
-    bucket = Bucket(per_minute=3, now=lambda: now)
-    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 20]
-    now = 19.0
-    assert bucket.take() == 1
-    now = 20.0
-    assert [bucket.take(), bucket.take()] == [0, 20]
+    rate = SlidingWindow(per_minute=3, now=lambda: now)
+    assert [rate.take(), rate.take()] == [0, 0]
+    now = 20.5
+    assert [rate.take(), rate.take()] == [0, 40]
+    now = 59.0
+    assert rate.take() == 1
+    now = 60.0
+    assert [rate.take() for _ in range(3)] == [0, 0, 21]
     now = 1e6
-    assert [bucket.take() for _ in range(4)] == [0, 0, 0, 20]
+    assert [rate.take() for _ in range(4)] == [0, 0, 0, 60]
+
+
+@pytest.mark.parametrize("step", [0.1, 1.0, 7.3])
+def test_no_minute_has_more_requests_than_the_limit(step):
+    now, taken = 0.0, []
+    rate = SlidingWindow(per_minute=5, now=lambda: now)
+    for i in range(2000):
+        now = i * step
+        if rate.take() == 0:
+            taken.append(now)
+    assert max(sum(a <= b < a + 60 for b in taken) for a in taken[:50]) == 5
+
+
+def test_addresses_of_this_machine():
+    for host in ("localhost", "127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"):
+        assert is_loopback(host)
+    for host in ("", "10.0.0.7", "::ffff:10.0.0.7", "localhost.evil.com", "::"):
+        assert not is_loopback(host)
 
 
 @pytest.fixture
 def no_time_passes(monkeypatch):
-    still = partial(Bucket, now=lambda: 0.0)
-    monkeypatch.setattr("rlm.serving.middleware.Bucket", still)
+    still = partial(SlidingWindow, now=lambda: 0.0)
+    monkeypatch.setattr("rlm.serving.middleware.SlidingWindow", still)
 
 
 def test_each_key_has_its_rate_whatever_address_it_claims(no_time_passes):
@@ -304,7 +324,7 @@ def test_each_key_has_its_rate_whatever_address_it_claims(no_time_passes):
         answers = [wall.post(b"{}", f"X-Forwarded-For: 10.0.0.{i}") for i in range(8)]
         assert [answer.status for answer in answers] == [200] * 5 + [429] * 3
         assert answers[0].json["client"] == "127.0.0.1"
-        assert answers[-1].headers["retry-after"] == "12"
+        assert answers[-1].headers["retry-after"] == "60"
         assert answers[-1].json["code"] == "rate_limited"
         assert wall.post(b"{}", key=OTHER_KEY).status == 200
         assert wall.ask("GET", "/health", AUTH).status == 200
@@ -316,7 +336,7 @@ def test_guessing_is_throttled_and_locks_nobody_out(no_time_passes):
             wall.post(b"{}", f"X-Forwarded-For: 10.0.0.{i}", key=f"guess {i}") for i in range(100)
         ]
         assert [answer.status for answer in tries] == [401] * 20 + [429] * 80
-        assert tries[-1].headers["retry-after"] == "3"
+        assert tries[-1].headers["retry-after"] == "60"
         assert wall.post(b"{}").status == 200
 
 

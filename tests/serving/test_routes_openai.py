@@ -76,7 +76,7 @@ def test_every_field_is_asked_for():
     asked = {"prompt": "two and three", "max_new_tokens": 9, "stop": ["x"], "adapter": "base"}
     assert reasoning_request(request) == ReasoningRequest(**asked, **options)
     alone = ChatRequest(model="base", messages=TURNS[-1:], max_completion_tokens=8, seed=0)
-    asked = {"prompt": "two and three", "max_new_tokens": 8, "adapter": "base"}
+    asked = {"prompt": "two and three", "max_new_tokens": 8, "adapter": "base", "temperature": 0.7}
     assert reasoning_request(alone) == ReasoningRequest(**asked)
 
 
@@ -110,8 +110,39 @@ def test_several_choices(client):
 def test_without_a_seed_each_call_draws_anew():
     """Or whoever asks k times would hold one answer k times for a vote."""
     body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
-    assert len({reasoning_request(ChatRequest(**body)).seed for _ in range(5)}) == 5
-    assert reasoning_request(ChatRequest(**body, seed=0)).seed == 0
+    asked = [reasoning_request(ChatRequest(**body)) for _ in range(5)]
+    assert len({one.seed for one in asked}) == 5
+    assert {one.temperature for one in asked} == {0.7}  # a seed alone makes no difference at 0
+    assert reasoning_request(ChatRequest(**body, seed=0, temperature=0)).seed == 0
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([user("hi"), system("")], "hi"),
+        ([user("hi"), system("Be brief.")], "hi"),
+        ([user("hi"), user("")], "hi"),
+        ([user(""), system("x")], None),
+        ([user(" \u200b"), system("x")], None),
+        ([system("x"), user("\u200b")], None),
+        ([user("hi"), {"role": "assistant", "content": "ho"}, user(""), system("x")], None),
+    ],
+)
+def test_the_question_is_what_the_user_said_last_and_is_not_empty(messages, prompt):
+    if prompt is None:
+        with pytest.raises(ValueError, match="the last message is empty"):
+            ChatRequest(model="tuned", messages=messages)
+    else:
+        request = ChatRequest(model="tuned", messages=messages)
+        assert reasoning_request(request).prompt == prompt
 
 
 @pytest.mark.parametrize("content", [[{}] * 20_000, [1] * 20_000])

@@ -5,7 +5,9 @@ What single requests are answered with, whole, stands in the goldens (tests/test
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import signal
 import socket
 import sys
@@ -13,21 +15,25 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 from live_server import ADD, FORMAT, LIMITS, events, live, make_service, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 
 from rlm.cli import UsageError
 from rlm.data.experiences import Experience
 from rlm.data.prompts import render_prompt
 from rlm.reasoner.stream import ReasoningStream
+from rlm.sampling import GrammarCompiler
 from rlm.sampling.engine import Sampler
 from rlm.sampling.params import SamplingParams
-from rlm.serving.access import Keys
+from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine
-from rlm.serving.middleware import PUBLIC
+from rlm.serving.middleware import PUBLIC, SecurityMiddleware, SecuritySettings
 from rlm.serving.models import Replica, prompt_prefix
 from rlm.serving.service import Service
 
@@ -43,6 +49,7 @@ SCRIPT = {
     "loop": "<think>" + "again " * 100,
     "one line": "<think>First 1.5 + 2. Then 3! Done?</think><answer>4</answer>",
 }
+TWO = {"prompt": "two and three"}
 ASKED = [{"role": "user", "content": "two and three"}]
 
 
@@ -149,25 +156,26 @@ def test_answers_are_read_compared_and_voted_for_by_their_kind(
 
 
 @pytest.mark.parametrize(
-    ("asked", "temperature", "top_p"),
+    ("asked", "temperatures", "top_p"),
     [
-        ({}, 0.0, 1.0),
-        ({"n": 2}, 0.7, 1.0),
-        ({"temperature": 0.3, "top_p": 0.8}, 0.3, 0.8),
-        ({"n": 2, "temperature": 1.5, "top_p": 0.5}, 1.5, 0.5),
+        ({}, (0.0, 0.7), 1.0),
+        ({"temperature": 0}, (0.0, 0.0), 1.0),
+        ({"n": 2}, (0.7, 0.7), 1.0),
+        ({"temperature": 0.3, "top_p": 0.8}, (0.3, 0.3), 0.8),
+        ({"n": 2, "temperature": 1.5, "top_p": 0.5}, (1.5, 1.5), 0.5),
     ],
 )
 def test_tokens_are_drawn_as_asked_for_or_as_documented(
-    server, submitted, asked, temperature, top_p
+    server, submitted, asked, temperatures, top_p
 ):
+    """temperatures: of our protocol and of OpenAI's, whose users expect that k calls differ."""
     messages = [{"role": "user", "content": "two and three"}]
     own = server.post({"prompt": "two and three", "max_new_tokens": 3} | asked)
     openais = {"model": "tuned", "messages": messages, "max_tokens": 3} | asked
     other = server.post(openais, "/v1/chat/completions")
     assert (own.status_code, other.status_code) == (200, 200)
-    for job in submitted:
+    for job, temperature in zip(submitted, temperatures, strict=True):
         assert (job.params, job.n) == (SamplingParams(3, temperature, top_p), asked.get("n", 1))
-    assert len(submitted) == 2
 
 
 def test_the_stream_adds_up_to_the_whole(server):
@@ -290,6 +298,52 @@ def test_what_ended_is_counted(server):
     assert "rlm_engine_alive 1.0" in text
 
 
+def metric(server, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def test_metrics_have_the_documented_names_and_types(server):
+    page = (Path(__file__).parents[2] / "docs/reference/serving.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(rlm_\w+)[`{].*? \| (\w+) \|", page, re.M))
+    families = list(text_string_to_metric_families(server.get("/metrics").text))
+    assert documented == {
+        (family.name + "_total" * (family.type == "counter"), family.type)
+        for family in families
+        if not family.name.endswith("_created")
+    }
+
+
+def test_responses_of_every_status_are_counted(tokenizer):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, Keys([KEY]), requests_per_minute=4) as server, server.client() as client:
+        headers = {"X-API-Key": KEY}
+        post = partial(client.post, "/phase1/reasoning", headers=headers)
+        assert client.post("/phase1/reasoning", json={}).status_code == 401
+        assert [post(json=body).status_code for body in ({}, TWO, {}, {}, TWO)] == [
+            422, 200, 422, 422, 429,
+        ]  # fmt: skip
+        wait_until(lambda: service.metrics.responses.labels("429")._value.get() == 1)
+        text = service.metrics.text().decode()
+    for status, number in (("401", 1), ("422", 3), ("429", 1), ("200", 1)):
+        assert f'rlm_http_responses_total{{status="{status}"}} {number}.0' in text
+
+
+def test_the_time_of_a_request_ends_with_its_last_token(tokenizer):
+    """However long the client takes to read its reply."""
+    service, _ = make_service(tokenizer, SCRIPT)
+    released, usual = [], service.release
+    service.release = lambda running: (released.append(running), usual(running))
+    with live(service) as server:
+        told = events(server.post(TWO | {"stream": True}).text)
+        wait_until(lambda: released and not service.requests)
+        seconds = released[0].last_token - released[0].started
+        assert metric(server, "rlm_request_seconds_sum") == pytest.approx(seconds)
+        assert metric(server, "rlm_tokens_drawn_total") > 10
+    assert json.loads(told[-1][1])["timings"]["total_ms"] == round(1000 * seconds, 1)
+
+
 def test_every_route_and_method_needs_the_key_but_five(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT)
     paths = {path.replace("{id}", "rsn_1") for path in create_app(service).openapi()["paths"]}
@@ -376,8 +430,8 @@ def test_tokens_fill_the_queue_too(tokenizer):
         never = server.post({"prompt": "x", "n": 16, "max_new_tokens": 200})
         assert never.status_code == 422
         running = send(server.port, half)
-        wait_until(lambda: service.requests == 1)
-        assert 500 < service.tokens < 1000
+        wait_until(lambda: service.tokens > 500)  # the prompt counts once it is rendered
+        assert service.tokens < 1000
         full = server.post(half)
         assert (full.status_code, full.json()["code"]) == (503, "queue_full")
         assert int(full.headers["retry-after"]) >= 1
@@ -402,6 +456,116 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
         assert json.loads(told[-1][1])["code"] == "deadline"
         wait_until(lambda: service.engine.rows_running == 0)
         assert not sampler.has_unfinished_requests()
+
+
+def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypatch):
+    monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.5)
+    service, sampler = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=2))
+    body = json.dumps({"prompt": "loop", "stream": True}).encode()
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    path = "/phase1/reasoning"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+    scope |= {"query_string": b"", "headers": headers, "client": None, "state": {}}
+    sent = []
+
+    async def serve() -> None:
+        came = iter([{"type": "http.request", "body": body}])
+
+        async def receive():
+            return next(came, None) or await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) > 2:  # the client's buffer is full
+                await asyncio.Event().wait()
+
+        hosts = AllowedHosts({"127.0.0.1"})
+        app = SecurityMiddleware(create_app(service), SecuritySettings(Keys([]), hosts))
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)
+
+    service.engine.start()
+    wait_until(lambda: service.engine.state == "ready")
+    asyncio.run(serve())
+    assert (service.requests, service.tokens) == (0, 0)
+    assert (
+        'rlm_requests_total{api="phase1",outcome="deadline"} 1.0' in service.metrics.text().decode()
+    )
+    wait_until(lambda: not sampler.has_unfinished_requests())
+    service.engine.stop()
+
+
+SLOW = TWO | {"structured_outputs": {"regex": "slow"}}
+
+
+@pytest.fixture
+def slow_schema(monkeypatch):
+    """The schema of SLOW takes until the first event to compile; the times when it began."""
+    go, began, usual = threading.Event(), [], GrammarCompiler.compile
+
+    def compile(self, structured, format):
+        if structured.regex == "slow":
+            began.append(time.monotonic())
+            go.wait(60)
+        return usual(self, structured, format)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile)
+    yield go, began
+    go.set()
+
+
+def test_a_schema_that_takes_for_ever_holds_up_nobody(tokenizer, monkeypatch, slow_schema):
+    monkeypatch.setattr("rlm.serving.service.PREPARE_SECONDS", 3.0)
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(server.post, SLOW)
+        wait_until(lambda: slow_schema[1])
+        assert server.post(TWO).json()["final_answer"] == "5"
+        assert (slow.result().status_code, slow.result().json()["code"]) == (504, "deadline")
+        assert (service.requests, service.tokens) == (0, 0)
+
+
+def test_what_is_still_being_prepared_has_a_place_in_the_queue(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, requests=2))
+    with live(service) as server, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(server.post, SLOW) for _ in range(2)]
+        wait_until(lambda: service.requests == 2)
+        assert service.tokens == 2 * LIMITS.new_tokens
+        assert server.post(TWO).json()["code"] == "queue_full"
+        slow_schema[0].set()
+        assert [reply.result().json()["answer"] for reply in waiting] == ["slow"] * 2
+        assert (service.requests, service.tokens) == (0, 0)
+
+
+def test_the_deadline_counts_from_acceptance(tokenizer, slow_schema):
+    go, began = slow_schema
+    service, _ = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=0.5))
+    accepted, usual = [], service.engine.add_request
+    service.engine.add_request = lambda running: (accepted.append(running), usual(running))
+    with live(service) as server:
+        late = server.post(SLOW)
+        assert (late.status_code, late.json()["code"]) == (504, "deadline")
+        assert not accepted
+        assert (service.requests, service.tokens) == (0, 0)
+        service.limits = LIMITS
+        go.set()
+        assert server.post(SLOW).json()["answer"] == "slow"
+    assert accepted[0].started <= began[-1]
+
+
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_a_prompt_that_the_template_refuses_is_the_clients_mistake(server, monkeypatch, path):
+    def refuse(*arguments, **options):
+        raise UsageError("a message contains a token that cannot be encoded as text")
+
+    monkeypatch.setattr("rlm.serving.service.render_prompt", refuse)
+    body = {"prompt": "x"} if "phase1" in path else {"model": "tuned", "messages": ASKED}
+    reply = server.post(body, path)
+    assert (reply.status_code, reply.json()["code"]) == (422, "validation")
+    assert "a token that cannot be encoded" in reply.json()["detail"]
+    assert reply.json()["error"]["param"] == ("prompt" if "phase1" in path else "messages")
+    monkeypatch.undo()
+    assert server.service.requests == 0
 
 
 @pytest.mark.parametrize(
