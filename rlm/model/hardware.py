@@ -277,7 +277,10 @@ def release_memory() -> None:
 
 
 def available_memory(device_type: str) -> int:
-    """Return the available memory in bytes: of the GPU, or of this machine or its container."""
+    """Return the available memory in bytes: of the GPU, or of this machine or its container.
+
+    The processes that torchrun starts on a machine share its memory equally.
+    """
     if device_type == "cuda":
         # Memory that PyTorch has reserved but not allocated is also available.
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -290,7 +293,7 @@ def available_memory(device_type: str) -> int:
         cached = int(statistics[statistics.index("inactive_file") + 1])
         in_use = max(0, int(used.read_text()) - cached)
         available = min(available, int(limit.read_text()) - in_use)
-    return available
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def peak_memory_gb() -> float:

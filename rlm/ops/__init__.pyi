@@ -1,6 +1,7 @@
 from .attention import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
 from .attention import attention_bytes as attention_bytes
 from .attention import softmax_scale as softmax_scale
+from .build import cache_folder as cache_folder
 from .dtypes import DTYPES as DTYPES
 from .dtypes import fast_dtype as fast_dtype
 from .dtypes import learning_dtype as learning_dtype

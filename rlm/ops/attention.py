@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import eager_mask
 
@@ -76,6 +77,7 @@ class _CompiledAttention(torch.autograd.Function):
         return kernels.attention(q, k, v, *ctx.shown, scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         given = *ctx.saved_tensors, *ctx.shown, ctx.scale, grad_out.contiguous()
         return *ctx.kernels.attention_backward(*given), None, None, None
@@ -108,6 +110,7 @@ class _BlockAttention(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(part) for part in (q, k, v))

@@ -26,6 +26,18 @@ CPU_INFO = Path("/proc/cpuinfo")
 CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
 
 
+BUILD_SECONDS = 300  # a build takes seconds, but other programs may use the CPU
+
+
+def cache_folder() -> Path:
+    """Return the folder for compiled kernels, timings and the unpacked model."""
+    named = os.environ.get("RLM_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "rlm"
+
+
+_failed: set[str] = set()  # the commands of this process's failed builds
+
+
 class BuildError(Exception):
     """The kernels cannot be compiled, or the compiled library cannot be loaded."""
 
@@ -44,34 +56,37 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
     if kept and kept.exists():
         with contextlib.suppress(OSError):  # if a full disk truncated the file, compile it again
             return ctypes.CDLL(str(kept))
-    with tempfile.TemporaryDirectory(dir=kept and kept.parent) as scratch:
-        library = Path(scratch) / "kernels.so"
-        try:
+    is_writable = kept is not None and os.access(kept.parent, os.W_OK)
+    try:
+        with tempfile.TemporaryDirectory(dir=kept.parent if kept and is_writable else None) as made:
+            library = Path(made) / "kernels.so"
             subprocess.run(
                 [*command, "-o", str(library), *map(str, SOURCES), "-lm"],
-                check=True, capture_output=True, text=True, timeout=60,
+                check=True, capture_output=True, text=True, timeout=BUILD_SECONDS,
             )  # fmt: skip
             # torch has already loaded OpenMP, so the kernels share torch's OpenMP threads.
             loaded = ctypes.CDLL(str(library))
-            if kept:
+            if kept and is_writable:
                 library.replace(kept)  # atomic: other processes see a complete file
-        except subprocess.CalledProcessError as error:
-            lines = error.stderr.splitlines() or ["no reason given"]
-            first = next((line for line in lines if "error" in line), lines[0])
-            raise BuildError(f"{compiler[0]} failed: {first}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(str(error)) from error
-    return loaded
+            return loaded
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.splitlines() or ["no reason given"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        _failed.add(" ".join(command))
+        raise BuildError(f"{compiler[0]} failed: {first}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _failed.add(" ".join(command))
+        raise BuildError(str(error)) from error
 
 
 def kernels_digest() -> str:
     """Return a digest of everything that determines the speed of the kernels.
 
     The digest covers the sources, the compiler, its flags and the CPU. It is "none" without a
-    compiler.
+    compiler, or if a build has failed in this process.
     """
     try:
-        return _digest(*_command(()))
+        return "none" if _failed else _digest(*_command(()))
     except (OSError, subprocess.SubprocessError):
         return "none"
 
@@ -110,7 +125,7 @@ def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None
     The result is None if the path cannot be determined, or if another user could write to its
     folder.
     """
-    folder = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm")) / "kernels"
+    folder = cache_folder() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()

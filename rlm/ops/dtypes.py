@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import terminal
-from rlm.ops.build import cpu_features, kernels_digest
+from rlm.ops.build import cache_folder, cpu_features, kernels_digest
 
 if TYPE_CHECKING:  # the options need DTYPES, and --help must not import torch
     import torch
@@ -71,7 +71,7 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
     """
     import torch
 
-    cache = Path(os.environ.get("RLM_CACHE", Path.home() / ".cache" / "rlm"))
+    cache = cache_folder()
     file, known, key = cache / "number_types.json", {}, _key(kind)
     with suppress(OSError, ValueError):
         known = json.loads(file.read_text(encoding="utf-8"))
@@ -86,6 +86,8 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
             f"use the CPU (bf16 was {apart[0]:.2g} to {apart[1]:.2g} times as fast as fp32): the "
             "next run measures again; --dtype selects a dtype"
         )
+        return seconds
+    if _key(kind) != key:  # the kernels were not compiled after all
         return seconds
     with suppress(OSError):  # if the cache is not writable, the next run measures again
         cache.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rlm.ops.attention import ATTN_IMPLEMENTATION, block_attention
@@ -132,6 +133,7 @@ class _Projections(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
         rows, *kept = ctx.saved_tensors
         count, by_x = len(by_outs), None
@@ -212,6 +214,7 @@ class _Rotation(torch.autograd.Function):
         return kernels.rotary_embedding(_rows(x), cos, sin).view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         by_x = ctx.kernels.rotary_embedding(_rows(by_out), cos, -sin).view_as(by_out)
@@ -243,6 +246,7 @@ class _Norm(torch.autograd.Function):
         return kernels.rms_norm(x.flatten(0, -2), weight, epsilon).view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
@@ -263,5 +267,6 @@ class _Gating(torch.autograd.Function):
         return kernels.silu_and_mul(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor, Tensor, None]:
         return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, by_out.contiguous()), None

@@ -27,7 +27,10 @@ from rlm.runs.atomic_files import replace_json, sync
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 # Errors that reading a damaged or hostile checkpoint may raise.
-CORRUPT_ERRORS = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
+CORRUPT_ERRORS = (
+    *(FileNotFoundError, IsADirectoryError, NotADirectoryError, SafetensorError),
+    *(ValueError, TypeError, KeyError, RecursionError),
+)
 
 
 class Checkpoints:
@@ -65,6 +68,7 @@ class Checkpoints:
             sync(scratch / TENSORS)
             replace_json(scratch / STATE, {**state, "step": step})
             replace_json(scratch / MANIFEST, _hashes(scratch))
+            sync(scratch)
             if target.exists():
                 self._delete(target)
             scratch.rename(target)
@@ -82,6 +86,9 @@ class Checkpoints:
         Args:
             at_most: load only checkpoints of this step or earlier.
             set_aside: whether to rename damaged checkpoints, so that they are not loaded again.
+
+        Raises:
+            UsageError: a file cannot be read, for example because of a disk error.
         """
         for step in reversed(self.steps()):
             if at_most is not None and step > at_most:
@@ -97,6 +104,8 @@ class Checkpoints:
             except CORRUPT_ERRORS as error:
                 done = "damaged and set aside" if set_aside else "damaged"
                 terminal.line(f"checkpoint {folder.name} is {done}: {error}")
+            except OSError as error:  # the disk may be readable again later
+                raise UsageError(f"{folder} cannot be read: {error.strerror}") from error
             if set_aside:
                 folder.rename(_unused(folder.with_name(f"{folder.name}.damaged")))
         return None

@@ -35,7 +35,7 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         golden = np.uint64(0x9E3779B97F4A7C15)
-        state = np.asarray(seeds, dtype=np.uint64)
+        state = np.asarray([seed % 2**64 for seed in seeds], dtype=np.uint64)  # also below 0
         for value in (np.uint64(0), np.asarray(counters, dtype=np.uint64)):
             # Two rounds are used because neighbouring rows have consecutive seeds: with one round,
             # their streams would overlap.
@@ -106,10 +106,9 @@ def sample_tokens(
         UsageError: the logits of a row are not finite.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
-    if params.top_k or params.top_p < 1:
+    if temperature and (params.top_k or params.top_p < 1):
         logits, ops = logits.float(), TorchOps()
-        if temperature:
-            logits, temperature = apply_top_k_top_p(logits / temperature, params), 1.0
+        logits, temperature = apply_top_k_top_p(logits / temperature, params), 1.0
     drawn = ops.sample(logits, uniform, temperature)
     if drawn is None:
         raise UsageError(NOT_FINITE)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 import torch
@@ -90,7 +90,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         data = datasets.Dataset.from_list([dict(example) for example in examples])
         total, count = 0.0, 0
         self.model.eval()
-        for batch in self.get_eval_dataloader(data):
+        for batch in self.get_eval_dataloader(cast("Any", data)):  # torch's class, in its signature
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.compute_loss_context_manager():
                 total += self.compute_loss(self.model, inputs, num_items_in_batch=1).item()

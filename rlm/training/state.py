@@ -169,15 +169,18 @@ class TrainingState:
         save = interrupted or due(config.save_every)
         return StepControl(due(config.eval_every), save, last, interrupted)
 
+    def begin_update(self) -> None:
+        """Count an update. A step whose first update has begun cannot be repeated."""
+        self.updates += 1
+
     def count_update(self, *, skipped: bool) -> None:
-        """Count an update, and the updates that were skipped in a row.
+        """Count the updates that were skipped, in all and in a row.
 
         A skipped update does not count as skipped in a row if the loss scale may have caused it.
 
         Args:
             skipped: whether the update was skipped because its gradient was not finite.
         """
-        self.updates += 1
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
             self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
@@ -256,7 +259,8 @@ class TrainingState:
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
         state["validations"] = self.validations.to_dict()
         state["server_state"] = self.weights.save_state()
-        state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates]
+        dtype = str(self.weights.policy.dtype)
+        state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates, dtype]
         protect = self.last_finite
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
@@ -279,7 +283,9 @@ class TrainingState:
         for name in SAVED:
             setattr(self, name, state[name])
         self._seconds_before, self.updates = state["seconds"], state["updates"]
-        self.weights.loss_scale, self.weights.good_updates = state["loss_scale"]
+        scale, good_updates, dtype = state["loss_scale"]
+        if dtype == str(self.weights.policy.dtype):  # --dtype auto differs between machines
+            self.weights.loss_scale, self.weights.good_updates = scale, good_updates
         self._load(tensors, state)
         saved = Validations.from_dict(state["validations"])
         if saved.measure != self.validations.measure:  # another reward, passed from Python

@@ -539,10 +539,10 @@ class TrainingRun:
         """Call `learn`, the training pass of a step, and repeat the call if GPU memory runs out.
 
         The call is repeated at most once per run. From then on, the run uses half the micro-batch
-        and gradient checkpointing. After the first update of a step the call is not repeated,
-        because the update would be applied twice.
+        and gradient checkpointing. Once the first update of a step has begun, the call is not
+        repeated: the update might be applied twice, and other processes have already made it.
         """
-        before = self.state.updates  # also counts skipped updates, which all processes have made
+        before = self.state.updates
         try:
             return learn()
         except torch.OutOfMemoryError:

@@ -44,6 +44,24 @@ def test_an_equal_build_is_taken_from_disk(compiler, tmp_path):
     assert len(list(folder.iterdir())) == 2  # nothing half-made
 
 
+def test_a_folder_that_cannot_be_written_keeps_no_build(compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(build.os, "access", lambda folder, mode: False)  # root may write anywhere
+    assert load_library([*MACROS, "BF16"]).block_columns() >= 0
+    assert compiler() == 2
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_a_failed_build_is_no_part_of_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_failed", set())
+    monkeypatch.setattr(build, "SOURCES", (tmp_path / "missing.c",))
+    if shutil.which("cc") is None:
+        pytest.skip("needs cc")
+    with pytest.raises(build.BuildError):
+        load_library(MACROS)
+    assert build.kernels_digest() == "none"
+
+
 @pytest.mark.parametrize("changed", ["source", "cpu"])
 def test_another_source_or_cpu_is_compiled_anew(compiler, tmp_path, monkeypatch, changed):
     if changed == "cpu":

@@ -1,5 +1,6 @@
 """Checkpoints and files: complete or not there, damaged ones set aside, nothing executed."""
 
+import errno
 import json
 import os
 import pickle
@@ -92,6 +93,19 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_wins(tmp_path, 
     assert (tmp_path / "step_000002.damaged").is_dir()
     assert checkpoints.steps() == [1]
     saved(tmp_path, 2)  # the run gets there again
+    assert checkpoints.load()[1]["step"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path, 1, 2)
+
+    def fails(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("rlm.runs.checkpoints._hashes", fails)
+    with pytest.raises(UsageError, match="step_000002 cannot be read: Input/output error"):
+        checkpoints.load()
+    monkeypatch.undo()
     assert checkpoints.load()[1]["step"] == 2
 
 

@@ -486,6 +486,7 @@ def test_uniforms_are_a_pure_function_and_uniform():
     seeds = [prompt_seed("x", i) for i in range(200)]
     many = torch.cat([uniforms(seeds, [t] * 200) for t in range(100)])
     assert torch.equal(uniforms(seeds[:3], [5, 6, 7])[1:2], uniforms([seeds[1]], [6]))
+    assert torch.equal(uniforms([-1], [0]), uniforms([2**64 - 1], [0]))
     assert 0 <= many.min() < many.max() < 1
     assert many.mean() == pytest.approx(0.5, abs=0.01)
     assert many.var() == pytest.approx(1 / 12, abs=0.002)

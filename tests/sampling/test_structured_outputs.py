@@ -94,6 +94,8 @@ TRICKY = [
         ({"regex": r"^\d{3}-[a-z]+/x$"}, r"\d{3}-[a-z]+/x"),
         ({"regex": "[^<]?|</answer>{2}"}, "[^<]?|</answer>{2}"),
         ({"regex": ".{0,4}"}, ".{0,4}"),
+        ({"regex": r"[1-9]\$"}, r"[1-9]\$"),  # a literal dollar, no anchor
+        ({"regex": r"[1-9]\\$"}, r"[1-9]\\"),
         ({"choice": TRICKY}, "|".join(map(re.escape, TRICKY))),
         ({"json_object": True}, r"(?s)\{.*\}"),
     ],
