@@ -89,11 +89,11 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         """
         data = datasets.Dataset.from_list([dict(example) for example in examples])
         total, count = 0.0, 0
-        self.model.eval()
+        model = cast("PeftModel", self.model).eval()
         for batch in self.get_eval_dataloader(cast("Any", data)):  # torch's class, in its signature
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.compute_loss_context_manager():
-                total += self.compute_loss(self.model, inputs, num_items_in_batch=1).item()
+                total += self.compute_loss(model, inputs, num_items_in_batch=1).item()
             count += int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
         return total / count
 
