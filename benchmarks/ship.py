@@ -173,7 +173,9 @@ def choose_weight(config: ShipConfig, info: AdapterInfo, start: Path) -> dict[st
     """
     if not (config.validation and info.dataset and info.run["step"]):
         return {"weight": 1.0, "problems": 0, "accuracy": {}}
-    problems = load_problems(info.dataset, "validation", max_samples=config.validation)
+    data = {name: info.run.get("config", {}).get(name) for name in ("columns", "split")}
+    rows = {"columns": data["columns"], "rows": data["split"]}
+    problems = load_problems(info.dataset, "validation", max_samples=config.validation, **rows)
     first, last = load_weights(start), load_weights(config.adapter)
     with TemporaryDirectory() as scratch:
         folders = {f"{weight:g}": Path(scratch) / f"{weight:g}" for weight in WEIGHTS}

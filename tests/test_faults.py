@@ -130,6 +130,7 @@ def undisturbed(model_dir, tmp_path_factory):
     runs = Runs(model_dir, tmp_path_factory.mktemp("undisturbed"))
     ended = runs.run("run")
     assert ended.code == 0, ended.text
+    assert not {"\x1b", "\r"} & {*ended.text}  # without a terminal, lines are plain
     first, *_ = result = runs.result("run")
     assert result[1][0]["optim/grad_norm"] > 0  # it did learn something
     assert len(first) > 1000

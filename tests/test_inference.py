@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import exit_code
 from live_server import ADD, FORMAT
+from safetensors.torch import load_file
 from scripted_sampler import ScriptedSampler
 
 import inference
@@ -244,6 +245,16 @@ def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
 # --- what ships -----------------------------------------------------------------------------------
 
 SHIPPED = ROOT / "weights" / "final_rlm_lora"
+# Of one of SmolLM2-135M's 30 layers: inputs and outputs of its linear maps.
+LINEAR = {
+    "self_attn.q_proj": (576, 576),
+    "self_attn.k_proj": (576, 192),
+    "self_attn.v_proj": (576, 192),
+    "self_attn.o_proj": (576, 576),
+    "mlp.gate_proj": (576, 1536),
+    "mlp.up_proj": (576, 1536),
+    "mlp.down_proj": (1536, 576),
+}
 
 
 @pytest.fixture
@@ -256,7 +267,6 @@ def shipped() -> Path:
 
 def test_the_adapter_that_ships_answers(shipped, smollm2):
     """Greedily, with its calculator; it is sure of each token, so no chip's rounding matters."""
-    assert inference.ADAPTER == server.ADAPTER == shipped.relative_to(ROOT)
     model, tokenizer = inference.load_rlm_model(shipped)
     questions = {
         "Each box holds 6 eggs. How many eggs do 4 boxes hold?": "24",
@@ -267,3 +277,20 @@ def test_the_adapter_that_ships_answers(shipped, smollm2):
         reply = local.ask(question, model, tokenizer, SamplingParams(96, temperature=0.0))
         shown = reply.answer.shown
         assert (shown.final_answer, shown.format) == (number, "strict"), shown
+
+
+def test_the_adapter_that_ships_fits_its_base(shipped):
+    assert inference.ADAPTER == server.ADAPTER == shipped.relative_to(ROOT)
+    config = json.loads((SHIPPED / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {name.rpartition(".")[2] for name in LINEAR}
+    expected = {}
+    for layer in range(30):
+        for name, (inputs, outputs) in LINEAR.items():
+            place = f"base_model.model.model.layers.{layer}.{name}"
+            expected[f"{place}.lora_A.weight"] = (config["r"], inputs)
+            expected[f"{place}.lora_B.weight"] = (outputs, config["r"])
+    tensors = load_file(SHIPPED / "adapter_model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    for name, tensor in tensors.items():
+        assert tensor.isfinite().all(), name
+        assert tensor.any(), name  # B begins as zeros: all were trained

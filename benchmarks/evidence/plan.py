@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -37,11 +38,11 @@ class Arm(NamedTuple):
     braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
-# TOPR: 10 larger steps (as many completions in all), an update every two groups.
+# TOPR: an update every two groups. Half as many steps of twice as many problems draw as many
+# completions in all.
+TOPR_STEP = 2
 TOPR: dict[str, Any] = {
     "algorithm": "topr",
-    "steps": 10,
-    "batch_size": 32,
     "mini_batch_size": 2,
     "warmup_steps": 5,
 }
@@ -246,6 +247,9 @@ class EvidenceConfig:
         }
         if ARMS[cell.arm].braked:
             options |= {"eval_every": BRAKE_EVERY, "eval_samples": BRAKE_PROBLEMS}
+        if ARMS[cell.arm].grpo.get("algorithm") == "topr":
+            options["steps"] = math.ceil(self.steps / TOPR_STEP)
+            options["batch_size"] = TOPR_STEP * self.batch_size
         config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
         if config.resolved_algorithm.dynamic_sampling:
             return replace(config, batch_size=max(1, round(DYNAMIC_SHARE * self.batch_size)))

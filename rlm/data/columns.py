@@ -400,9 +400,10 @@ def _split_choices(text: str) -> list[str]:
 def _choices(row: Row) -> tuple[list[str], list[str]]:
     """Return the labels and the texts of the choices in a row, or empty lists without choices.
 
-    A row with another answer_type than "choice" has no choices, whatever its columns are called.
+    A row whose answer_type is "number", "text" or "open" has no choices, whatever its columns are
+    called.
     """
-    if row.get("answer_type") not in (None, "choice"):
+    if str(row.get("answer_type")).strip().lower() in ("number", "text", "open"):
         return [], []
     found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
     if found is None:

@@ -57,8 +57,8 @@ class RowRecord:
         """
         key = f"{self.name}, {kind}"
         line = self.journal.rows.get(key)
-        if line is None:
-            return None
+        if line is None or any("token_ids" not in one for group in line["groups"] for one in group):
+            return None  # nothing is stored, or by an earlier version
         was, now = line["made_of"], {**self.made_of, **decoding}
         changed = [
             f"{name}: {was.get(name)} → {now.get(name)}"

@@ -220,10 +220,15 @@ class Scorer:
         A reward may keep objects that belong to one event loop, such as a semaphore or the
         connections of an HTTP client.
         """
-        if self._runner is None or self._runner.get_loop().is_running():  # an earlier call hangs
-            self._runner = asyncio.Runner()
-            weakref.finalize(self, _close, self._runner)
-        return self._runner.run(coroutine)
+        runner = self._runner
+        if runner is None or runner.get_loop().is_running():  # an earlier call hangs
+            runner = self._runner = asyncio.Runner()
+            weakref.finalize(self, _close, runner.get_loop())
+        try:
+            return runner.run(coroutine)
+        finally:
+            if runner is not self._runner:  # this was the call that hung
+                runner.close()
 
     async def _wait_for_all(self, rewards: Sequence[Any]) -> list[Any]:
         async def wait(reward: Any) -> Any:
@@ -262,9 +267,10 @@ def _is_async(reward: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(call) or any(map(_is_async, parts_of(reward)))
 
 
-def _close(runner: asyncio.Runner) -> None:
-    if not runner.get_loop().is_running():
-        runner.close()
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """Close a loop without waiting for its tasks, which may never end."""
+    if not loop.is_running():
+        loop.close()
 
 
 async def _wait_for(found: Any) -> Any:

@@ -110,7 +110,7 @@ def mean_metrics(
     total = sum(count for count, _ in parts)
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     return {
-        name: max(m.get(name, 0) for _, m in parts)
+        name: max(m[name] for _, m in parts if name in m)
         if name.endswith("_max")
         else sum(n * m.get(name, 0.0) for n, m in parts) / total
         for name in names

@@ -245,6 +245,10 @@ def test_a_row_with_another_answer_type_has_no_choices(tmp_path):
     [problem] = load_problems(write_jsonl(tmp_path / "m.jsonl", [row]), "test")
     assert (problem.question, problem.answer) == ("What is 3 - 2?", "1")
     assert (problem.answer_type, problem.columns["op1"]) == ("number", 3)
+    for named in ("", "Choice", "multiple_choice"):  # of a column of a CSV file
+        row = {**PIQA, "answer": "1", "answer_type": named}
+        [problem] = load_problems(write_jsonl(tmp_path / "c.jsonl", [row]), "test")
+        assert (problem.answer, problem.answer_type) == ("A", "choice")
 
 
 SOCIAL = {"question": STEM, "answerA": "water", "answerB": "rock", "answerC": "air"}
