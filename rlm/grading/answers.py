@@ -4,11 +4,11 @@ There are two gradings. The *strict* grading is the training reward: a completio
 exactly one non-empty `<think>` block followed by one `<answer>` block that contains one number. The
 *lenient* grading accepts the right answer in any common form and is only reported. Both gradings
 read values with the same functions (`numbers` for numbers, `read_choice` for letters, `read_text`
-for words). Both accept at most one value, so a text that lists guesses is wrong. In the lenient
-grading, the last statement "the answer is …" or "#### …" counts, because it corrects the earlier
-ones; answer tags or boxes with different values are wrong. Both ignore everything inside the
-reasoning block. All patterns run in linear time and all sizes are bounded, so
-hostile text takes only milliseconds, and no text raises an error.
+for words). Both accept at most one value, so a text that lists guesses is wrong (but 10/3 ≈ 3.33 is
+right for 10/3 and for 3.33). In the lenient grading, the last statement "the answer is …" or "####
+…" counts, because it corrects the earlier ones; answer tags or boxes with different values are
+wrong. Both ignore everything inside the reasoning block. All patterns run in linear time and all
+sizes are bounded, so hostile text takes only milliseconds, and no text raises an error.
 """
 
 from __future__ import annotations

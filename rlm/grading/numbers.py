@@ -13,7 +13,7 @@ multiplied out. A number may be surrounded by a currency, %, up to four unit wor
 ("(5)" is 5), markdown emphasis, LaTeX delimiters and LaTeX text commands. A percent sign is
 ignored: 20% is 20. All Unicode decimal digits are digits, but ①, Ⅷ and 万 are not. Number words,
 operators in words and verbs are not units, so "5 hundred thousand", "5 times two" and "5 is wrong"
-are not numbers.
+are not numbers; "5 (five)", "5 ten dollar bills" and "12 eggs are left" are.
 """
 
 import re
@@ -41,11 +41,13 @@ class Claim:
 # Regular expressions of words. The patterns that contain them ignore case.
 SCALE_WORD = "(?:hundred|thousand|(?:m|b|tr)illion)s?"
 _NAMES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
-).split()
-_NAMED_VALUES = dict(zip(_NAMES, [*range(20), *range(20, 100, 10)], strict=True))
-NUMBER_WORD = rf"(?:{'|'.join(_NAMES)}|{SCALE_WORD})(?!\w)"
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|"
+    "sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+)
+_NAMED_VALUES: dict[str, int] = dict(
+    zip(_NAMES.split("|"), [*range(20), *range(20, 100, 10)], strict=True)
+)
+NUMBER_WORD = rf"(?:{_NAMES}|{SCALE_WORD})(?!\w)"
 FRACTION_WORD = (
     "(?:halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,5}teen|"
     "[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?)"
@@ -108,7 +110,7 @@ _REWRITES = {
     r"(\d?)\\[dt]?frac ?(?:\{ ?(-?\d{1,40}) ?\}|(\d)) ?(?:\{ ?(-?\d{1,40}) ?\}|(\d))": _fraction,
     r"(?<=\d)[xX](?=\d)": "*",
     r"\} ?\^": "^",  # \text{cm}^2
-    rf"(?<![\d.,/])(\d{{1,2}}) ?\(((?i:{'|'.join(_NAMES)}))\)": _without_name,  # 5 (five)
+    rf"(?<![\d.,/])(\d{{1,2}}) ?\(((?i:{_NAMES}))\)": _without_name,  # 5 (five)
 }
 _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
 
@@ -138,8 +140,8 @@ _KINDS = {
     "|": r"(?i:and(?! a half)|or|nor|but|so|then|thus|hence|because|since|if|where|vs|"
     r"maybe|perhaps|possibly|probably)(?!\w)",
     # Other parts of an expression. 3.(3) and 3.\overline{3} are repeating decimals.
-    "o": r"(?<=\d)[.:](?=\d)|(?<=\d)\.(?=\(\d|\\(?:overline|bar|dot))|[<>!]=|=[<>]|[*^<>!_|&#@]|\\[A-Za-z]*|"
-    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",
+    "o": r"(?<=\d)[.:](?=\d)|(?<=\d)\.(?=\(\d|\\(?:overline|bar|dot))|[<>!]=|=[<>]|"
+    r"[*^<>!_|&#@]|\\[A-Za-z]*|(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",
     "-": r"-|(?i:minus|negative)(?!\w)",
     "+": r"\+",
     "=": r"[=≈]",
