@@ -4,11 +4,11 @@ There are two gradings. The *strict* grading is the training reward: a completio
 exactly one non-empty `<think>` block followed by one `<answer>` block that contains one number. The
 *lenient* grading accepts the right answer in any common form and is only reported. Both gradings
 read values with the same functions (`numbers` for numbers, `read_choice` for letters, `read_text`
-for words). Both accept at most one value, so a text that lists guesses is wrong. In the lenient
-grading, the last statement "the answer is …" or "#### …" counts, because it corrects the earlier
-ones; answer tags or boxes with different values are wrong. Both ignore everything inside the
-reasoning block. All patterns run in linear time and all sizes are bounded, so
-hostile text takes only milliseconds, and no text raises an error.
+for words). Both accept at most one value, so a text that lists guesses is wrong (but 10/3 ≈ 3.33 is
+right for 10/3 and for 3.33). In the lenient grading, the last statement "the answer is …" or "####
+…" counts, because it corrects the earlier ones; answer tags or boxes with different values are
+wrong. Both ignore everything inside the reasoning block. All patterns run in linear time and all
+sizes are bounded, so hostile text takes only milliseconds, and no text raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LETTER = re.compile(
 # Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
 _ANOTHER = re.compile(
     r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
-    r"\W{1,4}[A-J]\b"
+    r"\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"  # not the words in "but I think"
     r"|(?<!\w)\(?[A-J][).:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
@@ -63,9 +63,13 @@ def read_choice(text: str) -> str | None:
     if match is None:
         return None
     end, rest = match["end"], match["rest"]
-    if rest and (not re.match(r"[)\].:]", end.lstrip("*_\"'")) or _ANOTHER.search(rest)):
+    letter = match[1].upper()
+    if rest and not re.match(r"[)\].:]", end.lstrip("*_\"'")):
         return None
-    return match[1].upper()
+    for other in _ANOTHER.finditer(rest):  # "B. B is right" is B, but "B. Not B" is no choice
+        if re.findall("[A-J]", other[0])[-1] != letter or other[0].lower().startswith("not"):
+            return None
+    return letter
 
 
 def read_text(text: str) -> str | None:
@@ -151,12 +155,16 @@ _ANSWER_IS = re.compile(rf"(?i)\banswer\b[^\n.:=\d]{{0,40}}?{_IS}{_REST_OF_LINE}
 _SENTENCE = re.compile(
     rf"[^{_DIGIT}]*[{_DIGIT}].*?(?=[.!?](?:[\s*_$)]|\\(?!overline|bar|dot)|$)|$)"
 )
-# Matches the words before a chosen letter: "the correct option is B", "I choose B", "option B is
-# correct".
+# Matches the words before a chosen letter: "the correct option is B", "I choose B".
 _CHOICE_IS = re.compile(
     r"(?i)(?:\b(?:answer|(?:correct|right|best|final|my) (?:option|choice))\b[^\n.:=]{0,40}?"
-    rf"{_IS}|\bI(?: would| will)? (?:choose|pick|select)\b|\b(?:option|choice|answer)"
-    rf"(?=\W{{1,4}}[A-J]\W{{1,4}}is (?:the )?(?:correct|right|best)\b)){_REST_OF_LINE}"
+    rf"{_IS}|\bI(?: would| will)? (?:choose|pick|select)\b){_REST_OF_LINE}"
+)
+# Matches "option B is correct" in a sentence that does not deny, doubt or quote it.
+_OPTION_IS = re.compile(
+    r"(?i)(?<![^.!?\n])(?:(?!\b(?:(?:can)?not|never|if|whether|some\w*)\b|n['’]t\b)[^.!?\n])*?"
+    r"\b(?:option|choice|answer)(?=\W{1,4}[A-J]\W{1,4}is (?:the )?(?:correct|right|best)\b)"
+    rf"{_REST_OF_LINE}"
 )
 # Matches what may follow a chosen letter: "is correct", and a reason up to the end of its sentence.
 _CHOICE_REASON = re.compile(
@@ -201,7 +209,7 @@ def without_boxes(text: str) -> str:
 def _tagged(text: str, tag: str) -> list[str]:
     """Return the contents of the last closed answer tags, in the order of the text."""
     parts = text.split(f"</{tag}>")[:-1]
-    return [part.split(f"<{tag}>", 1)[1] for part in parts if f"<{tag}>" in part][-MAX_CLAIMS:]
+    return [part.rsplit(f"<{tag}>", 1)[1] for part in parts if f"<{tag}>" in part][-MAX_CLAIMS:]
 
 
 def _only_claim(claims: Sequence[Claim], reason: str) -> Claim:
@@ -230,8 +238,9 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
         return _read_other(regions[-1] if regions else text, kind)
     if not regions:
         text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
-        stated = _CHOICE_IS if kind == "choice" else _ANSWER_IS
-        regions = _boxes(text) or stated.findall(text)[-1:]
+        regions = _boxes(text)
+        for pattern in (_CHOICE_IS, _OPTION_IS) if kind == "choice" else (_ANSWER_IS,):
+            regions = regions or pattern.findall(text)[-1:]
         regions = regions or [line for line in text.splitlines() if line.strip()][-1:] or [""]
     regions = [_TEXT_COMMAND.sub(r"\1", region) for region in regions]
     if kind == "choice":
@@ -333,6 +342,8 @@ def grade(
             claim = Claim(None, "", "unclosed_reasoning")
         elif kind == "number":
             claim = _find(text, answer_tag)
+            if claim.value is not None and target == parse_number(claim.rounded) is not None:
+                claim = Claim(target, claim.rounded)
         else:
             claim = _find_other(text, answer_tag, kind)
     correct = compares and claim.value == target

@@ -5,9 +5,10 @@ parentheses, `$`, `%` and thousands separators. GSM8K's calculator marks are rea
 (`3 + 5 = <<3+5=8>>8` contains two equations). An equation is skipped if it may be only a part of a
 longer one: a part of an expression with words or units between its numbers
 (`2 apples + 3 * 4 = 14`), or next to an operator, function or symbol that is not read
-(`10^2 + 5 = 105`, `twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Nothing is evaluated as code: a parser
-reads each expression in one pass. All patterns run in linear time and all sizes are bounded, so
-hostile text takes only milliseconds.
+(`10^2 + 5 = 105`, `twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Other symbols around an equation do not
+hide it (`✓ 3 + 4 = 8!`), and a calculator mark must be one complete equation: `<<3+4=7!>>` does not
+hold. Nothing is evaluated as code: a parser reads each expression in one pass. All patterns run in
+linear time and all sizes are bounded, so hostile text takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import factorial
 
 from rlm.grading.numbers import FRACTION_WORD, NUMBER_WORD, OPERATOR_WORD, SCALE_WORD
 
@@ -91,10 +93,11 @@ _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3}){1,6}+(?!\d)|\d++)(?:\.\d++)?+|\.\d++)"
 _OPERAND = rf"[($]{{0,5}}+-?+\$?+{_NUMBER}%?+\){{0,5}}+"
 _SIGN = r"(?:[ \t]*+[-+*/][ \t]*+|[ \t]++x[ \t]++|x(?=[\d(]))"  # "2x - 3 = 5" is algebra
 # Matches text after a result which shows that the result is only the start of a number or of an
-# expression: 1,5 and 12:30, 18 000, 7 - 2 and 5 + x, 5x and 5k, 2^3, 50% of 14, 4 dozen.
+# expression: 1,5 and 12:30, 18 000, 7 - 2 and 5 + x, 5x and 5k, 2^3, 50% of 14, 4 dozen. (For 3!,
+# see `_FACTORIALS`.)
 _CONTINUES = (
     rf"[.,:]?\d|[ \t]+\d|{_SIGN}[($-]*+(?:[\d.]|[A-Za-z]\b)|[A-Za-z]\b|[eE][-+]?\d|[(_]\w"
-    r"|[ \t]*(?:[\^!%√π±²³¼½¾]|\\(?:frac|sqrt|pi)|of[ \t]+\$?\d"
+    r"|[ \t]*(?:\^[-\w({\\]|[√π±²³¼½¾]|\\(?:frac|sqrt|pi)|of[ \t]+\$?\d"
     rf"|(?i:(?:{OPERATOR_WORD}|minus|point)[ \t]+(?:[\d$(]|{NUMBER_WORD})"
     rf"|(?:more|less) than[ \t]+\$?\d|(?:{FRACTION_WORD}|{SCALE_WORD}|dozen|(?:and a )?half"
     r"|squared|cubed|factorial)\b))"
@@ -103,26 +106,27 @@ _CONTINUES = (
 # second number of the chain. The minus in "apples -5 + 8" is an operator, not a sign.
 _CHAIN = re.compile(
     rf"(?<![\w.($])(?!(?<=\w[ \t])-)(?P<left>{_OPERAND}(?:{_SIGN}{_OPERAND})++)"
-    rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>%?+)(?!{_CONTINUES}))?"
+    rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>(?:[ \t]*+%)?+)(?!{_CONTINUES}))?"
 )
+_FACTORIALS = {str(n): factorial(n) for n in range(2, 21)}
 # Spaces between a chain and its context, with bold type that ends or begins: "**Step 1:** 3 + 4".
-_AROUND = r"(?:(?<=\S)(?:\*\*|__))?[ \t($]*(?:\*\*|__)?\Z"
-# Before a complete chain stands the start of a line, a bullet, a punctuation mark or a word, ...
-_START = re.compile(
-    r"(?:^[ \t]*(?:[-+*#•–—]+[ \t]|[+*#]+)?|[.,:;=?!>|\"'`“”‘’\[{\\…—→⇒≈•]"
-    r"|\ba|(?<!\\)\b[^\W\d_]+['’]?[^\W\d_]+)" + _AROUND,
-    re.MULTILINE,
-)
-# ... but not the beginning of a longer expression: 12:30 - 1, 12 : 3 + 1, 20% of 50 + 3, add 5 to
-# 3 * 4, the sum of 3 and 4 + 1, twice 5 + 1.
+_AROUND = re.compile(r"(?:(?<=\S)(?:\*\*|__)(?=[ \t]))?[ \t($]*(?:(?<![\w)\]}])(?:\*\*|__))?\Z")
+# Matches the context of a chain that is only the end of a longer expression. The context ends in
+# an operator (a bullet stands alone), a number, a variable, a symbol, a function or ...
 _INSIDE = re.compile(
-    r"\d[^\s=]\Z|(?i:\d[ \t]+:|[\d%][ \t]+(?:of|off)\b"
-    r"|\d[ \t]+(?:\w+[ \t]+)?(?:to|from|by|less|point)\b|\b(?:of|between)[ \t\d.,$]+and\b"
-    r"|\b(?:half|third|quarter|fifth|square|cube|root|power) of\b"
+    r"(?:[^\s\-+*/^–#•][ \t]*[-+*/^–][-+*/^– \t]*|[\d√∛±∓∑∏∫]|\d[ \t]*%|/\d+\)|[_^]\{[^{}]*\}"
+    r"|(?<![^\W\d_])(?<!['’])[b-zB-Zα-ωΑ-Ω]"
+    # ... words: 12 : 3 + 1, 20% of 50 + 3, add 5 to 3 * 4, the sum of 3 and 4 + 1, twice 5 + 1
+    r"|(?i:\d[ \t]+:|[\d%][ \t]+(?:of|off)"
+    r"|\d[ \t]+(?:\w+[ \t]+)?(?:to|from|by|less|point|over)|\b(?:of|between)[ \t\d.,$]+and"
+    r"|\b(?:half|third|quarter|fifth|square|cube|root|power) of"
     rf"|\b(?:{OPERATOR_WORD}|minus|negative|than|twice|thrice|double|triple|half|third|quarter"
-    rf"|squared?|cubed?|root|sqrt|log|ln)\b){_AROUND}"
+    r"|squared?|cubed?|root|sqrt|log|ln|sin|cos|tan|exp|d?frac)))\Z"
 )
+# Matches the context directly before a chain: 12:30 - 1, 1,5 + 2, and factors of parentheses.
+_ADJACENT = re.compile(r"\d[:,]\Z|[)\]}!²³¼½¾][ \t]*\(\Z")
 _MARK = re.compile(r"<<([^<>\n]{0,200})>>")
+_RESULT = re.compile(rf"\s*(-?{_NUMBER})(%?)\s*")
 _DIVISOR = re.compile(r"(?<=/ )\d+/\d+(?![\d./])")  # 60 / 3/4 is 60 / (3/4)
 _PLAIN = str.maketrans({"x": "*", "$": None, ",": None})
 _REWRITES = {
@@ -131,6 +135,7 @@ _REWRITES = {
     r"(?m)^[ \t]*−[ \t]*|−": "-",  # at the start of a line, unlike "-", a sign and never a bullet
     r"\\(?=[$%])": "",
     r"\\[,;:!]": " ",
+    r"&[ \t]*=|=[ \t]*&": "=",  # the alignment of LaTeX
 }
 _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
 
@@ -139,16 +144,20 @@ _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
 class Equation:
     """An equation in a text, which claims that `left` equals `result`."""
 
-    left: str  # an expression that `evaluate_expression` can evaluate
+    left: str  # an expression; empty if the result of a calculator mark is not a number
     result: str  # a decimal number
     is_percent: bool = False  # whether a percent sign follows the result
-    value: Fraction | None = field(init=False)  # value of `left`; None if it divides by zero
+    value: Fraction | None = field(init=False)  # value of `left`; None if there is none
+    is_readable: bool = field(init=False, default=True)  # False only in calculator marks
 
     def __post_init__(self) -> None:
         try:
             value = evaluate_expression(self.left)
         except ZeroDivisionError:
             value = None
+        except ValueError:
+            value = None
+            object.__setattr__(self, "is_readable", False)
         object.__setattr__(self, "value", value)
 
     @property
@@ -179,8 +188,8 @@ def find_equations(text: str) -> list[Equation]:
     """
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
-    parts = [_MARK.sub("", text), *_MARK.findall(text)]
-    return [equation for part in parts for equation in _read_chains(part)]
+    marked = [equation for mark in _MARK.findall(text) for equation in _read_mark(mark)]
+    return _read_chains(_MARK.sub("", text)) + marked
 
 
 def has_wrong_equation(text: str) -> bool:
@@ -194,14 +203,27 @@ def _read_chains(text: str) -> list[Equation]:
         start = match.start()
         if match["result"] is None or len(match[0]) > MAX_LENGTH:
             continue
-        before = max(0, start - 40), start
-        if not _START.search(text, *before) or _INSIDE.search(text, *before):
+        before = max(0, start - 40)
+        if _ADJACENT.search(text, before, start + match[0].startswith("(")):
+            continue
+        if _INSIDE.search(_AROUND.sub("", text[before:start])):
             continue
         left = _DIVISOR.sub(r"(\g<0>)", match["left"].translate(_PLAIN))
         around = "(" * (left.count("(") - left.count(")"))  # as in "so (3 + 4 = 7)"
         result = match["result"].translate(_PLAIN)
-        try:
-            found.append(Equation(left.removeprefix(around), result, bool(match["percent"])))
-        except ValueError:  # the chain includes parentheses that belong to the surrounding text
+        equation = Equation(left.removeprefix(around), result, bool(match["percent"]))
+        if not equation.is_readable:  # it includes parentheses of the surrounding text
             continue
+        if text.startswith("!", match.end()) and equation.value == _FACTORIALS.get(result, ""):
+            continue  # 2 + 4 = 3!; in other equations, ! ends the sentence
+        found.append(equation)
     return found
+
+
+def _read_mark(mark: str) -> list[Equation]:
+    """Return the equation of a calculator mark; one that cannot be read does not hold."""
+    left, equals, result = mark.translate(_PLAIN).rpartition("=")
+    if not equals or left.strip() == result.strip():  # <<12=12>> computes nothing
+        return []
+    number = _RESULT.fullmatch(result)
+    return [Equation(left, number[1], bool(number[2])) if number else Equation("", result)]

@@ -13,12 +13,12 @@ multiplied out. A number may be surrounded by a currency, %, up to four unit wor
 ("(5)" is 5), markdown emphasis, LaTeX delimiters and LaTeX text commands. A percent sign is
 ignored: 20% is 20. All Unicode decimal digits are digits, but ①, Ⅷ and 万 are not. Number words,
 operators in words and verbs are not units, so "5 hundred thousand", "5 times two" and "5 is wrong"
-are not numbers.
+are not numbers; "5 (five)", "5 ten dollar bills" and "12 eggs are left" are.
 """
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -35,20 +35,24 @@ class Claim:
     value: Fraction | str | None  # a str if the answer type is not "number"
     text: str
     reason: str = ""  # one of `rlm.grading.answers.REASONS`, or ""
+    rounded: str = ""  # the decimals that the text gives for the fraction `value`: 10/3 ≈ 3.33
 
 
 # Regular expressions of words. The patterns that contain them ignore case.
 SCALE_WORD = "(?:hundred|thousand|(?:m|b|tr)illion)s?"
-NUMBER_WORD = (
-    "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
-    "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|"
-    rf"{SCALE_WORD})(?!\w)"
+_NAMES = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|"
+    "sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
 )
+_NAMED_VALUES: dict[str, int] = dict(
+    zip(_NAMES.split("|"), [*range(20), *range(20, 100, 10)], strict=True)
+)
+NUMBER_WORD = rf"(?:{_NAMES}|{SCALE_WORD})(?!\w)"
 FRACTION_WORD = (
     "(?:halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,5}teen|"
     "[a-z]{3,5}tie|hundred|thousand|[a-z]{1,4}illion)ths?)"
 )
-OPERATOR_WORD = r"(?:plus|times|over|mod(?:ulo)?|choose|(?:divided|multiplied)\s+by)"
+OPERATOR_WORD = r"(?:plus|times|mod(?:ulo)?|choose|(?:divided|multiplied)\s+by)"
 
 _CHARACTERS = {"−": "-", "≃": "≈", "≅": "≈", "≈": "≈", "⁄": "/", "∕": "/", "°": " degrees "}
 _CHARACTERS |= dict.fromkeys("·π!", "^") | dict.fromkeys("→⇒", ":") | dict.fromkeys("…。", ". ")
@@ -84,6 +88,10 @@ def _fraction(match: re.Match[str]) -> str:
     return f"{whole}{top}/{bottom} "
 
 
+def _without_name(match: re.Match[str]) -> str:
+    return match[1] if int(match[1]) == _NAMED_VALUES[match[2].lower()] else match[0]
+
+
 # The rewrites are applied in this order. A text that still contains LaTeX afterwards counts as an
 # expression, not as a number.
 _REWRITES = {
@@ -102,6 +110,7 @@ _REWRITES = {
     r"(\d?)\\[dt]?frac ?(?:\{ ?(-?\d{1,40}) ?\}|(\d)) ?(?:\{ ?(-?\d{1,40}) ?\}|(\d))": _fraction,
     r"(?<=\d)[xX](?=\d)": "*",
     r"\} ?\^": "^",  # \text{cm}^2
+    rf"(?<![\d.,/])(\d{{1,2}}) ?\(((?i:{_NAMES}))\)": _without_name,  # 5 (five)
 }
 _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
 
@@ -126,13 +135,13 @@ _KINDS = {
     # A negation, with its verb: the number after "cannot be" is no claim.
     "~": r"(?i:(?:not|never|cannot|no longer|[a-z]{2,6}n't)(?:\s+(?:be|equal)(?:\s+to)?)?)(?!\w)",
     # A number in words that continues a number: 5 or six, 5 times two, 5 hundred thousand.
-    "n": r"(?i:(?:or|to|and|maybe|perhaps|possibly|probably|point|minus|"
-    rf"{OPERATOR_WORD})\s+{NUMBER_WORD}|{SCALE_WORD}(?!\w))",
+    "n": r"(?i:(?:or|to|maybe|perhaps|possibly|probably|point|minus|"
+    rf"{OPERATOR_WORD})\s+{NUMBER_WORD}(?!\s+(?:decimal|significant))|{SCALE_WORD}(?!\w))",
     "|": r"(?i:and(?! a half)|or|nor|but|so|then|thus|hence|because|since|if|where|vs|"
     r"maybe|perhaps|possibly|probably)(?!\w)",
     # Other parts of an expression. 3.(3) and 3.\overline{3} are repeating decimals.
-    "o": r"(?<=\d)[.:](?=\d)|(?<=\d)\.(?=[(\\])|[<>!]=|=[<>]|[*^<>!_|&#@]|\\[A-Za-z]*|"
-    r"(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",
+    "o": r"(?<=\d)[.:](?=\d)|(?<=\d)\.(?=\(\d|\\(?:overline|bar|dot))|[<>!]=|=[<>]|"
+    r"[*^<>!_|&#@]|\\[A-Za-z]*|(?i:(?:and a )?half|squared|cubed|factorial|pi)(?!\w)",
     "-": r"-|(?i:minus|negative)(?!\w)",
     "+": r"\+",
     "=": r"[=≈]",
@@ -143,10 +152,12 @@ _KINDS = {
     ".": r"[.?]",
     # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is accepted.
     "v": rf"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
-    # Words that are not part of a unit: another number, a verb, a doubt.
-    "h": rf"(?i:{NUMBER_WORD}|is|are|was|were|be|been|has|have|had|does|did|will|would|could|"
-    r"should|might|must|seems?|i|we|he|she|they|plus|approx|approximately|roughly|at\s+(?:least|most)|"
-    r"ish|actually|wait|instead|rather|unless|except|otherwise)(?!\w)",
+    # Words that are not part of a unit: another number (but not in "5 ten dollar bills"), a verb
+    # (but not in "12 eggs are left"), a doubt.
+    "h": rf"(?i:{NUMBER_WORD}(?!\s+(?!{NUMBER_WORD})[a-z])|(?:is|are|was|were)(?!\s+(?:left|"
+    r"remaining|needed)\b)|be|been|has|have|had|does|did|will|would|could|should|might|must|seems?|"
+    r"i|we|he|she|they|plus|approx|approximately|roughly|ish|actually|wait|instead|rather|unless|"
+    r"except|otherwise)(?!\w)",
     "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
     "w": r"[^\x00-\x7f]+",  # `_lex` replaces this kind by W (a word in another script) or i
@@ -234,20 +245,23 @@ _APPROXIMATED = re.compile(
 )
 
 
-def _exact(match: re.Match[str]) -> str:
-    """Return the fraction of a match of `_APPROXIMATED` alone if the decimals are its rounding."""
-    value, decimals = _value(match[2]), len(match[3].partition(".")[2])
-    is_rounded = value is not None and abs(value - Fraction(match[3])) * 2 * 10**decimals <= 1
-    return match[1] + match[2] if is_rounded else match[0]
-
-
 def _claims(text: str) -> tuple[list[Claim], list[str]]:
     """Return the claims of a text, and for each claim the token kinds since the previous claim.
 
     Numbers that are joined by operators form one expression, which makes one claim. Its value is
-    the number to the right of the last equals sign, or None if there is no such number.
+    the number to the right of the last equals sign, or None if there is no such number. A fraction
+    and its approximation are one number, the fraction.
     """
-    kinds, tokens = _lex(_APPROXIMATED.sub(_exact, _rewrite(text)))
+    rounded: dict[str, str] = {}
+
+    def exact(match: re.Match[str]) -> str:
+        value, decimals = _value(match[2]), len(match[3].partition(".")[2])
+        if value is None or abs(value - Fraction(match[3])) * 2 * 10**decimals > 1:
+            return match[0]
+        rounded[match[1] + match[2]] = match[1] + match[3]
+        return match[1] + match[2]
+
+    kinds, tokens = _lex(_APPROXIMATED.sub(exact, _rewrite(text)))
     where = [-1, *(i for i, kind in enumerate(kinds) if kind == "N")][-MAX_CLAIMS - 1 :]
     gaps = [kinds[a + 1 : b] for a, b in pairwise([*where, len(kinds)])]
     claims, before, first = [], [], 1
@@ -258,7 +272,8 @@ def _claims(text: str) -> tuple[list[Claim], list[str]]:
             continue
         alone = first == last or "=" in gaps[last - 1]
         sides = gaps[last - 1], after
-        claims.append(_claim(tokens[where[last]], *sides) if alone else Claim(None, ""))
+        claim = _claim(tokens[where[last]], *sides) if alone else Claim(None, "")
+        claims.append(replace(claim, rounded=rounded.get(claim.text, "")))
         before.append(kinds[where[first - 1] + 1 : where[last]])
         first = last + 1
     return claims, before

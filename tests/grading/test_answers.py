@@ -100,10 +100,12 @@ NUMBERS = {
     "5": [
         "$5.00", r"\$5.00", "5$", "€5", "5 €", "USD 5", "5 USD", "US$5", "5 km/h", "$5/hour",
         "5 apples", "5 square meters", "5 dollars a day", "5 times", "5 seconds", "5 correct",
+        "5 apples are left", "5 is left", "5 (five)", "5(Five) apples", "5 at most", "5 at least",
+        "5 ten dollar bills",
     ],
     "-5": ["-$5", "$-5"],
     "72": ["72 clips", "72clips", r"72\text{ clips}", r"72 \mathrm{~km}"],
-    "12": ["12 cm^2", r"12\text{ cm}^2"],
+    "12": ["12 cm^2", r"12\text{ cm}^2", "12 eggs are remaining.", "12 (twelve) eggs"],
     "90": ["90°", r"90^\circ", r"90\degree"],
     "10": ["10 a.m."],
     "1500000": ["1.5 million"],
@@ -128,7 +130,8 @@ NO_NUMBERS = [
     "5 twenty-one", "5 to six", "5 or six", "5 maybe six", "5 plus two", "5 plus", "5 minus two",
     "5 times two", "5 divided by two", "5 over two", "5 point five", "5 mod two", "5 choose two",
     "5 percent of ten", "5 is wrong", "5 isn't it", "5 was close", "5 cannot be", "5 probably",
-    "5 approximately", "5 at least", "5 wait", "5 I think", "5 apples are left",
+    "5 approximately", "5 wait", "5 I think", "5 (six)", "5 apples are rotten",
+    "5 to six apples", "5 twenty five",
     r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "8 = 5 + 3", "10/3 ≈ 3.33",
     "10/3, which is about 3.33",
 ]
@@ -249,6 +252,9 @@ ANSWERS = {
         "The answer isn't 17, it is 18.", "The answer is 18 because two of them left.",
         "He baked 18 two-inch cakes", "18 is what she said.", r"\boxed{\frac{-36}{-2}}",
         "She ran 3 times. The answer is 18 times.", "35/2 ≈ 18",
+        "The answer is 18.00 to two decimal places.", "She has 18 over two days",
+        "#### 18 and zero left", "The answer is 18 and one of them is red.",
+        "The answer is 18 (eighteen).", "The answer is 18.(Because of a)", "Step 3.(a) gives 18",
     ],
     "wrong": [
         r"\boxed{17} <answer>18", "The answer is 18. No, the answer is 17.",
@@ -306,6 +312,17 @@ APPROXIMATIONS = [
     ("The answer is 10/3 (3.33)", None),
     ("The answer is -½.", "-1/2"),
 ]
+# The decimals are right too, if the gold answer is rounded.
+ROUNDED = [
+    ("The answer is 2/3 ≈ 0.67", "0.67", True),
+    ("The answer is 2/3 ≈ 0.67", "2/3", True),
+    ("The answer is 2/3 ≈ 0.67", "0.66", False),
+    ("10/3 ≈ 3.33 hours", "3.33", True),
+    (r"\boxed{-\frac{10}{3} \approx -3.33}", "-3.33", True),
+    (r"\boxed{-\frac{10}{3} \approx -3.33}", "3.33", False),
+    (r"\boxed{\frac{2}{3} \approx 0.67} \boxed{5}", "0.67", False),
+    ("The answer is 10/3 ≈ 3.35", "10/3", False),
+]
 
 
 @pytest.mark.parametrize(("text", "value"), APPROXIMATIONS, ids=[t for t, _ in APPROXIMATIONS])
@@ -314,13 +331,24 @@ def test_a_fraction_is_not_replaced_by_its_approximation(text: str, value: str |
     assert grade(text, None, strict=False).value == expected
 
 
+@pytest.mark.parametrize(("text", "gold", "correct"), ROUNDED)
+def test_a_rounded_gold_accepts_the_approximation(text: str, gold: str, correct: bool) -> None:
+    verdict = grade(text, gold, strict=False)
+    assert verdict.correct == correct
+    assert not correct or verdict.value == parse_number(verdict.answer or "") == Fraction(gold)
+
+
 # fmt: off
 # the letter that `read_choice` reads, and texts
 CHOICES = {
-    "B": ["B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B."],
+    "B": [
+        "B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B.",
+        "B) But I like it", "B) Paris, but I am not sure", "B. B is right.", "B) Perhaps A dog",
+    ],
     None: [
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
         "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
+        "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
     ],
 }
 # lenient reason: texts; the gold is B
@@ -333,13 +361,20 @@ STATED_CHOICES = {
         "The correct answer is (B) Paris.", r"\boxed{\textbf{(B)}}", r"$\textbf{(B)}$",
         r"\boxed{\text{B}}", r"\boxed{\mathrm{B}) 5}", "<answer>B because x</answer>",
         r"\boxed{12} \boxed{B}", "<answer>B</answer><answer>(b)</answer>",
-        "The answer is A because x. No, the answer is B.",
+        "The answer is A because x. No, the answer is B.", "The answer is B. B is correct.",
+        "So the correct answer is B. B is right because A is not.", "The answer is B: B is correct",
+        "It is not far. Option B is correct.", "Some like it.\nOption B is correct",
+        "The answer is B. I don't think option C is correct.\nThe answer is B.",
     ],
     "wrong": ["The answer is C because B is wrong.", "Option C is correct."],
     "not_a_choice": [
         "The answer is B or C because x.", "The answer is B is wrong", "The answer is not B.",
         "The answer cannot be B.", "The answer isn't B.", "Option B is not correct.",
         "Option B is incorrect.", "Option B is correct, but C is too.", "I choose B. Or C",
+        "The answer is C. B is right.", "I don't think option B is correct.",
+        "It is not true that option B is correct.",
+        "The answer is A. Some say option B is correct.", "Some say option B is correct.",
+        "If you are right, option B is correct.", "I can’t say option B is correct.",
         "The correct options are A and B.", "B as well as C", "B because of x. Or C",
     ],
     "repeated_answer": ["<answer>A</answer><answer>B</answer>", r"\boxed{A} \boxed{B}"],
@@ -364,7 +399,8 @@ def test_lenient_choice(text: str, expected: str) -> None:
 def test_tags_and_boxes_with_different_texts_are_wrong() -> None:
     for text in ("<answer>Rome</answer><answer>Paris</answer>", r"\boxed{Rome} \boxed{Paris}"):
         assert grade(text, "Paris", strict=False, kind="text").reason == "repeated_answer"
-    assert grade(r"\boxed{\text{Paris}}", "Paris", strict=False, kind="text").correct
+    for text in (r"\boxed{\text{Paris}}", "I write <answer> tags: <answer>Paris</answer>"):
+        assert grade(text, "Paris", strict=False, kind="text").correct
     assert grade("<answer>a</answer><answer>b</answer>", None, strict=False, kind="open").is_answer
 
 
