@@ -330,6 +330,23 @@ def test_responses_of_every_status_are_counted(tokenizer):
         assert f'rlm_http_responses_total{{status="{status}"}} {number}.0' in text
 
 
+def test_requests_that_end_while_they_are_prepared_are_counted(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=0.5))
+    chat = {"model": "tuned", "messages": ASKED}
+    with live(service) as server:
+        assert server.post({"prompt": "word " * 600}).status_code == 422
+        schema = {"structured_outputs": {"json": {"type": "nope"}}}
+        assert server.post(chat | schema, "/v1/chat/completions").status_code == 422
+        assert server.post(SLOW).status_code == 504
+        counted = [
+            metric(server, "rlm_requests_total", api=api, outcome=outcome)
+            for api, outcome in (
+                ("phase1", "validation"), ("openai", "validation"), ("phase1", "deadline"),
+            )
+        ]  # fmt: skip
+        assert counted == [1, 1, 1]
+
+
 def test_the_time_of_a_request_ends_with_its_last_token(tokenizer):
     """However long the client takes to read its reply."""
     service, _ = make_service(tokenizer, SCRIPT)
@@ -553,6 +570,86 @@ def test_the_deadline_counts_from_acceptance(tokenizer, slow_schema):
     assert accepted[0].started <= began[-1]
 
 
+def test_slow_schemas_hold_up_no_prompts_and_their_threads_are_limited(
+    tokenizer, monkeypatch, slow_schema
+):
+    go, began = slow_schema
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(server.post, SLOW)
+        wait_until(lambda: began)
+        assert server.post(TWO).json()["final_answer"] == "5"
+        assert not slow.done()  # no prompt waits for the schema
+        go.set()
+        assert slow.result().json()["answer"] == "slow"
+        go.clear()
+        monkeypatch.setattr("rlm.serving.service.PREPARE_SECONDS", 0.3)
+        late = [server.post(SLOW) for _ in range(2)]
+        assert [reply.status_code for reply in late] == [504, 504]
+        assert late[0].json()["error"]["param"] == "structured_outputs"
+        busy = server.post(SLOW)
+        assert (busy.status_code, busy.json()["code"]) == (503, "busy")
+        assert busy.headers["Retry-After"] == "10"
+        assert len(began) == 3  # no further thread was started
+        assert server.post(TWO).json()["final_answer"] == "5"
+        go.set()
+        wait_until(lambda: all(call.done() for call in service._compiling._abandoned))
+        assert server.post(SLOW).json()["answer"] == "slow"
+
+
+def test_a_timeout_inside_the_preparation_is_not_the_deadline(server, monkeypatch):
+    def fail(*arguments, **options):
+        raise TimeoutError
+
+    monkeypatch.setattr("rlm.serving.service.render_prompt", fail)
+    reply = server.post(TWO)
+    assert (reply.status_code, reply.json()["code"]) == (500, "internal")
+
+
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_an_unsuitable_chat_template_is_the_servers_fault(server, monkeypatch, path):
+    template = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", template)
+    history = [*ASKED, {"role": "assistant", "content": "5"}, *ASKED]
+    body = TWO if "phase1" in path else {"model": "tuned", "messages": history}
+    if "phase1" in path:
+        monkeypatch.setattr(server.service.tokenizer, "chat_template", "no messages")
+    reply = server.post(body, path)
+    assert (reply.status_code, reply.json()["code"]) == (500, "internal")
+    assert "chat template of the server's model" in reply.json()["detail"]
+    assert reply.json()["error"]["param"] is None
+
+
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_a_message_names_the_field_only_at_its_start(server, monkeypatch, path):
+    said = "the question or the system prompt is not valid UTF-8 text"
+
+    def refuse(*arguments, **options):
+        raise UsageError(said)
+
+    monkeypatch.setattr("rlm.serving.service.render_prompt", refuse)
+    body = TWO if "phase1" in path else {"model": "tuned", "messages": ASKED}
+    assert server.post(body, path).json()["detail"] == said
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/phase1/reasoning", TWO),
+        ("/v1/chat/completions", {"model": "tuned", "messages": ASKED}),
+    ],
+)
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_a_constraint_is_named_as_it_was_sent(server, path, body, field):
+    schema = {"type": "nope"}
+    sent = {"structured_outputs": {"json": schema}}
+    if field == "response_format":
+        sent = {field: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    reply = server.post(body | sent, path)
+    assert reply.status_code == 422
+    assert reply.json()["error"]["param"] == field
+
+
 @pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
 def test_a_prompt_that_the_template_refuses_is_the_clients_mistake(server, monkeypatch, path):
     def refuse(*arguments, **options):
@@ -665,6 +762,42 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(tokenizer):
         assert server.post({"prompt": "x"}).json()["code"] == "draining"
         assert [r.result().json()["response"] for r in running] == [LONG] * 5
         wait_until(lambda: not server.thread.is_alive())
+
+
+def test_draining_finishes_what_is_being_prepared(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, drain_seconds=60) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(server.post, SLOW)
+        wait_until(lambda: slow_schema[1])
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: service.draining)
+        assert server.post(TWO).json()["code"] == "draining"
+        slow_schema[0].set()
+        assert accepted.result().json()["answer"] == "slow"
+
+
+def test_what_is_not_prepared_in_time_is_told_so(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, drain_seconds=0.2) as server, ThreadPoolExecutor(2) as pool:
+        accepted = [pool.submit(server.post, SLOW) for _ in range(2)]  # the second one waits
+        wait_until(lambda: service.requests == 2 and slow_schema[1])
+        server.server.handle_exit(signal.SIGTERM, None)
+        for reply in accepted:
+            assert (reply.result().status_code, reply.result().json()["code"]) == (503, "draining")
+        wait_until(lambda: not service.requests)
+    assert (
+        'rlm_requests_total{api="phase1",outcome="draining"} 2.0' in service.metrics.text().decode()
+    )
+
+
+def test_a_dead_engine_ends_what_is_being_prepared(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(server.post, SLOW)
+        wait_until(lambda: slow_schema[1])
+        service.engine._commands.put(lambda: 1 / 0)
+        assert accepted.result().json()["code"] == "engine_down"
+        assert not slow_schema[0].is_set()
 
 
 def test_what_does_not_finish_in_time_is_told_so(tokenizer):
