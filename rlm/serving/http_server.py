@@ -1,7 +1,8 @@
 """Run uvicorn on our own socket, and let running requests finish before the server stops.
 
 uvicorn has no timeout for incomplete headers or for clients that stop reading. A reverse proxy or
-ngrok disconnects such clients; this module only limits the number of connections.
+ngrok disconnects such clients; this module limits the number of connections, and lets streams abort
+their connection.
 """
 
 from __future__ import annotations
@@ -12,13 +13,27 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlm.cli import UsageError
 from rlm.serving.service import Service
 
+
+class Connection(H11Protocol):
+    """A connection that a response can abort, with the function in `scope["state"]["abort"]`.
+
+    uvicorn itself closes a connection only after the client has received everything that was
+    written, so a client that has stopped reading would keep its connection.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
+
+
 # Options of uvicorn. X-Forwarded-For is ignored, because clients can forge the header.
 UVICORN: dict[str, Any] = {
-    "http": "h11",
+    "http": Connection,
     "limit_concurrency": 500,  # connections; further connections get a 503
     "ws": "none",
     "access_log": False,

@@ -512,6 +512,23 @@ def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypa
     service.engine.stop()
 
 
+def test_a_client_that_stops_reading_loses_its_connection(tokenizer, monkeypatch):
+    monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.5)
+    limits = replace(LIMITS, seconds=3, new_tokens=2000)
+    service, sampler = make_service(tokenizer, {"": "<think>" + "again " * 500}, limits=limits)
+    with live(service) as server:
+        buffer = (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by the connections
+        server.server.servers[0].sockets[0].setsockopt(*buffer)
+        body = {"model": "tuned", "messages": ASKED, "stream": True}
+        connection = send(server.port, body, "/v1/chat/completions", receive_buffer=4096)
+        wait_until(lambda: service.requests == 1)
+        wait_until(lambda: service.requests == 0)
+        assert metric(server, "rlm_requests_total", api="openai", outcome="deadline") == 1
+        wait_until(lambda: not server.server.server_state.connections, seconds=10)
+        wait_until(lambda: not sampler.has_unfinished_requests())
+        connection.close()
+
+
 SLOW = TWO | {"structured_outputs": {"regex": "slow"}}
 
 
@@ -685,11 +702,16 @@ def test_a_silent_stream_is_kept_open_by_comments(tokenizer, monkeypatch, path, 
     assert [kind for kind, _ in events(text)] == [kind for kind, _ in events(quick)]
 
 
-def send(port: int, body: dict) -> socket.socket:
+def send(
+    port: int, body: dict, path: str = "/phase1/reasoning", receive_buffer: int | None = None
+) -> socket.socket:
     """A request on a connection of its own."""
     content = json.dumps(body).encode()
-    head = f"POST /phase1/reasoning HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}"
-    connection = socket.create_connection(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}"
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", port))
     connection.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content)
     return connection
 
