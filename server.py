@@ -232,8 +232,9 @@ async def _serve(
         allowed_origins=origins,
     )
     app = create_app(service, needs_key=keys.required)
-    app = SecurityMiddleware(app, settings, service.metrics.count_response)
-    app = add_cors(app, origins) if origins else app
+    count = service.metrics.count_response
+    app = SecurityMiddleware(app, settings, count)
+    app = add_cors(app, origins, count) if origins else app
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))

@@ -320,3 +320,9 @@ def test_the_figures_of_the_lm_eval_page_are_those_of_the_run():
     ((filtered, _),) = [each["filter"] for each in task["filter_list"]]
     for text, number in (("1,080", "1,080"), ("<answer>-7</answer>", "-7"), ("3/4", "3/4")):
         assert re.findall(filtered["regex_pattern"], text)[-1] == number
+
+
+def test_the_notebook_asks_the_server_for_the_most_likely_answer():
+    cells = json.loads((ROOT / "notebooks/colab.ipynb").read_text(encoding="utf-8"))["cells"]
+    [cell] = [text for cell in cells if "chat/completions" in (text := "".join(cell["source"]))]
+    assert 'body["temperature"] = 0' in cell  # /v1 samples by default

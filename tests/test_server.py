@@ -358,7 +358,9 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
         keys = Keys(["a-key-of-some-length"])
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
     app = made[0].config.app
-    settings = getattr(app, "app", app)._settings  # with --allow-origin CORS is around it
+    inner = getattr(app, "app", app)  # with --allow-origin CORS is around it
+    assert app._count == inner._count == service.metrics.count_response
+    settings = inner._settings
     assert settings.keys is keys
     return made[0], settings
 

@@ -24,6 +24,7 @@ from .problem import as_problems as as_problems
 from .problem import example_questions as example_questions
 from .prompts import FORMATS as FORMATS
 from .prompts import IGNORE_INDEX as IGNORE_INDEX
+from .prompts import ChatTemplateError as ChatTemplateError
 from .prompts import Format as Format
 from .prompts import backend_tokenizer as backend_tokenizer
 from .prompts import drop_long_prompts as drop_long_prompts

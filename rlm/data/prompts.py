@@ -119,6 +119,10 @@ class Format:
         )
 
 
+class ChatTemplateError(UsageError):
+    """The chat template of a model is missing, or it cannot represent the messages of a prompt."""
+
+
 class Formats(dict[str, Format]):
     """The formats by name; an unknown name raises a UsageError."""
 
@@ -150,7 +154,7 @@ def _render_template(
         # Processors of older transformers versions stored the template in this file.
         if (Path(tokenizer.name_or_path) / "chat_template.json").is_file():
             todo = "copy the text in its chat_template.json to a file chat_template.jinja there"
-        raise UsageError(
+        raise ChatTemplateError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; {todo}"
         )
     from jinja2 import TemplateError
@@ -167,7 +171,7 @@ def _render_template(
         return cast("str", rendered)  # a str, because of tokenize=False
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         # A template can reject messages, for example a system message.
-        raise UsageError(
+        raise ChatTemplateError(
             f"the chat template of {tokenizer.name_or_path!r} rejects the messages ({error}); "
             "use another instruct model"
         ) from error
@@ -245,8 +249,9 @@ def render_prompt(
             prompt. Like the question, it is encoded as plain text.
 
     Raises:
-        UsageError: the tokenizer has no chat template, the template does not write each text
-            exactly once, or a text cannot be encoded as plain text.
+        ChatTemplateError: the tokenizer has no chat template, or the template does not write each
+            text exactly once.
+        UsageError: a text cannot be encoded as plain text.
     """
     if system_prompt is None:
         system_prompt = format.system_prompt
@@ -292,7 +297,8 @@ def _place_texts(
         The n + 1 pieces that the template writes around the texts, and the n texts.
 
     Raises:
-        UsageError: the template rejects the messages, or does not write each text exactly once.
+        ChatTemplateError: the template rejects the messages, or does not write each text exactly
+            once.
     """
     name = repr(tokenizer.name_or_path)
     places = [message | {"content": _PLACE.format(i)} for i, message in enumerate(messages)]
@@ -303,7 +309,7 @@ def _place_texts(
         # other messages must stay in order.
         turns = [i for i in order if messages[i]["role"] != "system"]
         if sorted(order) != [*range(len(messages))] or turns != sorted(turns):
-            raise UsageError(
+            raise ChatTemplateError(
                 f"the chat template of {name} drops, repeats or moves messages: {len(messages)} "
                 f"went in, {len(order)} came out; use another instruct model"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -9,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rlm.serving.engine import Engine, RunningRequest
+from rlm.serving.errors import HTTPProblem
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
@@ -42,6 +44,13 @@ class Metrics:
             self.first_token.observe(request.first_token_seconds)
             for completion in request.stream.completions:
                 self.thinking.labels(completion.status).inc()
+
+    def count_unprepared(self, api: str, error: BaseException) -> None:
+        """Count an accepted request that ended with `error` before the engine received it."""
+        outcome = error.code if isinstance(error, HTTPProblem) else "internal"
+        if isinstance(error, asyncio.CancelledError):
+            outcome = "cancelled"
+        self.finished.labels(api, outcome).inc()
 
     def count_response(self, status: int) -> None:
         """Count an HTTP response of any path, also of a request that was rejected."""

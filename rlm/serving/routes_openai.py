@@ -43,6 +43,7 @@ NOT_OFFERED = {  # type of a message part → its name in error messages
     "input_audio": "audio",
     "file": "files",
 }
+NO_MODEL = "no model has this name; see /v1/models"
 
 
 class Only:
@@ -257,7 +258,7 @@ def openai_routes(service: Service) -> APIRouter:
     @router.get("/models/{name:path}", summary="One adapter, as OpenAI describes a model")
     async def model(name: str) -> dict[str, Any]:
         if name not in service.models.adapters:
-            raise HTTPProblem(404, "not_found", "no model has this name; see /v1/models")
+            raise HTTPProblem(404, "not_found", NO_MODEL)
         return _model(name)
 
     return router
@@ -295,13 +296,18 @@ def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
 
 
 def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
-    """Replace the field names in an error by their names in OpenAI's protocol."""
+    """Replace the name of the field in an error by its name in OpenAI's protocol.
+
+    The message of such an error begins with the name. Elsewhere, the same word is not the field.
+    """
+    if problem.code == "adapter_not_found":
+        return HTTPProblem(problem.status, problem.code, NO_MODEL, param="model")
     length = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     names = {"adapter": "model", "prompt": "messages", "max_new_tokens": length}
     if problem.param and (name := names.get(problem.param)):
-        problem.detail = problem.detail.replace(problem.param, name, 1)
+        if problem.detail.startswith(f"{problem.param}:"):
+            problem.detail = name + problem.detail.removeprefix(problem.param)
         problem.param = name
-    problem.detail = problem.detail.replace("/phase1/info", "/v1/models")
     return problem
 
 

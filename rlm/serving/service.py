@@ -6,17 +6,25 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import UsageError
-from rlm.data import NEAREST, Experience, Format, apply_experiences, render_prompt
+from rlm.data import (
+    NEAREST,
+    ChatTemplateError,
+    Experience,
+    Format,
+    apply_experiences,
+    render_prompt,
+)
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
 from rlm.sampling import (
+    GrammarMatcher,
     SamplingParams,
     StructuredOutputs,
     ToolTokens,
@@ -24,12 +32,14 @@ from rlm.sampling import (
 )
 from rlm.serving.engine import Engine, Limits, RunningRequest
 from rlm.serving.errors import HTTPProblem
+from rlm.serving.logging import log_error
 from rlm.serving.metrics import Metrics
 from rlm.serving.models import ServedAdapter, ServedModels
 from rlm.serving.schema import JSONSchemaFormat, ReasoningRequest, TextFormat
 
 T = TypeVar("T")
 PREPARE_SECONDS = 10.0  # maximum time to compile a grammar or to render a prompt
+MAX_ABANDONED = 2  # maximum number of abandoned threads of each kind
 
 
 class Service:
@@ -57,13 +67,18 @@ class Service:
         self._running: dict[str, RunningRequest] = {}
         # The tokens of each accepted, unfinished request, also of those that are being prepared.
         self._reserved: dict[str, int] = {}
-        # One thread at a time is enough, because the tokenizer encodes one text at a time.
-        self._preparing = asyncio.Lock()
+        # Of each request that is being prepared: a future for the problem with which it is ended.
+        self._preparing: dict[str, asyncio.Future[HTTPProblem]] = {}
+        # A slow schema must not hold up the requests without a schema.
+        self._compiling, self._rendering = _Preparation(), _Preparation()
 
     def not_ready(self) -> HTTPProblem | None:
         """Return the reason why new requests are rejected now, or None if they are accepted."""
         if self.draining:
             return HTTPProblem(503, "draining", "the server is shutting down", retry_after=10)
+        return self._engine_problem()
+
+    def _engine_problem(self) -> HTTPProblem | None:
         if self.engine.state == "loading":
             return HTTPProblem(503, "loading", "the model is still being loaded", retry_after=5)
         if not self.engine.alive:
@@ -97,11 +112,9 @@ class Service:
         id, new_tokens = f"rsn_{secrets.token_hex(12)}", asked.n * params.max_new_tokens
         self._admit(new_tokens, id)
         try:
-            deadline, grammar = started + self.limits.seconds, None
-            if structured:
-                compile = partial(self.engine.grammars.compile, structured, format)
-                grammar = await self._prepare(compile, "response_format", deadline)
-            prompt, used = await self._render(asked.prompt, format, examples, system, deadline)
+            deadline = started + self.limits.seconds
+            preparing = self._prepare(asked, format, structured, examples, system, deadline)
+            grammar, prompt, used = await self._unless_failed(id, preparing)
             self._admit(len(prompt) + new_tokens, id)
             running = RunningRequest(
                 id=id,
@@ -125,8 +138,9 @@ class Service:
                 experiences=used,
                 started=started,
             )
-        except BaseException:
+        except BaseException as error:
             del self._reserved[id]
+            self.metrics.count_unprepared(api, error)
             raise
         self.engine.add_request(running)
         self._running[id] = running
@@ -147,18 +161,21 @@ class Service:
         running.stream.answer_now = True
 
     def fail_all(self, problem: HTTPProblem) -> None:
-        """End every running request with `problem`.
+        """End every accepted request with `problem`, also those that are being prepared.
 
         This is used when the engine hangs and when the time limit for draining has passed.
         """
+        for failed in self._preparing.values():
+            if not failed.done():
+                failed.set_result(problem)
         for running in self._running.values():
             running.put(problem)
 
     async def drain(self, seconds: float) -> None:
-        """Reject new requests, wait for the running requests, and fail those that are too slow.
+        """Reject new requests, wait for the accepted requests, and fail those that are too slow.
 
         Args:
-            seconds: time limit for the running requests.
+            seconds: time limit for the accepted requests.
         """
         self.draining = True
         deadline = time.monotonic() + seconds
@@ -179,9 +196,11 @@ class Service:
     def _admit(self, tokens: int = 0, id: str = "") -> None:
         """Check that a request with so many tokens fits into the queue.
 
-        With an `id`, the request gets a place in the queue, or its number of tokens changes.
+        With an `id`, the request gets a place in the queue, or its number of tokens changes. A
+        request that already has a place continues while the server drains.
         """
-        if problem := self.not_ready():
+        accepted = id in self._reserved
+        if problem := self._engine_problem() if accepted else self.not_ready():
             raise problem
         if tokens > self.limits.tokens:
             raise _too_much("n", tokens, self.limits.tokens, "tokens in total")
@@ -218,6 +237,46 @@ class Service:
             raise HTTPProblem(422, "validation", detail, param="n")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
+    async def _unless_failed(self, id: str, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for the preparation of a request, unless `fail_all` ends the request first."""
+        failed = self._preparing[id] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise failed.result()
+            result = task.result()
+            if failed.done():  # at the same time
+                raise failed.result()
+            return result
+        finally:
+            task.cancel()
+            del self._preparing[id]
+
+    async def _prepare(
+        self,
+        asked: ReasoningRequest,
+        format: Format,
+        structured: StructuredOutputs | None,
+        examples: Sequence[tuple[str, str]],
+        system: str,
+        deadline: float,
+    ) -> tuple[GrammarMatcher | None, list[int], tuple[str, ...]]:
+        """Compile the constraint on the answer, if any, and render the prompt.
+
+        Args:
+            deadline: the request's deadline, on the clock of `time.monotonic`.
+
+        Returns:
+            the grammar, the token ids of the prompt, and the ids of the lessons in the prompt.
+        """
+        grammar = None
+        if structured:
+            field = "structured_outputs" if asked.structured_outputs else "response_format"
+            compile = partial(self.engine.grammars.compile, structured, format)
+            grammar = await self._compiling.run(compile, field, deadline)
+        return grammar, *await self._render(asked.prompt, format, examples, system, deadline)
+
     async def _render(
         self,
         question: str,
@@ -236,36 +295,65 @@ class Service:
             informed = apply_experiences(question, self.experiences, most)
             options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
             render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
-            prompt = await self._prepare(render, "prompt", deadline)
+            prompt = await self._rendering.run(render, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
                 return prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
 
-    async def _prepare(self, call: Callable[[], T], field: str, deadline: float) -> T:
-        """Run a call that prepares a request in a thread. Only one call runs at a time.
 
-        A call that takes longer than PREPARE_SECONDS is abandoned, so that it does not block the
-        calls of other requests. Python cannot stop its thread.
+class _Preparation:
+    """Runs calls of one kind, which prepare requests, in threads. Only one call runs at a time.
+
+    A call that takes longer than PREPARE_SECONDS is abandoned, so that it does not block the calls
+    of other requests. Python cannot stop its thread, so the number of such threads is limited.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._abandoned: list[Future[Any]] = []
+
+    async def run(self, call: Callable[[], T], field: str, deadline: float) -> T:
+        """Run a call and return its result.
 
         Args:
             field: the field of the request that the call reads.
             deadline: the request's deadline, on the clock of `time.monotonic`.
 
         Raises:
-            HTTPProblem: 422 if the call raises a UsageError, 504 if its time has passed.
+            HTTPProblem: 422 if the call raises a UsageError, 500 if the server's chat template is
+                the cause, 503 if too many abandoned calls still run, 504 if its time has passed.
         """
         try:
-            async with asyncio.timeout(deadline - time.monotonic()), self._preparing:
-                async with asyncio.timeout(PREPARE_SECONDS):
-                    return await _in_thread(call)
-        except UsageError as error:
-            raise HTTPProblem(422, "validation", str(error), param=field) from None
+            async with asyncio.timeout(deadline - time.monotonic()), self._turn:
+                self._check_abandoned(field)
+                done = _in_thread(call)
+                waiting = asyncio.wrap_future(done)
+                try:
+                    async with asyncio.timeout(PREPARE_SECONDS):
+                        await asyncio.wait((waiting,))  # does not raise the errors of the call
+                finally:
+                    if waiting.cancel():  # False if the call has ended
+                        self._abandoned.append(done)
         except TimeoutError:
             late = f"{field}: the server could not prepare the request in time"
-            raise HTTPProblem(504, "deadline", late) from None
+            raise HTTPProblem(504, "deadline", late, param=field) from None
+        try:
+            return waiting.result()
+        except ChatTemplateError as error:
+            log_error("chat_template_failed", error)
+            detail = "the chat template of the server's model cannot represent these messages"
+            raise HTTPProblem(500, "internal", detail) from None
+        except UsageError as error:
+            raise HTTPProblem(422, "validation", str(error), param=field) from None
+
+    def _check_abandoned(self, field: str) -> None:
+        self._abandoned = [call for call in self._abandoned if not call.done()]
+        if len(self._abandoned) >= MAX_ABANDONED:
+            detail = f"{field}: the server still works on earlier requests; try again later"
+            raise HTTPProblem(503, "busy", detail, param=field, retry_after=10)
 
 
-def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+def _in_thread(call: Callable[[], T]) -> Future[T]:
     """Run a call in a daemon thread, which does not keep the process alive."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # an abandoned call still sets its result
@@ -277,7 +365,7 @@ def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
             done.set_exception(error)
 
     threading.Thread(target=run, name="prepare", daemon=True).start()
-    return asyncio.wrap_future(done)
+    return done
 
 
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:

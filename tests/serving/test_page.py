@@ -440,7 +440,9 @@ def test_wrong_key_then_right_key(page, server):
 
 
 @browser_test
-@pytest.mark.parametrize(("code", "status"), [("queue_full", 503), ("rate_limited", 429)])
+@pytest.mark.parametrize(
+    ("code", "status"), [("queue_full", 503), ("busy", 503), ("rate_limited", 429)]
+)
 def test_what_passes_by_itself_is_asked_again(page, server, code, status):
     refusals = [problem(status, code, "come back later", retry_after=wait) for wait in (3, 600)]
     server.script(*refusals)

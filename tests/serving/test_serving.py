@@ -330,6 +330,23 @@ def test_responses_of_every_status_are_counted(tokenizer):
         assert f'rlm_http_responses_total{{status="{status}"}} {number}.0' in text
 
 
+def test_requests_that_end_while_they_are_prepared_are_counted(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=0.5))
+    chat = {"model": "tuned", "messages": ASKED}
+    with live(service) as server:
+        assert server.post({"prompt": "word " * 600}).status_code == 422
+        schema = {"structured_outputs": {"json": {"type": "nope"}}}
+        assert server.post(chat | schema, "/v1/chat/completions").status_code == 422
+        assert server.post(SLOW).status_code == 504
+        counted = [
+            metric(server, "rlm_requests_total", api=api, outcome=outcome)
+            for api, outcome in (
+                ("phase1", "validation"), ("openai", "validation"), ("phase1", "deadline"),
+            )
+        ]  # fmt: skip
+        assert counted == [1, 1, 1]
+
+
 def test_the_time_of_a_request_ends_with_its_last_token(tokenizer):
     """However long the client takes to read its reply."""
     service, _ = make_service(tokenizer, SCRIPT)
@@ -495,6 +512,43 @@ def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypa
     service.engine.stop()
 
 
+def test_a_client_that_stops_reading_loses_its_connection(tokenizer, monkeypatch):
+    monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.5)
+    limits = replace(LIMITS, seconds=3, new_tokens=2000)
+    service, sampler = make_service(tokenizer, {"": "<think>" + "again " * 500}, limits=limits)
+    with live(service) as server:
+        body = {"model": "tuned", "messages": ASKED, "stream": True}
+        connection = send(small_connection(server), body, "/v1/chat/completions")
+        wait_until(lambda: service.requests == 1)
+        wait_until(lambda: service.requests == 0)
+        assert metric(server, "rlm_requests_total", api="openai", outcome="deadline") == 1
+        wait_until(lambda: not server.server.server_state.connections, seconds=10)
+        wait_until(lambda: not sampler.has_unfinished_requests())
+        connection.close()
+
+
+def test_a_connection_that_cannot_be_closed_is_aborted(tokenizer, monkeypatch):
+    monkeypatch.setattr("rlm.serving.http_server.CLOSE_SECONDS", 1.0)
+    service, _ = make_service(tokenizer, SCRIPT)
+    head = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    with live(service) as server:
+        connections = server.server.server_state.connections
+        for reads in (True, False):
+            connection = small_connection(server)
+            connection.sendall(head)
+            if reads:  # slowly, but the whole
+                text = b""
+                while part := connection.recv(2000):
+                    text += part
+                    time.sleep(0.1)
+                assert text.endswith(b"}")
+                assert b"/phase1/reasoning" in text
+            else:
+                wait_until(lambda: connections)
+            wait_until(lambda: not connections, seconds=10)
+            connection.close()
+
+
 SLOW = TWO | {"structured_outputs": {"regex": "slow"}}
 
 
@@ -553,6 +607,86 @@ def test_the_deadline_counts_from_acceptance(tokenizer, slow_schema):
     assert accepted[0].started <= began[-1]
 
 
+def test_slow_schemas_hold_up_no_prompts_and_their_threads_are_limited(
+    tokenizer, monkeypatch, slow_schema
+):
+    go, began = slow_schema
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(server.post, SLOW)
+        wait_until(lambda: began)
+        assert server.post(TWO).json()["final_answer"] == "5"
+        assert not slow.done()  # no prompt waits for the schema
+        go.set()
+        assert slow.result().json()["answer"] == "slow"
+        go.clear()
+        monkeypatch.setattr("rlm.serving.service.PREPARE_SECONDS", 0.3)
+        late = [server.post(SLOW) for _ in range(2)]
+        assert [reply.status_code for reply in late] == [504, 504]
+        assert late[0].json()["error"]["param"] == "structured_outputs"
+        busy = server.post(SLOW)
+        assert (busy.status_code, busy.json()["code"]) == (503, "busy")
+        assert busy.headers["Retry-After"] == "10"
+        assert len(began) == 3  # no further thread was started
+        assert server.post(TWO).json()["final_answer"] == "5"
+        go.set()
+        wait_until(lambda: all(call.done() for call in service._compiling._abandoned))
+        assert server.post(SLOW).json()["answer"] == "slow"
+
+
+def test_a_timeout_inside_the_preparation_is_not_the_deadline(server, monkeypatch):
+    def fail(*arguments, **options):
+        raise TimeoutError
+
+    monkeypatch.setattr("rlm.serving.service.render_prompt", fail)
+    reply = server.post(TWO)
+    assert (reply.status_code, reply.json()["code"]) == (500, "internal")
+
+
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_an_unsuitable_chat_template_is_the_servers_fault(server, monkeypatch, path):
+    template = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", template)
+    history = [*ASKED, {"role": "assistant", "content": "5"}, *ASKED]
+    body = TWO if "phase1" in path else {"model": "tuned", "messages": history}
+    if "phase1" in path:
+        monkeypatch.setattr(server.service.tokenizer, "chat_template", "no messages")
+    reply = server.post(body, path)
+    assert (reply.status_code, reply.json()["code"]) == (500, "internal")
+    assert "chat template of the server's model" in reply.json()["detail"]
+    assert reply.json()["error"]["param"] is None
+
+
+@pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
+def test_a_message_names_the_field_only_at_its_start(server, monkeypatch, path):
+    said = "the question or the system prompt is not valid UTF-8 text"
+
+    def refuse(*arguments, **options):
+        raise UsageError(said)
+
+    monkeypatch.setattr("rlm.serving.service.render_prompt", refuse)
+    body = TWO if "phase1" in path else {"model": "tuned", "messages": ASKED}
+    assert server.post(body, path).json()["detail"] == said
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/phase1/reasoning", TWO),
+        ("/v1/chat/completions", {"model": "tuned", "messages": ASKED}),
+    ],
+)
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_a_constraint_is_named_as_it_was_sent(server, path, body, field):
+    schema = {"type": "nope"}
+    sent = {"structured_outputs": {"json": schema}}
+    if field == "response_format":
+        sent = {field: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    reply = server.post(body | sent, path)
+    assert reply.status_code == 422
+    assert reply.json()["error"]["param"] == field
+
+
 @pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
 def test_a_prompt_that_the_template_refuses_is_the_clients_mistake(server, monkeypatch, path):
     def refuse(*arguments, **options):
@@ -588,11 +722,20 @@ def test_a_silent_stream_is_kept_open_by_comments(tokenizer, monkeypatch, path, 
     assert [kind for kind, _ in events(text)] == [kind for kind, _ in events(quick)]
 
 
-def send(port: int, body: dict) -> socket.socket:
-    """A request on a connection of its own."""
+def small_connection(server) -> socket.socket:
+    """A connection with small buffers."""
+    listening, connection = server.server.servers[0].sockets[0], socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    return connection
+
+
+def send(to: int | socket.socket, body: dict, path: str = "/phase1/reasoning") -> socket.socket:
+    """Send a request on a connection, or to a port on a connection of its own."""
     content = json.dumps(body).encode()
-    head = f"POST /phase1/reasoning HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}"
-    connection = socket.create_connection(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}"
+    connection = socket.create_connection(("127.0.0.1", to)) if isinstance(to, int) else to
     connection.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content)
     return connection
 
@@ -665,6 +808,42 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(tokenizer):
         assert server.post({"prompt": "x"}).json()["code"] == "draining"
         assert [r.result().json()["response"] for r in running] == [LONG] * 5
         wait_until(lambda: not server.thread.is_alive())
+
+
+def test_draining_finishes_what_is_being_prepared(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, drain_seconds=60) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(server.post, SLOW)
+        wait_until(lambda: slow_schema[1])
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: service.draining)
+        assert server.post(TWO).json()["code"] == "draining"
+        slow_schema[0].set()
+        assert accepted.result().json()["answer"] == "slow"
+
+
+def test_what_is_not_prepared_in_time_is_told_so(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service, drain_seconds=0.2) as server, ThreadPoolExecutor(2) as pool:
+        accepted = [pool.submit(server.post, SLOW) for _ in range(2)]  # the second one waits
+        wait_until(lambda: service.requests == 2 and slow_schema[1])
+        server.server.handle_exit(signal.SIGTERM, None)
+        for reply in accepted:
+            assert (reply.result().status_code, reply.result().json()["code"]) == (503, "draining")
+        wait_until(lambda: not service.requests)
+    assert (
+        'rlm_requests_total{api="phase1",outcome="draining"} 2.0' in service.metrics.text().decode()
+    )
+
+
+def test_a_dead_engine_ends_what_is_being_prepared(tokenizer, slow_schema):
+    service, _ = make_service(tokenizer, SCRIPT)
+    with live(service) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(server.post, SLOW)
+        wait_until(lambda: slow_schema[1])
+        service.engine._commands.put(lambda: 1 / 0)
+        assert accepted.result().json()["code"] == "engine_down"
+        assert not slow_schema[0].is_set()
 
 
 def test_what_does_not_finish_in_time_is_told_so(tokenizer):

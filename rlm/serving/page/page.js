@@ -2,7 +2,7 @@
 
 /* ---- State ---- */
 const SILENCE = 60_000; // ms without data after which a run fails; the server pings every 15 s
-const RETRIED = ["queue_full", "rate_limited", "loading"]; // temporary errors, after which the page retries
+const RETRIED = ["queue_full", "busy", "rate_limited", "loading"]; // temporary errors, after which the page retries
 const BASE = "base"; // the name of the base model without an adapter
 const KEPT = 50; // maximum number of earlier questions on the page
 const $ = (id) => document.getElementById(id);
