@@ -204,6 +204,11 @@ class Agent:
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """The endpoint's URL and, for this project's server, hashes of the served weights."""
+        return {"url": self.client.url, "weights": self.client.served_weights(self.model)}
+
     @property
     def reply_tokens(self) -> int:
         """The maximum length of a reply in tokens."""
@@ -219,6 +224,9 @@ class Agent:
         schema: Mapping[str, Any] | None = None,
     ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same request was sent before.
+
+        A stored reply is used only if it came from the same endpoint and, for this project's
+        server, from the same weights.
 
         Args:
             stage: the name of the prompt.
@@ -258,7 +266,7 @@ class Agent:
             return reply
 
     def _send(self, stage: str, request: dict[str, Any]) -> ChatReply:
-        key = _sha256(json.dumps([self.name, request], sort_keys=True))
+        key = _sha256(json.dumps([self.name, self.origin, request], sort_keys=True))
         if row := self.journal.rows.get(key):
             return ChatReply(**row["reply"])
         try:

@@ -84,6 +84,9 @@ class Trainer:
         options |= {"temperature": agent.temperature, "weights": list(self.weights)}
         options |= {"prompt files": hashlib.sha256(prompts.encode()).hexdigest()[:12]}
         options |= {f"{self.name} model": agent.model, "judge model": judge and judge.model}
+        if weights := agent.origin["weights"]:
+            told = ", ".join(f"{what} {value}" for what, value in weights.items())
+            options |= {f"{self.name} weights": told}
         path = self.run_dir / f"{self.name}_config.json"
         if self.records and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))

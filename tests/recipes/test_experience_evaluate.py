@@ -144,9 +144,9 @@ def test_the_evaluation_shows_it_with_an_interval(practised, capsys):
     # The same seeds in both arms, and nothing is paid twice.
     seeds = [{b["seed"] for b in asked(server) if ("Lessons" in b["prompt"]) is w} for w in (0, 1)]
     assert seeds[0] == seeds[1]
-    before = len(server.requests)
+    before = len(server.asked("chat/completions"))
     assert run(path, evaluate, *data) == 0
-    assert len(server.requests) == before
+    assert len(server.asked("chat/completions")) == before
     assert evaluation(path) == rows
 
 

@@ -211,21 +211,21 @@ def test_only_what_helped_is_kept(selected):
     assert rule["reach"] == 1.0
     lessons = load_experiences(path / "lib" / "selected_experiences.json")
     assert {bool(lesson.question) for lesson in lessons} == {True, False}
-    before = len(server.requests)
+    before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT) == 0  # goes on where it was: nothing is asked again
-    assert len(server.requests) == before
+    assert len(server.asked("chat/completions")) == before
 
 
 def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys):
     _, _, server = selected
-    before = len(server.requests)
+    before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT, "--plan", "--seed", 3) == 0
     assert "generator_1: at most 180 requests" in capsys.readouterr().out  # 16 + 44 + 120
     assert run(selected, evaluate, "--plan", "--committee", "--seed", 3, "--library", "/") == 2
     library = selected[0] / "lib" / "selected_experiences.json"
     assert run(selected, evaluate, "--plan", "--committee", "--library", library) == 0
     assert "critic: at most 120 requests" in capsys.readouterr().out
-    assert len(server.requests) == before
+    assert len(server.asked("chat/completions")) == before
     assert run(selected, select, "--held-out", 900) == 2
     assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
 
