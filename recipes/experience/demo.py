@@ -23,7 +23,7 @@ from rlm.serving import server_process
 SERVER_LOG = "server.log"  # the first file of every demo run; no other command writes it
 FILES = {
     *(SERVER_LOG, "api_config.json", "select_calls.jsonl", "evaluate_calls.jsonl"),
-    *(select.RECORD, select.LIBRARY, "evaluation.json"),
+    *(select.RECORD, select.LIBRARY, "selected_experiences.problems.json", "evaluation.json"),
 }
 
 

@@ -225,6 +225,7 @@ class Trainer:
             rows = [head | {"generator_id": self.name, "rollouts": group} | tail]
         append_lines(self._path, rows)
         self.records += rows
+        self.library.note_problems([problem.question])
         self.library.save()
 
     def summary(self) -> Row:

@@ -173,6 +173,13 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     assert len(evaluate.load_unseen(config)) == 2
 
 
+def test_the_practice_of_another_run_is_left_out(practised, tmp_path):
+    path, _ = practised
+    where = {"dataset": str(path / "practice.jsonl"), "run_dir": tmp_path}
+    with pytest.raises(UsageError, match="all 8 problems"):
+        evaluate.load_unseen(evaluate.EvaluateConfig(library=(library(path),), **where))
+
+
 def test_ctrl_c_sends_no_queued_request():
     asked = []
 

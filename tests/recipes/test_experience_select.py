@@ -14,6 +14,7 @@ from recipes.experience.agent import Endpoint
 from recipes.experience.answers import announce_cost, format_attempt, tokens_of, vote_score
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
+from rlm.cli.options import UsageError
 from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
 from rlm.data.problem import Problem
 from rlm.evaluation import holm
@@ -228,6 +229,27 @@ def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys
     assert len(server.asked("chat/completions")) == before
     assert run(selected, select, "--held-out", 900) == 2
     assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
+
+
+def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
+    """Another --run-dir knows nothing of the selection; the library does."""
+    path, data, _ = selected
+    library = path / "lib" / "selected_experiences.json"
+    seen = set(json.loads((path / "run" / "selection.json").read_text())["seen"])
+    where = {"dataset": str(data), "run_dir": tmp_path, "max_problems": None}
+    left = evaluate.load_unseen(evaluate.EvaluateConfig(library=(library,), **where))
+    assert len(left) == 88 - 52
+    assert not seen & {problem.question for problem in left}
+    assert "52 problems are left out: they were practised on or tested" in capsys.readouterr().out
+    copy = tmp_path / "copy.json"  # without the file beside it
+    copy.write_text(library.read_text())
+    sources = {item["source_question"] for item in json.loads(copy.read_text())}
+    left = evaluate.load_unseen(evaluate.EvaluateConfig(library=(copy,), **where))
+    assert len(left) == 88 - len(sources)
+    assert "copy.problems.json is missing" in capsys.readouterr().out
+    (tmp_path / "copy.problems.json").write_text("{}")
+    with pytest.raises(UsageError, match="is not a JSON list of questions"):
+        evaluate.load_unseen(evaluate.EvaluateConfig(library=(copy,), **where))
 
 
 def test_library_placebo_vote_and_critic_in_one_table(selected, capsys):
