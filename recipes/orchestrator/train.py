@@ -28,7 +28,7 @@ from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_a
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, required, run_main, terminal
-from rlm.data import Problem, is_local_file, load_problems, require_numeric_answers
+from rlm.data import Problem, load_problems, own_files, require_numeric_answers
 from rlm.model import (
     ADAPTER_FILES,
     Device,
@@ -287,7 +287,8 @@ def main(config: OrchestratorConfig) -> int:
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_local_file(dataset):  # a local file has no test split
+    # The test split of a local file is the whole file, which includes the training problems.
+    if config.test_samples and not own_files(dataset):
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)
     require_numeric_answers(dataset, [*train, *validation, *test])
@@ -308,7 +309,9 @@ def main(config: OrchestratorConfig) -> int:
     limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
-    tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not evaluated"
+    tested = "not evaluated" + ": a local file has no test split" * bool(own_files(dataset))
+    if test:
+        tested = f"{summary['test']['accuracy']:.1%} of {len(test)}"
     facts = {
         **validation_facts(summary),
         "test accuracy": tested,
