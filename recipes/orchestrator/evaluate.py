@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph
@@ -283,7 +284,7 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
 
 def choose_split(
     config: EvaluateConfig, trained: OrchestratorConfig, dataset: str
-) -> tuple[str, dict[str, str | None]]:
+) -> tuple[str, dict[str, Any]]:
     """Return the split to evaluate, and the options of the run with which it is loaded.
 
     The test split of a local file contains the problems that the run was trained on, so validation

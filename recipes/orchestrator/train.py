@@ -31,6 +31,7 @@ from rlm.cli import UsageError, required, run_main, terminal
 from rlm.data import Problem, load_problems, own_files, require_numeric_answers
 from rlm.model import (
     ADAPTER_FILES,
+    AdapterInfo,
     Device,
     check_output,
     default_setup,
@@ -92,6 +93,7 @@ class OrchestratorTrainer(GRPOTrainer):
         Args:
             loaded: the orchestrator's tokenizer and policy, if they have already been loaded.
         """
+        check_graph_form(config)
         self._loaded = loaded
         super().__init__(required(config.model, "--model"), config, device=device)
         models = (self.policy, self.tokenizer, self.sampler)
@@ -198,6 +200,21 @@ class OrchestratorTrainer(GRPOTrainer):
             directory.write_csv(logs)
             replace_json(directory.path / "summary.json", summary)
         return logs, summary
+
+
+def check_graph_form(config: OrchestratorConfig) -> None:
+    """Check that an existing start adapter was trained for this --graph-form.
+
+    Raises:
+        UsageError: it was trained for the other one, which its run.json records.
+    """
+    start, form = config.sft_adapter, config.graph_form
+    trained = start and AdapterInfo.load(start).run.get("config", {}).get("graph_form")
+    if start and trained and trained != form and not config.resume:
+        raise UsageError(
+            f"--sft-adapter {start} was trained with --graph-form {trained}, not {form}: pass "
+            f"--graph-form {trained}, or train a new one with --sft-adapter {start}_{form}"
+        )
 
 
 def as_log(metrics: Mapping[str, float]) -> Log:

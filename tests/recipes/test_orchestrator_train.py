@@ -537,6 +537,14 @@ def write_rows(path):
     return path
 
 
+def test_a_start_adapter_of_the_other_graph_form_is_refused(start, base, tmp_path):
+    config = options(base, tmp_path, sft_adapter=start, graph_form="questions")
+    says = f"was trained with --graph-form prompts, not questions: pass .*{start}_questions"
+    with pytest.raises(UsageError, match=says):
+        make_trainer(config)
+    recipe.check_graph_form(dataclasses.replace(config, resume=True))  # goes on as it began
+
+
 @pytest.mark.parametrize("first", ["", "word-problems:1+"])
 def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, first, base):
     """Alone or in a mixture; with the columns and the rows that the run was given."""
