@@ -842,6 +842,32 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("given", "is_ours"),
+    [
+        ({"MODEL": "base"}, True),
+        ({"BASE_URL": "http://localhost:8000/v1"}, True),
+        ({"BASE_URL": "http://127.0.0.1:8000", "API_KEY": "k", "MODEL": "base"}, True),
+        ({"BASE_URL": "http://127.0.0.1:11434/v1"}, False),
+        ({"BASE_URL": "https://api.example.org:8000/v1", "API_KEY": "k"}, False),
+        ({"API_KEY": "k"}, None),  # whose?
+        ({"BASE_URL": "http://localhost:x/v1"}, False),
+    ],
+)
+def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given, is_ours):
+    monkeypatch.chdir(tmp_path)  # no file
+    variables = {f"GENERATOR_1_{name}": value for name, value in given.items()}
+    if is_ours is None:
+        with pytest.raises(UsageError, match="no base_url"):
+            load_endpoints(["generator_1"], environment=variables)
+        return
+    endpoint = load_endpoints(["generator_1"], environment=variables)["generator_1"]
+    own = Endpoint(**agent.OWN_SERVER) if is_ours else Endpoint()
+    assert (endpoint.max_tokens, endpoint.concurrency) == (own.max_tokens, own.concurrency)
+    assert endpoint.base_url == given.get("BASE_URL", own.base_url)
+    assert endpoint.model == given.get("MODEL", "")
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         ("{", "not a JSON object"),
