@@ -233,7 +233,8 @@ def compare(
         }
         rows[name] = {
             "problems": len(whole),
-            "accuracy": summarize_scores([*scores.values()]),
+            # A bootstrap interval of equal scores would have no width.
+            "accuracy": summarize_scores([*scores.values()], trials={*scores.values()} <= {0, 1}),
             "difference": gain(rows[BASELINE]["scores"], scores) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),

@@ -140,7 +140,7 @@ def test_the_evaluation_shows_it_with_an_interval(practised, capsys):
     assert none["cost"] == pytest.approx(96 * 0.006)
     assert (none["tokens_read"], none["tokens_written"]) == (960, 480)
     shown = capsys.readouterr().out
-    assert re.search(r"generator_1_experiences +1 +24 +100\.0 \(100–100\) +\+\d\d\.", shown)
+    assert re.search(r"generator_1_experiences +1 +24 +100\.0 \(86–100\) +\+\d\d\.", shown)
     # The same seeds in both arms, and nothing is paid twice.
     seeds = [{b["seed"] for b in asked(server) if ("Lessons" in b["prompt"]) is w} for w in (0, 1)]
     assert seeds[0] == seeds[1]

@@ -117,6 +117,19 @@ def test_a_vote_of_three_by_hand():
     assert evaluate.last_score(2, [*groups, reply("288"), reply("288")], own) == 1.0
 
 
+def test_an_interval_of_equal_scores_has_a_width():
+    problems = [problem("gross", n) for n in range(1, 241)]
+    replies = {name: [[reply("0")] for _ in problems] for name in (evaluate.BASELINE, "x")}
+    replies["x"][0] = [reply(problems[0].answer)]
+    rows = evaluate.compare(problems, replies)
+    none, one = (rows[name]["accuracy"] for name in replies)
+    assert (none["mean"], none["low"], none["correct"], none["total"]) == (0, 0, 0, 240)
+    assert none["high"] == pytest.approx(1.96**2 / (240 + 1.96**2))
+    assert 0 < one["low"] < 1 / 240 < one["high"]
+    halves = {evaluate.BASELINE: [[reply("0"), reply(p.answer)] for p in problems]}
+    assert "correct" not in evaluate.compare(problems, halves)[evaluate.BASELINE]["accuracy"]
+
+
 def test_placebo_lessons_stand_where_the_others_did():
     lessons = [
         Experience(k, k, f"{k}?", about=problem(k, 1).question, reach=r)
