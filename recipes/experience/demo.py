@@ -1,9 +1,10 @@
 """Demonstrates that an experience library can improve a base model without changing its weights.
 
-The demo starts this project's server with the base model, which answers problems of kinds that it
-was not trained on. Worked examples with which the model solves more held-out problems are kept as
-lessons. The demo then compares the model without the library, with the library, and with placebo
-lessons, on problems that were not used to make the lessons.
+The demo starts this project's server with the base model, which answers word problems. Worked
+examples with which the model solves more held-out problems are kept as lessons. The demo then
+compares the model without the library, with the library, and with placebo lessons, on problems that
+were not used to make the lessons. The base model was not trained on such problems here; the adapter
+in weights/ was trained on similar ones.
 
     python -m recipes.experience.demo        (`make demo-experience`)
 """
@@ -33,7 +34,9 @@ class DemoConfig:
     adapter: Path | None = flag(None, "adapter to use; none: the base model without an adapter")
     dataset: str = flag("word-problems:1", "dataset of problems to answer")
     split: str = flag(
-        "test_families", "split of the dataset; the default has problem types unseen in training"
+        "test_families",
+        "split of the dataset; the default's problem types are new to the bare model, but similar "
+        "to training problems of the adapter in weights/",
     )
     problems: int = flag(240, "number of problems to evaluate", min=1)
     max_tokens: int = flag(96, "maximum length of a reply in tokens", min=1)

@@ -8,7 +8,7 @@ significantly more of them are answered right, by McNemar's exact test with Holm
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
-        --no-instructions --max-tokens 128    # our model, on unseen kinds of problems
+        --no-instructions --max-tokens 128    # our model
 
 To continue after an interruption, run the same command again: requests that were already paid for
 are not sent again.
