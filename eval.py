@@ -31,6 +31,7 @@ from rlm.evaluation import (
     Evaluation,
     RowRecord,
     audit_run,
+    check_journal,
     evaluate,
     open_journal,
     pairs_to_compare,
@@ -237,12 +238,14 @@ def main(config: EvaluateConfig) -> int:
     same = [[a, b] for (a, one), (b, other) in pairs if same_weights(one, other)]
     for pair in same:
         terminal.line(f"{' and '.join(pair)} have the same weights: their rows will be the same")
-    tokenizer, journal = load_tokenizer(model_name), open_journal(config.output, config.resume)
+    check_journal(config.output, config.resume)
+    tokenizer = load_tokenizer(model_name)
     base = load_base(model_name, device, quantize=config.quantize)
     for path in config.adapters.values():  # reports an unsuitable adapter early
         base = take_adapters_off(load_adapter(base, path, trainable=False))
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
+    journal = open_journal(config.output, config.resume)
     data = f"{dataset}, {split}, n = {len(problems)}"
     terminal.line(f"{data}; {model_name} on {device}")
     rows: list[tuple[str, Sequence[tuple[str, str]], Path | None]] = [("base", (), None)]

@@ -260,6 +260,23 @@ class APIClient:
             raise UsageError(f"{self.url} lists no models; is it an OpenAI-compatible server?")
         return models
 
+    def served_weights(self, model: str) -> dict[str, Any]:
+        """Return what identifies the weights behind a model's name on this project's server.
+
+        Other servers publish no hashes, so the result for them is empty. The requests are free.
+        """
+        root = self.url.removesuffix("/v1")
+        try:
+            ours = [card for card in self.models() if card.get("owned_by") == "rlm"]
+            info = self._send("get", f"{root}/phase1/info", Usage()) if ours else {}
+        except UsageError:  # the server does not answer, or it does not list its models
+            return {}
+        about = info.get("model") or {}
+        found = {"base": about.get("base_hash"), "lessons": info.get("experiences")}
+        if model == about.get("adapter"):
+            found["adapter"] = about.get("adapter_sha256")
+        return {name: value for name, value in found.items() if value}
+
     def post(
         self, path: str, body: dict[str, Any], max_cost: float = 0.0, tokens: int = 0
     ) -> dict[str, Any]:
@@ -307,7 +324,8 @@ class APIClient:
                 # Set explicitly: openai would send the value of OPENAI_API_KEY to any server.
                 key = f"Bearer {self._key}" if self._key else openai.Omit()
                 options = {"headers": {"Authorization": key}}
-                response = send(f"/{path}", cast_to=httpx2.Response, options=options, **body)
+                where = path if "://" in path else f"/{path}"
+                response = send(where, cast_to=httpx2.Response, options=options, **body)
             except openai.APIStatusError as error:
                 usage.cost = 0.0
                 raise self._refusal(error) from None  # the cause would contain the key

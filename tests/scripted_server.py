@@ -106,6 +106,7 @@ class ScriptedServer:
         self.port = 0  # 0: a free one
         self.key = ""  # that requests must bring; none: all are answered
         self.max_model_len = 1024
+        self.info: dict[str, Any] = {}  # the answer to /phase1/info; {}: not this project's server
         self._script: deque[Reply] = deque()
         self._in_flight = 0
         self._lock = threading.Lock()
@@ -155,7 +156,10 @@ class ScriptedServer:
         if seen.path == "models":
             cards = [{"id": name, "parent": BASE} for name in self.adapters]
             cards += [{"id": BASE, "parent": None, "max_model_len": self.max_model_len}]
+            cards = [card | {"owned_by": "rlm"} for card in cards] if self.info else cards
             return Reply({"object": "list", "data": cards})
+        if seen.path == "/phase1/info" and self.info:
+            return Reply(self.info)
         if seen.path.endswith("load_lora_adapter") and self.runtime_lora:
             return self._adapter(seen.path.startswith("un"), body)
         if seen.path not in ("completions", "chat/completions"):

@@ -346,6 +346,15 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert (code, count) == (0, 6)
     assert f"{names[0]}: evaluated again (--tool: calculator → None)" in said.out
     assert evaluated("parts")[:2] == (0, 6)  # without --resume all
+    before = (trained / "parts" / "completions.jsonl").read_bytes()
+
+    def broken(*_, **__):
+        raise UsageError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlm.model.load_adapter", broken)
+        assert evaluated("parts")[:2] == (2, 0)
+    assert (trained / "parts" / "completions.jsonl").read_bytes() == before
 
 
 def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):

@@ -3,7 +3,7 @@
 The endpoint, key, price and limits of each role are read from data/api_keys/api_config.json.
 Environment variables such as GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL
 override the file. If there is no such file, all roles use this project's own server on this
-machine by default.
+machine by default, also if a variable only names the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
 # The endpoint of `python server.py`. max_tokens is the default limit of this server, which reserves
 # half of the limit for the JSON of a plan.
-OWN_SERVER = {"base_url": "http://127.0.0.1:8000/v1", "max_tokens": 512, "concurrency": 16}
+OWN_SERVER: dict[str, Any] = {
+    "base_url": "http://127.0.0.1:8000/v1",
+    "max_tokens": 512,
+    "concurrency": 16,
+}
 PROMPTS = Path(__file__).parent / "prompts"
 PLACEHOLDERS = {
     "scaffold": "experiences problem",
@@ -149,11 +153,25 @@ def load_endpoints(
             if value := environment.get(f"{name}_{key}".upper()):
                 entry[key] = value
         if entry or name != "judge":
-            own = {} if path.exists() else OWN_SERVER
-            endpoints[name] = endpoint = _checked_endpoint(name, entry or own, path)
+            own = OWN_SERVER if not path.exists() and _is_own_server(entry) else {}
+            endpoints[name] = endpoint = _checked_endpoint(name, own | entry, path)
             if max_cost is not None and "price" not in endpoint.model_fields_set:
                 raise UsageError(f"--max-cost requires a price for {name} in {path}")
     return endpoints
+
+
+def _is_own_server(entry: Mapping[str, Any]) -> bool:
+    """Return whether a role that only environment variables define uses this project's server.
+
+    A key without a URL belongs to a provider whose URL was forgotten.
+    """
+    if "base_url" not in entry:
+        return "api_key" not in entry
+    url, own = urlsplit(entry["base_url"]), urlsplit(OWN_SERVER["base_url"])
+    try:
+        return is_loopback(url.hostname or "") and url.port == own.port
+    except ValueError:  # the port is not a number, which the client reports
+        return False
 
 
 def _checked_endpoint(name: str, entry: dict[str, Any], path: Path) -> Endpoint:
@@ -204,6 +222,11 @@ class Agent:
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """The endpoint's URL and, for this project's server, hashes of the served weights."""
+        return {"url": self.client.url, "weights": self.client.served_weights(self.model)}
+
     @property
     def reply_tokens(self) -> int:
         """The maximum length of a reply in tokens."""
@@ -219,6 +242,9 @@ class Agent:
         schema: Mapping[str, Any] | None = None,
     ) -> ChatReply:
         """Return the reply to a prompt, from the journal if the same request was sent before.
+
+        A stored reply is used only if it came from the same endpoint and, for this project's
+        server, from the same weights.
 
         Args:
             stage: the name of the prompt.
@@ -258,7 +284,7 @@ class Agent:
             return reply
 
     def _send(self, stage: str, request: dict[str, Any]) -> ChatReply:
-        key = _sha256(json.dumps([self.name, request], sort_keys=True))
+        key = _sha256(json.dumps([self.name, self.origin, request], sort_keys=True))
         if row := self.journal.rows.get(key):
             return ChatReply(**row["reply"])
         try:

@@ -1,9 +1,10 @@
 """Demonstrates that an experience library can improve a base model without changing its weights.
 
-The demo starts this project's server with the base model, which answers problems of kinds that it
-was not trained on. Worked examples with which the model solves more held-out problems are kept as
-lessons. The demo then compares the model without the library, with the library, and with placebo
-lessons, on problems that were not used to make the lessons.
+The demo starts this project's server with the base model, which answers word problems. Worked
+examples with which the model solves more held-out problems are kept as lessons. The demo then
+compares the model without the library, with the library, and with placebo lessons, on problems that
+were not used to make the lessons. The base model was not trained on such problems here; the adapter
+in weights/ was trained on similar ones.
 
     python -m recipes.experience.demo        (`make demo-experience`)
 """
@@ -11,15 +12,20 @@ lessons, on problems that were not used to make the lessons.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.experience import evaluate, select
 from recipes.experience.agent import GENERATORS, OWN_SERVER
-from rlm.cli import check_values, flag, run_main, terminal
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.serving import server_process
+
+SERVER_LOG = "server.log"  # the first file of every demo run; no other command writes it
+FILES = {
+    *(SERVER_LOG, "api_config.json", "select_calls.jsonl", "evaluate_calls.jsonl"),
+    *(select.RECORD, select.LIBRARY, "selected_experiences.problems.json", "evaluation.json"),
+}
 
 
 @dataclass
@@ -28,7 +34,9 @@ class DemoConfig:
     adapter: Path | None = flag(None, "adapter to use; none: the base model without an adapter")
     dataset: str = flag("word-problems:1", "dataset of problems to answer")
     split: str = flag(
-        "test_families", "split of the dataset; the default has problem types unseen in training"
+        "test_families",
+        "split of the dataset; the default's problem types are new to the bare model, but similar "
+        "to training problems of the adapter in weights/",
     )
     problems: int = flag(240, "number of problems to evaluate", min=1)
     max_tokens: int = flag(96, "maximum length of a reply in tokens", min=1)
@@ -44,15 +52,34 @@ def server_command(config: DemoConfig) -> list[str]:
     return ["server.py", *who, "--model", config.model, *limits]
 
 
+def clear_run_dir(run_dir: Path) -> None:
+    """Create the folder of the demo, or delete the files of an earlier demo from it.
+
+    Raises:
+        UsageError: the folder contains other files, or it is not a folder. Nothing is deleted.
+    """
+    found = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
+    scratch = {f".{name}.new" for name in FILES}  # a killed demo may have left such a file
+    others = [f.name for f in found if f.name not in FILES | scratch or not f.is_file()]
+    if found and SERVER_LOG not in {file.name for file in found}:
+        others = others or [found[0].name]
+    if others or (run_dir.exists() and not run_dir.is_dir()):
+        what = f"contains {others[0]}, which the demo did not make" if others else "is not a folder"
+        raise UsageError(f"--run-dir {run_dir} {what}: pass a new or empty folder")
+    for file in found:
+        file.unlink()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / SERVER_LOG).touch()
+
+
 def main(config: DemoConfig) -> int:
     began = time.monotonic()
-    shutil.rmtree(config.run_dir, ignore_errors=True)
-    config.run_dir.mkdir(parents=True)
+    clear_run_dir(config.run_dir)
     folders = {"run_dir": config.run_dir, "api_config": config.run_dir / "api_config.json"}
     asked = {"dataset": config.dataset, "split": config.split, "max_tokens": config.max_tokens}
     asked |= {"instructions": False} | folders
     terminal.line("[1 of 3] the server loads the model")
-    with server_process(server_command(config), log=config.run_dir / "server.log") as (url, _):
+    with server_process(server_command(config), log=config.run_dir / SERVER_LOG) as (url, _):
         roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": f"{url}/v1"})
         folders["api_config"].write_text(json.dumps(roles))
         terminal.line(

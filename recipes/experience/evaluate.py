@@ -1,8 +1,8 @@
 """Measures whether a library helps: compares the same model with and without it.
 
-All problems are unseen, that is, the run did not practise on them. Each problem is answered k times
-with the question alone, and k times with the nearest lessons before the question, with the same
-seeds. The difference is paired by problem. With --placebo, a further row uses lessons of other
+All problems are unseen, that is, no library was made or tested with them. Each problem is answered
+k times with the question alone, and k times with the nearest lessons before the question, with the
+same seeds. The difference is paired by problem. With --placebo, a further row uses lessons of other
 problems. With --committee, two further rows show a vote of the generators, and the critic's answers
 from the generators' attempts.
 
@@ -37,7 +37,7 @@ from recipes.experience.answers import (
     tokens_of,
     vote_score,
 )
-from recipes.experience.library import LIBRARIES
+from recipes.experience.library import LIBRARIES, problems_file, read_questions
 from recipes.experience.select import RECORD
 from recipes.experience.train import RUN_DIR, load_problem_set
 from recipes.experience.trainer import Row, records_path
@@ -91,7 +91,11 @@ class EvaluateConfig(AskingConfig):
 
 
 def load_unseen(config: EvaluateConfig) -> list[Problem]:
-    """Load the evaluation problems, without those that any generator of the run practised on."""
+    """Load the evaluation problems, without those that made or selected the lessons.
+
+    These are the problems that any generator of the run practised on, and those recorded with the
+    libraries, which may be from other runs.
+    """
     dataset, record = config.dataset, config.run_dir / RECORD
     selection = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     if dataset is None:
@@ -104,17 +108,40 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
         dataset = OTHER_SET.get(practised, practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
     seen = {row["problem_text"] for rows in records for row in rows} | {*selection.get("seen", ())}
+    seen |= {question for library in config.library for question in questions_of(library)}
+    seen = {question.strip() for question in seen}
     most = config.max_problems and config.max_problems + len(seen)
     problems = load_problem_set(dataset, config.split, most)
-    unseen = [problem for problem in problems if problem.question not in seen]
+    unseen = [problem for problem in problems if problem.question.strip() not in seen]
     if not unseen:
         raise UsageError(
-            f"all {len(problems)} problems of {dataset} were practised on: pass another --dataset"
+            f"all {len(problems)} problems of {dataset} were practised on or tested the lessons: "
+            "pass another --dataset"
         )
     if len(unseen) < len(problems):
         left_out = len(problems) - len(unseen)
-        terminal.line(f"{left_out} problems are left out: they were practised on")
+        terminal.line(
+            f"{left_out} problems are left out: they were practised on or tested the lessons"
+        )
     return unseen[: config.max_problems]
+
+
+def questions_of(library: Path) -> set[str]:
+    """Return the questions of the problems that a library was made or tested with.
+
+    A line is printed if they were not recorded with the library.
+    """
+    if not library.exists():
+        return set()
+    items = json.loads(library.read_text(encoding="utf-8"))
+    recorded = read_questions(library)
+    if recorded is None and any("source_problem" in item for item in items):
+        terminal.line(
+            f"{library}: {problems_file(library).name} is missing, so the problems that this "
+            "library was made with are known only if --run-dir is the folder of its run"
+        )
+    sources = {item.get("source_question", "") for item in items}
+    return (sources | {*(recorded or ())}) - {""}
 
 
 def placebo(library: Sequence[Experience]) -> list[Experience]:
@@ -206,7 +233,8 @@ def compare(
         }
         rows[name] = {
             "problems": len(whole),
-            "accuracy": summarize_scores([*scores.values()]),
+            # A bootstrap interval of equal scores would have no width.
+            "accuracy": summarize_scores([*scores.values()], trials={*scores.values()} <= {0, 1}),
             "difference": gain(rows[BASELINE]["scores"], scores) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),

@@ -5,6 +5,9 @@ looks like this:
 
 [{"id": "G1-001", "content": "…", "category": "causal_graph", "source_problem": "aime2024_003",
   "created_at": "…", "usage_count": 9, "success_count": 4}, …]
+
+A second file beside the library, NAME.problems.json, lists the questions of all problems that were
+used to make or to test the lessons. `evaluate` leaves these problems out.
 """
 
 from __future__ import annotations
@@ -37,6 +40,29 @@ Lesson = dict[str, Any]
 Outcome = dict[str, Any]
 
 
+def problems_file(library: Path) -> Path:
+    """Return the file that lists the questions of the problems that a library was made with."""
+    return library.with_suffix(".problems.json")
+
+
+def read_questions(library: Path) -> list[str] | None:
+    """Return the questions of the problems that a library was made with; None: not recorded.
+
+    Raises:
+        UsageError: the file of the questions cannot be read.
+    """
+    path = problems_file(library)
+    try:
+        questions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if questions is not None and not (
+        isinstance(questions, list) and all(isinstance(text, str) for text in questions)
+    ):
+        raise UsageError(f"{path} is not a JSON list of questions")
+    return questions
+
+
 class Library:
     """Manages the lessons of one role."""
 
@@ -54,6 +80,7 @@ class Library:
         for name in ("id", "category"):
             if not all(isinstance(item.get(name), str) for item in self.items):
                 raise UsageError(f"{self.path}: the {name} of a lesson is missing or not a string")
+        self._questions = (self.items and read_questions(self.path)) or []
         self._last_number = 0  # the last number used in an id; ids are never reused
         self._note_numbers(item["id"] for item in self.items)
 
@@ -92,6 +119,7 @@ class Library:
         If the process was killed after it had written the last record and before it saved the
         library, the library is restored from this record.
         """
+        self.note_problems(record["problem_text"] for record in records if "problem_text" in record)
         for record in records:
             operations = (record.get("extraction") or {}).get("operations", [])
             self._note_numbers(done["id"] for done in operations if done["kept"])
@@ -101,6 +129,13 @@ class Library:
 
     def save(self) -> None:
         replace_json(self.path, self.items)
+
+    def note_problems(self, questions: Iterable[str]) -> None:
+        """Record beside the library that problems with these questions were practised on."""
+        known = list(dict.fromkeys([*self._questions, *questions]))
+        if known != self._questions:
+            replace_json(problems_file(self.path), known)
+        self._questions = known
 
     def count_use(self, uses: int, successes: int) -> None:
         """Update the counters of all lessons after a group of rollouts.

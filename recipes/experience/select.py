@@ -8,7 +8,7 @@ significantly more of them are answered right, by McNemar's exact test with Holm
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
-        --no-instructions --max-tokens 128    # our model, on unseen kinds of problems
+        --no-instructions --max-tokens 128    # our model
 
 To continue after an interruption, run the same command again: requests that were already paid for
 are not sent again.
@@ -45,7 +45,7 @@ from recipes.experience.answers import (
     run_all,
     tokens_of,
 )
-from recipes.experience.library import LIBRARIES, reveals_gold, shorten
+from recipes.experience.library import LIBRARIES, problems_file, reveals_gold, shorten
 from recipes.experience.train import RUN_DIR, load_problem_set
 from rlm.api_client import ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
@@ -307,8 +307,9 @@ def main(config: SelectConfig) -> int:
     for number, item in enumerate(items, 1):
         item["id"] = f"S-{number:03d}"
     library = config.library_dir / LIBRARY
-    replace_json(library, items)
     seen = [problem.question for problem in (*practise, *held_out)]
+    replace_json(problems_file(library), seen)
+    replace_json(library, items)
     record = {"config": to_dict(config), "model": asker.model, "seen": seen, "tried": rows}
     replace_json(config.run_dir / RECORD, record)
     show(config.kinds, rows)

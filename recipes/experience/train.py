@@ -41,6 +41,8 @@ from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import (
     Problem,
     dataset_name,
+    dataset_parts,
+    has_only_test,
     is_local_file,
     load_jsonl,
     load_problems,
@@ -126,18 +128,20 @@ def load_problem_set(
 ) -> list[Problem]:
     """Load the problems of a dataset.
 
-    A dataset that has only one split is loaded as a whole. AIME problems get ids like aime2024_001.
+    A single local file is loaded as a whole, and so is a dataset that publishes only a test split.
+    AIME problems get ids like aime2024_001.
 
     Raises:
         UsageError: an answer is not a number, or a problem's rel_tol is invalid.
     """
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
-    split = split if name in ("gsm8k", "word-problems", "elementary") else "test"
     if is_local_file(source):  # a local file is read in order
         problems = load_jsonl(source)[:max_problems]
     else:
-        problems = load_problems(source, split, max_samples=max_problems, seed=seed)
+        whole = all(map(has_only_test, dataset_parts(dataset)))
+        chosen = "test" if whole else split
+        problems = load_problems(source, chosen, max_samples=max_problems, seed=seed)
     require_numeric_answers(dataset, problems)
     for problem in problems:
         relative_tolerance(problem)  # raises before any answers are paid for

@@ -84,6 +84,9 @@ class Trainer:
         options |= {"temperature": agent.temperature, "weights": list(self.weights)}
         options |= {"prompt files": hashlib.sha256(prompts.encode()).hexdigest()[:12]}
         options |= {f"{self.name} model": agent.model, "judge model": judge and judge.model}
+        if weights := agent.origin["weights"]:
+            told = ", ".join(f"{what} {value}" for what, value in weights.items())
+            options |= {f"{self.name} weights": told}
         path = self.run_dir / f"{self.name}_config.json"
         if self.records and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -222,6 +225,7 @@ class Trainer:
             rows = [head | {"generator_id": self.name, "rollouts": group} | tail]
         append_lines(self._path, rows)
         self.records += rows
+        self.library.note_problems([problem.question])
         self.library.save()
 
     def summary(self) -> Row:

@@ -18,14 +18,16 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
-from rlm.data import Problem, is_local_file, load_problems
+from rlm.data import Problem, load_problems, own_files
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import prepare_process, using_adapter
@@ -59,7 +61,7 @@ class EvaluateConfig:
         "folder of the training run, or folders of several runs with different seeds",
     )
     split: str | None = flag(
-        None, "split of the run's dataset", default_text="test; validation for your own file"
+        None, "split of the run's dataset", default_text="test; validation if it has a local file"
     )
     max_samples: int = flag(200, "evaluate at most this many problems", min=1)
     read_price: float = flag(0.0, "price per million input tokens", min=0)
@@ -143,7 +145,14 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
             the two runs started from an adapter.
     """
     other = Orchestrator.load(run)
-    for name in ("dataset", "graph_form", "agent_max_tokens", "agent_temperature"):
+    for name in (
+        "dataset",
+        "columns",
+        "split",
+        "graph_form",
+        "agent_max_tokens",
+        "agent_temperature",
+    ):
         ours, theirs = getattr(first.config, name), getattr(other.config, name)
         if ours != theirs:
             option = name.replace("_", "-")
@@ -273,13 +282,27 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
     show_table("Tokens per problem; cost of 1000; graphs", cost)
 
 
+def choose_split(
+    config: EvaluateConfig, trained: OrchestratorConfig, dataset: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the split to evaluate, and the options of the run with which it is loaded.
+
+    The test split of a local file contains the problems that the run was trained on, so validation
+    is the default if the dataset is or contains one. Validation is held out of the rows that the
+    run's --split selects.
+    """
+    split = config.split or ("validation" if own_files(dataset) else "test")
+    own_rows = split in ("train", "validation")  # without a slice of its own
+    return split, {"columns": trained.columns, "rows": trained.split if own_rows else None}
+
+
 def main(config: EvaluateConfig) -> int:
     prepare_process()
     check_writable("--output", config.output)  # checked before hours of work
     orchestrator = Orchestrator.load(config.run[0])
     dataset = required(orchestrator.config.dataset, "--dataset")
-    split = config.split or ("validation" if is_local_file(dataset) else "test")
-    problems = load_problems(dataset, split, max_samples=config.max_samples)
+    split, chosen = choose_split(config, orchestrator.config, dataset)
+    problems = load_problems(dataset, split, max_samples=config.max_samples, **chosen)
     policy, render = orchestrator.policy, orchestrator.render
     problems = fit_prompts(orchestrator.config, policy, render, problems)
     rows = make_rows(orchestrator, config.run[1:], problems, config.seed)

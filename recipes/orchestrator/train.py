@@ -28,9 +28,10 @@ from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_a
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, required, run_main, terminal
-from rlm.data import Problem, is_local_file, load_problems, require_numeric_answers
+from rlm.data import Problem, load_problems, own_files, require_numeric_answers
 from rlm.model import (
     ADAPTER_FILES,
+    AdapterInfo,
     Device,
     check_output,
     default_setup,
@@ -92,6 +93,7 @@ class OrchestratorTrainer(GRPOTrainer):
         Args:
             loaded: the orchestrator's tokenizer and policy, if they have already been loaded.
         """
+        check_graph_form(config)
         self._loaded = loaded
         super().__init__(required(config.model, "--model"), config, device=device)
         models = (self.policy, self.tokenizer, self.sampler)
@@ -200,6 +202,21 @@ class OrchestratorTrainer(GRPOTrainer):
         return logs, summary
 
 
+def check_graph_form(config: OrchestratorConfig) -> None:
+    """Check that an existing start adapter was trained for this --graph-form.
+
+    Raises:
+        UsageError: it was trained for the other one, which its run.json records.
+    """
+    start, form = config.sft_adapter, config.graph_form
+    trained = start and AdapterInfo.load(start).run.get("config", {}).get("graph_form")
+    if start and trained and trained != form and not config.resume:
+        raise UsageError(
+            f"--sft-adapter {start} was trained with --graph-form {trained}, not {form}: pass "
+            f"--graph-form {trained}, or train a new one with --sft-adapter {start}_{form}"
+        )
+
+
 def as_log(metrics: Mapping[str, float]) -> Log:
     """Return the row of train_logs.csv for a step, with None for metrics that were not measured."""
     return {column: metrics.get(name) for column, name in LOGS.items()}
@@ -287,7 +304,8 @@ def main(config: OrchestratorConfig) -> int:
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
-    if config.test_samples and not is_local_file(dataset):  # a local file has no test split
+    # The test split of a local file is the whole file, which includes the training problems.
+    if config.test_samples and not own_files(dataset):
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)
     require_numeric_answers(dataset, [*train, *validation, *test])
@@ -308,7 +326,9 @@ def main(config: OrchestratorConfig) -> int:
     limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
-    tested = f"{summary['test']['accuracy']:.1%} of {len(test)}" if test else "not evaluated"
+    tested = "not evaluated" + ": a local file has no test split" * bool(own_files(dataset))
+    if test:
+        tested = f"{summary['test']['accuracy']:.1%} of {len(test)}"
     facts = {
         **validation_facts(summary),
         "test accuracy": tested,

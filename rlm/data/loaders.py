@@ -44,7 +44,7 @@ from rlm.data.own_data import (
     split_config,
 )
 from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row, parse_rows
-from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub
+from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub, split_names
 
 SPLITS: dict[str, tuple[str, ...]] = {
     # If no validation split is published, it is held out of train.
@@ -226,6 +226,13 @@ def needs_hub(dataset: str) -> bool:
         name, _, path = dataset_name(dataset).partition(":")
         return name in HUB and (not path or is_config(name, path))
     return is_hub(dataset) and not Path(split_config(dataset)[0]).is_dir()
+
+
+def has_only_test(dataset: str) -> bool:
+    """Return whether a dataset that is not a local file publishes only a test split."""
+    if is_named(dataset):
+        return SPLITS[dataset_name(dataset).partition(":")[0]] == ("test",)
+    return is_hub(dataset) and split_names(dataset, *split_config(dataset)) == ["test"]
 
 
 def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:

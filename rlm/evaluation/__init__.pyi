@@ -6,6 +6,7 @@ from .evaluator import Graded as Graded
 from .evaluator import evaluate as evaluate
 from .model_card import model_card as model_card
 from .records import RowRecord as RowRecord
+from .records import check_journal as check_journal
 from .records import open_journal as open_journal
 from .report import GRADINGS as GRADINGS
 from .report import percent as percent

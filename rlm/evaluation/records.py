@@ -16,9 +16,11 @@ from rlm.data import Format, Problem
 from rlm.evaluation.evaluator import Evaluation, grade_completion
 from rlm.runs import Journal
 
+JOURNAL = "completions.jsonl"
 
-def open_journal(output: Path, resume: bool) -> Journal:
-    """Open the journal of completions; without --resume, an existing journal is deleted.
+
+def check_journal(output: Path, resume: bool) -> None:
+    """Check early that the journal of completions can be written, and that --resume finds one.
 
     Raises:
         UsageError: there is no journal to resume, or the directory is not writable.
@@ -26,11 +28,20 @@ def open_journal(output: Path, resume: bool) -> Journal:
     from rlm.runs import check_writable
 
     check_writable("--output", output)  # fail now rather than after hours of work
-    file = output / "completions.jsonl"
+    file = output / JOURNAL
+    if resume and not file.exists():
+        raise UsageError(f"--resume: {file} does not exist; start without it")
+
+
+def open_journal(output: Path, resume: bool) -> Journal:
+    """Open the journal of completions; without --resume, an existing journal is deleted.
+
+    Call this only when the models are loaded: a command that fails must not delete the completions
+    of an earlier evaluation.
+    """
+    file = output / JOURNAL
     if not resume:
         file.unlink(missing_ok=True)
-    elif not file.exists():
-        raise UsageError(f"--resume: {file} does not exist; start without it")
     return Journal(file)
 
 

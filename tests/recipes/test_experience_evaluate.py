@@ -140,13 +140,13 @@ def test_the_evaluation_shows_it_with_an_interval(practised, capsys):
     assert none["cost"] == pytest.approx(96 * 0.006)
     assert (none["tokens_read"], none["tokens_written"]) == (960, 480)
     shown = capsys.readouterr().out
-    assert re.search(r"generator_1_experiences +1 +24 +100\.0 \(100–100\) +\+\d\d\.", shown)
+    assert re.search(r"generator_1_experiences +1 +24 +100\.0 \(86–100\) +\+\d\d\.", shown)
     # The same seeds in both arms, and nothing is paid twice.
     seeds = [{b["seed"] for b in asked(server) if ("Lessons" in b["prompt"]) is w} for w in (0, 1)]
     assert seeds[0] == seeds[1]
-    before = len(server.requests)
+    before = len(server.asked("chat/completions"))
     assert run(path, evaluate, *data) == 0
-    assert len(server.requests) == before
+    assert len(server.asked("chat/completions")) == before
     assert evaluation(path) == rows
 
 
@@ -171,6 +171,13 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     assert "1 problems are left out: they were practised on" in capsys.readouterr().out
     config.max_problems = 2  # of those that are left
     assert len(evaluate.load_unseen(config)) == 2
+
+
+def test_the_practice_of_another_run_is_left_out(practised, tmp_path):
+    path, _ = practised
+    where = {"dataset": str(path / "practice.jsonl"), "run_dir": tmp_path}
+    with pytest.raises(UsageError, match="all 8 problems"):
+        evaluate.load_unseen(evaluate.EvaluateConfig(library=(library(path),), **where))
 
 
 def test_ctrl_c_sends_no_queued_request():

@@ -14,6 +14,7 @@ from recipes.experience.agent import Endpoint
 from recipes.experience.answers import announce_cost, format_attempt, tokens_of, vote_score
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
+from rlm.cli.options import UsageError
 from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
 from rlm.data.problem import Problem
 from rlm.evaluation import holm
@@ -116,6 +117,19 @@ def test_a_vote_of_three_by_hand():
     assert evaluate.last_score(2, [*groups, reply("288"), reply("288")], own) == 1.0
 
 
+def test_an_interval_of_equal_scores_has_a_width():
+    problems = [problem("gross", n) for n in range(1, 241)]
+    replies = {name: [[reply("0")] for _ in problems] for name in (evaluate.BASELINE, "x")}
+    replies["x"][0] = [reply(problems[0].answer)]
+    rows = evaluate.compare(problems, replies)
+    none, one = (rows[name]["accuracy"] for name in replies)
+    assert (none["mean"], none["low"], none["correct"], none["total"]) == (0, 0, 0, 240)
+    assert none["high"] == pytest.approx(1.96**2 / (240 + 1.96**2))
+    assert 0 < one["low"] < 1 / 240 < one["high"]
+    halves = {evaluate.BASELINE: [[reply("0"), reply(p.answer)] for p in problems]}
+    assert "correct" not in evaluate.compare(problems, halves)[evaluate.BASELINE]["accuracy"]
+
+
 def test_placebo_lessons_stand_where_the_others_did():
     lessons = [
         Experience(k, k, f"{k}?", about=problem(k, 1).question, reach=r)
@@ -211,23 +225,44 @@ def test_only_what_helped_is_kept(selected):
     assert rule["reach"] == 1.0
     lessons = load_experiences(path / "lib" / "selected_experiences.json")
     assert {bool(lesson.question) for lesson in lessons} == {True, False}
-    before = len(server.requests)
+    before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT) == 0  # goes on where it was: nothing is asked again
-    assert len(server.requests) == before
+    assert len(server.asked("chat/completions")) == before
 
 
 def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys):
     _, _, server = selected
-    before = len(server.requests)
+    before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT, "--plan", "--seed", 3) == 0
     assert "generator_1: at most 180 requests" in capsys.readouterr().out  # 16 + 44 + 120
     assert run(selected, evaluate, "--plan", "--committee", "--seed", 3, "--library", "/") == 2
     library = selected[0] / "lib" / "selected_experiences.json"
     assert run(selected, evaluate, "--plan", "--committee", "--library", library) == 0
     assert "critic: at most 120 requests" in capsys.readouterr().out
-    assert len(server.requests) == before
+    assert len(server.asked("chat/completions")) == before
     assert run(selected, select, "--held-out", 900) == 2
     assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
+
+
+def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
+    """Another --run-dir knows nothing of the selection; the library does."""
+    path, data, _ = selected
+    library = path / "lib" / "selected_experiences.json"
+    seen = set(json.loads((path / "run" / "selection.json").read_text())["seen"])
+    where = {"dataset": str(data), "run_dir": tmp_path, "max_problems": None}
+    left = evaluate.load_unseen(evaluate.EvaluateConfig(library=(library,), **where))
+    assert len(left) == 88 - 52
+    assert not seen & {problem.question for problem in left}
+    assert "52 problems are left out: they were practised on or tested" in capsys.readouterr().out
+    copy = tmp_path / "copy.json"  # without the file beside it
+    copy.write_text(library.read_text())
+    sources = {item["source_question"] for item in json.loads(copy.read_text())}
+    left = evaluate.load_unseen(evaluate.EvaluateConfig(library=(copy,), **where))
+    assert len(left) == 88 - len(sources)
+    assert "copy.problems.json is missing" in capsys.readouterr().out
+    (tmp_path / "copy.problems.json").write_text("{}")
+    with pytest.raises(UsageError, match="is not a JSON list of questions"):
+        evaluate.load_unseen(evaluate.EvaluateConfig(library=(copy,), **where))
 
 
 def test_library_placebo_vote_and_critic_in_one_table(selected, capsys):

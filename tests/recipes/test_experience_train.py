@@ -618,7 +618,47 @@ def test_a_cache_cut_anywhere_is_repaired(tmp_path, server, name):
         count = 9 if "critic" in name else 3
         assert len({(r["problem_id"], r["generator_id"]) for r in rows}) == len(rows) == count
         if "calls" in name or "critic" in name:
-            assert server.requests == []  # replayed from the journal, or not needed at all
+            assert whole.asked() == []  # replayed from the journal, or not needed at all
+
+
+def test_replies_are_stored_by_endpoint_and_weights(tmp_path):
+    """After training the same name stands for another model."""
+    journal = Journal(tmp_path / "calls.jsonl")
+
+    def ask(server, name="base"):
+        entry = {"base_url": server.url, "model": name}
+        (tmp_path / "api.json").write_text(json.dumps({"critic": entry}))
+        endpoint = load_endpoints(["critic"], tmp_path / "api.json", {})["critic"]
+        given = (endpoint, endpoint.client(Budget()), journal, agent.load_prompts())
+        asker = agent.Agent("critic", *given, temperature=0.0, max_tokens=9)
+        return asker.ask("question", "1", {"problem": "2 + 2?"}).text
+
+    def served(base, adapter):
+        about = {"base_hash": base, "adapter": "tuned", "adapter_sha256": adapter}
+        return {"model": about, "experiences": 0}
+
+    with ScriptedServer(lambda body: "old") as one, ScriptedServer(lambda body: "other") as two:
+        assert (ask(one), ask(two)) == ("old", "other")
+        one.info = served("a", "b")
+        assert (ask(one), ask(one, "tuned")) == ("old", "old")
+        one.answer = lambda body: "new"
+        assert (ask(one), ask(one, "tuned")) == ("old", "old")
+        one.info = served("a", "c")  # the adapter alone was trained again
+        assert (ask(one), ask(one, "tuned")) == ("old", "new")
+        one.info = served("d", "c")
+        assert ask(one) == "new"
+        one.info = served("a", "b")
+        assert (ask(one), ask(one, "tuned")) == ("old", "old")
+        assert len(one.asked("chat/completions")) == 5
+
+
+def test_a_run_does_not_go_on_with_other_weights(place, server, capsys):
+    server.info = {"model": {"base_hash": "a"}}
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+    server.info = {"model": {"base_hash": "b"}}
+    capsys.readouterr()
+    assert place.run("generator", 1, "--max-problems", 2) == 2
+    assert "generator_1 weights base a (now base b)" in one_line(capsys)
 
 
 def test_more_problems_go_on_where_it_stopped(place):
@@ -799,6 +839,32 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
     for url in ("http://127.0.0.1:1/v1", "http://localhost/v1", "http://[::1]:9"):  # need no key
         path.write_text(json.dumps({"critic": {"base_url": url}}))
         assert load_endpoints(["critic"], path, {})["critic"].base_url == url
+
+
+@pytest.mark.parametrize(
+    ("given", "is_ours"),
+    [
+        ({"MODEL": "base"}, True),
+        ({"BASE_URL": "http://localhost:8000/v1"}, True),
+        ({"BASE_URL": "http://127.0.0.1:8000", "API_KEY": "k", "MODEL": "base"}, True),
+        ({"BASE_URL": "http://127.0.0.1:11434/v1"}, False),
+        ({"BASE_URL": "https://api.example.org:8000/v1", "API_KEY": "k"}, False),
+        ({"API_KEY": "k"}, None),  # whose?
+        ({"BASE_URL": "http://localhost:x/v1"}, False),
+    ],
+)
+def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given, is_ours):
+    monkeypatch.chdir(tmp_path)  # no file
+    variables = {f"GENERATOR_1_{name}": value for name, value in given.items()}
+    if is_ours is None:
+        with pytest.raises(UsageError, match="no base_url"):
+            load_endpoints(["generator_1"], environment=variables)
+        return
+    endpoint = load_endpoints(["generator_1"], environment=variables)["generator_1"]
+    own = Endpoint(**agent.OWN_SERVER) if is_ours else Endpoint()
+    assert (endpoint.max_tokens, endpoint.concurrency) == (own.max_tokens, own.concurrency)
+    assert endpoint.base_url == given.get("BASE_URL", own.base_url)
+    assert endpoint.model == given.get("MODEL", "")
 
 
 @pytest.mark.parametrize(

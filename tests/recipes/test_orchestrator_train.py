@@ -531,6 +531,78 @@ def test_the_table_has_every_row(finished, capsys):
     assert "asked twice" in capsys.readouterr().out
 
 
+def write_rows(path):
+    rows = [{"task": f"What is {n} + {n}?", "result": str(2 * n)} for n in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_start_adapter_of_the_other_graph_form_is_refused(start, base, tmp_path):
+    config = options(base, tmp_path, sft_adapter=start, graph_form="questions")
+    says = f"was trained with --graph-form prompts, not questions: pass .*{start}_questions"
+    with pytest.raises(UsageError, match=says):
+        make_trainer(config)
+    recipe.check_graph_form(dataclasses.replace(config, resume=True))  # goes on as it began
+
+
+@pytest.mark.parametrize("first", ["", "word-problems:1+"])
+def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, first, base):
+    """Alone or in a mixture; with the columns and the rows that the run was given."""
+    dataset = f"{first}{write_rows(tmp_path / 'own.jsonl')}"
+    asked = {}
+
+    class Trainer:
+        def __init__(self, *_):
+            pass
+
+        def train_and_test(self, *splits):
+            asked.update(zip(("train", "validation", "test"), splits, strict=True))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "OrchestratorTrainer", Trainer)
+    config = options(
+        base, tmp_path, dataset=dataset, columns="question=task,answer=result", split="train[:20]",
+        max_samples=40,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        recipe.main(config)
+    assert asked["test"] == []
+    trained = {problem.question for problem in asked["train"]}
+    chosen = evaluate.choose_split(evaluate.EvaluateConfig(), config, dataset)
+    assert chosen[0] == "validation"
+    found = {p.question for p in load_problems(dataset, chosen[0], max_samples=40, **chosen[1])}
+    assert found
+    assert not found & trained
+    own = {f"What is {n} + {n}?" for n in range(20)}
+    assert {q for q in found | trained if q.startswith("What is") and q in own}
+    assert not {f"What is {n} + {n}?" for n in range(20, 30)} & (found | trained)
+    by_hand = evaluate.choose_split(evaluate.EvaluateConfig(split="test"), config, dataset)
+    assert by_hand == ("test", {"columns": config.columns, "rows": None})
+    ours = evaluate.choose_split(evaluate.EvaluateConfig(), config, "word-problems:1")
+    assert ours[0] == "test"
+
+
+def test_an_evaluation_reads_the_run_s_columns(finished, tmp_path, monkeypatch):
+    run_dir = shutil.copytree(finished / "run", tmp_path / "run")
+    config = json.loads((run_dir / "config.json").read_text())
+    config |= {"dataset": str(write_rows(tmp_path / "own.jsonl")), "split": "train[:20]"}
+    config |= {"columns": "question=task,answer=result"}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    loaded = []
+
+    def stop(orchestrator, others, problems, seed):
+        loaded.extend(problems)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "make_rows", stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main(evaluate.EvaluateConfig(run=(run_dir,), output=tmp_path / "evaluation"))
+    expected = load_problems(
+        config["dataset"], "validation", columns=config["columns"], rows=config["split"]
+    )
+    assert [p.question for p in loaded] == [p.question for p in expected]
+
+
 def test_several_runs_are_averaged(finished, tmp_path, capsys):
     """The same run twice has the figures of one; a run of other agents is refused."""
     common = ("--max-samples", 3, "--output")
