@@ -35,7 +35,7 @@ def cache_folder() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "rlm"
 
 
-_failed: set[str] = set()  # the commands of this process's failed builds
+_failed: set[str] = set()  # digests of this process's failed builds
 
 
 class BuildError(Exception):
@@ -72,11 +72,16 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.splitlines() or ["no reason given"]
         first = next((line for line in lines if "error" in line), lines[0])
-        _failed.add(" ".join(command))
+        _remember_failure()
         raise BuildError(f"{compiler[0]} failed: {first}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        _failed.add(" ".join(command))
+        _remember_failure()
         raise BuildError(str(error)) from error
+
+
+def _remember_failure() -> None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        _failed.add(_digest(*_command(())))
 
 
 def kernels_digest() -> str:
@@ -86,7 +91,8 @@ def kernels_digest() -> str:
     compiler, or if a build has failed in this process.
     """
     try:
-        return "none" if _failed else _digest(*_command(()))
+        digest = _digest(*_command(()))
+        return "none" if digest in _failed else digest
     except (OSError, subprocess.SubprocessError):
         return "none"
 

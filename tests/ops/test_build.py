@@ -53,13 +53,18 @@ def test_a_folder_that_cannot_be_written_keeps_no_build(compiler, tmp_path, monk
 
 def test_a_failed_build_is_no_part_of_a_measurement(tmp_path, monkeypatch):
     monkeypatch.setenv("RLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(build, "_failed", set())
-    monkeypatch.setattr(build, "SOURCES", (tmp_path / "missing.c",))
+    (tmp_path / "wrong.c").write_text("this is no C")
+    monkeypatch.setattr(build, "SOURCES", (tmp_path / "wrong.c",))
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
+    assert build.kernels_digest() != "none"
     with pytest.raises(build.BuildError):
         load_library(MACROS)
     assert build.kernels_digest() == "none"
+    monkeypatch.setenv("RLM_MARCH", "x86-64")  # other flags have not failed
+    assert build.kernels_digest() != "none"
 
 
 @pytest.mark.parametrize("changed", ["source", "cpu"])
