@@ -17,7 +17,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -208,6 +208,17 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
     return None
 
 
+def equal_adapters(adapters: Mapping[str, Path]) -> list[list[str]]:
+    """Return and print the pairs of rows whose adapters have the same weights."""
+    from rlm.model import same_weights
+
+    pairs = combinations(adapters.items(), 2)
+    same = [[a, b] for (a, one), (b, other) in pairs if same_weights(one, other)]
+    for pair in same:
+        terminal.line(f"{' and '.join(pair)} have the same weights: their rows will be the same")
+    return same
+
+
 def main(config: EvaluateConfig) -> int:
     if config.audit_reward:
         return audit_run(config.run_dir, config.output, config.max_samples)
@@ -226,7 +237,6 @@ def main(config: EvaluateConfig) -> int:
         load_tokenizer,
         pick_device,
         prepare_process,
-        same_weights,
         take_adapters_off,
     )
 
@@ -234,10 +244,7 @@ def main(config: EvaluateConfig) -> int:
     device, weights = pick_device(), base_model_hash(model_name)
     for path in config.adapters.values():
         check_base(path, model_name, weights)
-    pairs = combinations(config.adapters.items(), 2)
-    same = [[a, b] for (a, one), (b, other) in pairs if same_weights(one, other)]
-    for pair in same:
-        terminal.line(f"{' and '.join(pair)} have the same weights: their rows will be the same")
+    same = equal_adapters(config.adapters)
     check_journal(config.output, config.resume)
     tokenizer = load_tokenizer(model_name)
     base = load_base(model_name, device, quantize=config.quantize)

@@ -109,7 +109,12 @@ def main(config: ShipConfig) -> int:
         chosen = choose_weight(config, info, start)
         weights = average(load_weights(start), load_weights(config.adapter), chosen["weight"])
         write_rounded(weights, config.adapter, folder, info.resolve_base()[0])
-        judged = compare(config, info, {"start": start, "shipped": folder}, sets)
+        adapters = {"start": start, "shipped": folder}
+        if not info.run["step"]:  # no step was better than the start, so both adapters are equal
+            del adapters["start"]
+        judged = judge(config, info, adapters, sets)
+        for found in (found for tools in judged.values() for found in tools.values()):
+            found.setdefault("start", found["shipped"])
         figures = {
             name: {tool: figures_of(found) for tool, found in tools.items()}
             for name, tools in judged.items()
@@ -173,9 +178,14 @@ def choose_weight(config: ShipConfig, info: AdapterInfo, start: Path) -> dict[st
     """
     if not (config.validation and info.dataset and info.run["step"]):
         return {"weight": 1.0, "problems": 0, "accuracy": {}}
-    data = {name: info.run.get("config", {}).get(name) for name in ("columns", "split")}
-    rows = {"columns": data["columns"], "rows": data["split"]}
-    problems = load_problems(info.dataset, "validation", max_samples=config.validation, **rows)
+    trained = info.run.get("config", {})
+    problems = load_problems(
+        info.dataset,
+        "validation",
+        max_samples=config.validation,
+        columns=trained.get("columns"),
+        rows=trained.get("split"),
+    )
     first, last = load_weights(start), load_weights(config.adapter)
     with TemporaryDirectory() as scratch:
         folders = {f"{weight:g}": Path(scratch) / f"{weight:g}" for weight in WEIGHTS}
@@ -241,23 +251,6 @@ def judge(
                     )
         base = take_adapters_off(policy)
     return judged
-
-
-def compare(
-    config: ShipConfig,
-    info: AdapterInfo,
-    adapters: dict[str, Path],
-    sets: Mapping[str, Sequence[Problem]],
-) -> Judged:
-    """Evaluate the start and the shipped adapter."""
-    if info.run["step"]:
-        return judge(config, info, adapters, sets)
-    # No step was better than the start on validation, so both adapters are equal.
-    judged = judge(config, info, {"shipped": adapters["shipped"]}, sets)
-    return {
-        name: {tool: {"start": found["shipped"]} | found for tool, found in tools.items()}
-        for name, tools in judged.items()
-    }
 
 
 def figures_of(found: Found) -> dict[str, Any]:

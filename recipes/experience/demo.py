@@ -18,13 +18,14 @@ from pathlib import Path
 
 from recipes.experience import evaluate, select
 from recipes.experience.agent import GENERATORS, OWN_SERVER
+from recipes.experience.library import problems_file
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.serving import server_process
 
 SERVER_LOG = "server.log"  # the first file of every demo run; no other command writes it
 FILES = {
     *(SERVER_LOG, "api_config.json", "select_calls.jsonl", "evaluate_calls.jsonl"),
-    *(select.RECORD, select.LIBRARY, "selected_experiences.problems.json", "evaluation.json"),
+    *(select.RECORD, select.LIBRARY, problems_file(Path(select.LIBRARY)).name, "evaluation.json"),
 }
 
 

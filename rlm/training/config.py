@@ -513,10 +513,13 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **missing}
 
 
-def start_info(adapter: Path | None, model: str | None, may_lack: bool) -> AdapterInfo | None:
+def start_info(
+    adapter: Path | None, model: str | None = None, may_lack: bool = False
+) -> AdapterInfo | None:
     """Load the metadata of the start adapter.
 
     Args:
+        model: the base model that the user has named.
         may_lack: whether the default adapter may be missing: --model names a model, or no weights
             are trained here.
 

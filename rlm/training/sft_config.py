@@ -13,7 +13,7 @@ from rlm.data import FORMATS, dataset_parts, own_files
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
-from rlm.training.config import SWITCHES
+from rlm.training.config import SWITCHES, start_info
 from rlm.training.resolve import check_start, resolve
 
 MAX_SAMPLES = 400  # default, except for the user's own data files
@@ -158,11 +158,7 @@ class SFTConfig:
 
         `resolve_config` calls this method.
         """
-        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-
-        adapter = given.get("adapter")
-        start = AdapterInfo.load(check_adapter(adapter, HOW_TO_TRAIN_SFT)) if adapter else None
-        values = resolve(given, start, GPU_DEFAULTS)
+        values = resolve(given, start_info(given.get("adapter")), GPU_DEFAULTS)
         data = values["dataset"]
         if "max_samples" not in values and len(own_files(data)) == len(dataset_parts(data)):
             values["max_samples"] = None
@@ -170,10 +166,7 @@ class SFTConfig:
 
     def check_files(self) -> None:
         """Check the adapter, the data and the tool before torch is imported."""
-        from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-
-        adapter = self.adapter and check_adapter(self.adapter, HOW_TO_TRAIN_SFT)
-        start = AdapterInfo.load(adapter) if adapter else None
+        start = start_info(self.adapter)
         check_start(start, self.dataset, self.columns, self.split, self.tool)
 
     def epochs_for(self, examples: int) -> int:
