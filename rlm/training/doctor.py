@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -79,11 +80,11 @@ class Doctor:
         Returns:
             The exit code: 1 if a finding is a fault, otherwise 0.
         """
-        config = self.config
-        problems = fit_prompts(config, self.weights.policy, self.render, problems)
+        config, render = self.config, cache(self.render)  # renders each prompt only once
+        problems = fit_prompts(config, self.weights.policy, render, problems)
         if isinstance(self.scorer, Scorer):
             self.scorer.check_columns(problems)
-        longest = longest_prompts(self.render, problems)
+        longest = longest_prompts(render, problems)
         plan_memory(config, self.weights, self.validator.sampler, longest, 0)
         metrics, findings, examples = self.diagnose(problems)
         shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}

@@ -90,7 +90,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         data = datasets.Dataset.from_list([dict(example) for example in examples])
         total, count = 0.0, 0
         model = cast("PeftModel", self.model).eval()
-        for batch in self.get_eval_dataloader(cast("Any", data)):  # torch's class, in its signature
+        for batch in self.get_eval_dataloader(cast("Any", data)):  # typed as torch's Dataset
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.compute_loss_context_manager():
                 total += self.compute_loss(model, inputs, num_items_in_batch=1).item()

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -324,7 +324,7 @@ class TrainingData:
             UsageError: there are no problems, no problem fits, or the data lacks a column that the
                 reward function needs.
         """
-        problems = as_problems(dataset)
+        problems, render = as_problems(dataset), cache(render)  # renders each prompt only once
         if isinstance(eval_dataset, Sized) and not len(eval_dataset):
             eval_dataset = None
         eval_problems = []
