@@ -49,10 +49,14 @@ def check_output(path: Path, option: str = "--output") -> None:
             "replace: name a new folder"
         )
     previous = _kept_as(here)
-    if previous.exists() and not previous.is_dir():
+    if previous == here:
+        raise UsageError(
+            f"{option} {path} contains the adapter that came with the project: name another folder"
+        )
+    if previous.exists() and not (previous / ADAPTER_FILES[0]).is_file():
         raise UsageError(
             f"{option} {path}: the old adapter would be moved to {previous}, which exists and is "
-            "not a folder"
+            "not an adapter"
         )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())

@@ -50,8 +50,13 @@ def test_only_an_adapter_is_replaced(tmp_path, monkeypatch, place):
 def test_what_is_in_the_way_of_the_old_adapter_is_left_alone(export, tmp_path):
     export(1)
     check_output(tmp_path / "lora")
-    (tmp_path / "lora.prev").write_text("a file")
-    with pytest.raises(UsageError, match="exists and is not a folder"):
+    previous = tmp_path / "lora.prev"
+    previous.write_text("a file")
+    with pytest.raises(UsageError, match="exists and is not an adapter"):
+        check_output(tmp_path / "lora")
+    previous.unlink()
+    (previous / "thesis").mkdir(parents=True)
+    with pytest.raises(UsageError, match="exists and is not an adapter"):
         check_output(tmp_path / "lora")
 
 
@@ -120,6 +125,8 @@ def test_the_adapter_that_came_with_the_project_is_kept_for_good(export, tmp_pat
         said = capsys.readouterr().out
         assert (f"is now in {shipped}" in said) == (i == 2)  # said when it is moved
         assert (number(output), number(shipped)) == (i, 1)
+    with pytest.raises(UsageError, match="contains the adapter that came with the project"):
+        check_output(shipped)
 
 
 def test_the_tracked_adapter_says_that_it_came_with_the_project():
