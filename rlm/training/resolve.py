@@ -22,6 +22,7 @@ GENERATED = {"word-problems", "elementary"}  # generated data, with solutions of
 MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
+KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 
 
 def resolve(
@@ -58,6 +59,34 @@ def resolve(
     values["reasoning_format"] = known.resolve_format(given.get("reasoning_format"))
     values["system_prompt"] = known.resolve_system_prompt(given.get("system_prompt"))
     return values
+
+
+def check_output_place(output: Path, run_dir: Path, start: Path | None, option: str) -> None:
+    """Check that the exported adapter replaces neither the start adapter nor files of the run.
+
+    Args:
+        start: the start adapter, which `option` names.
+
+    Raises:
+        ValueError: --output would replace one of them.
+    """
+    place, run = output.resolve(), run_dir.resolve()
+    if start and place == start.resolve():
+        raise ValueError(
+            f"--output would overwrite {option}; type another folder, such as --output "
+            "runs/mine/adapter"
+        )
+    # `save_adapter` moves what is at `place` to NAME.prev, and deletes an earlier NAME.prev.
+    if any(run.is_relative_to(moved) for moved in (place, place.with_name(f"{place.name}.prev"))):
+        raise ValueError(
+            f"--output {output} would replace --run-dir {run_dir} and all files of the run; type "
+            f"another folder, such as --output {run_dir / 'adapter'}"
+        )
+    written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
+    if any(place.is_relative_to(run / name) for name in written):
+        raise ValueError(
+            f"--output {output} is a folder that the run itself writes; name another folder"
+        )
 
 
 def check_start(

@@ -58,12 +58,12 @@ from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_rollouts
-from rlm.training.config import DEFAULT_SFT_ADAPTER, KEPT_AS, GRPOConfig
+from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run, step_line, time_left, timer
 from rlm.training.mixed_precision import Learner, MixedPrecisionAdapter
-from rlm.training.resolve import follow_adapter
+from rlm.training.resolve import KEPT_AS, follow_adapter
 from rlm.training.state import StepControl, TrainingState
 from rlm.training.validation import (
     ProblemScores,
