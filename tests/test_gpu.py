@@ -126,7 +126,7 @@ def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
     for name in ("kept", "tight"):
         with pretended_cards(*GB8):
             if name == "tight":
-                place = "rlm.training.memory_plan.available_memory"
+                place = "rlm.training.sft.available_memory"
                 monkeypatch.setattr(place, lambda device: 6 * 2**20)
             assert sft(base, tmp_path / name, "--eval-samples=0", "--lora-r=4") == 0
         losses.append(json.loads((tmp_path / name / "sft" / "run.json").read_text())["loss"])
