@@ -29,9 +29,9 @@ STARTS = {
     "rlm/ops/build.py": {"cc"},
     "rlm/model/hardware.py": {"nvidia-smi"},
     "rlm/runs/directory.py": {"git"},
-    "rlm/sampling/managed_vllm.py": {"vllm"},
     "rlm/serving/process.py": set(),
     "rlm/serving/tunnel.py": {"ngrok"},
+    "rlm/training/run_servers.py": {"vllm"},
 }
 
 

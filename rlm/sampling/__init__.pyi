@@ -1,10 +1,6 @@
 from .draw import sample_tokens as sample_tokens
 from .engine import Sampler as Sampler
 from .kv_cache import CacheConfig as CacheConfig
-from .managed_vllm import ManagedVLLM as ManagedVLLM
-from .managed_vllm import server_command as server_command
-from .managed_vllm import server_options as server_options
-from .managed_vllm import split_command as split_command
 from .params import AllowedTokens as AllowedTokens
 from .params import Completion as Completion
 from .params import FinishReason as FinishReason

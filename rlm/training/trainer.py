@@ -148,7 +148,7 @@ def resolve_start(
         too_small = f"--batch-size {config.batch_size} is too small"
         raise UsageError(f"{too_small}: each of the {processes} processes needs a problem")
     if config.sampler == "vllm" and not config.server_urls:
-        from rlm.sampling import split_command
+        from rlm.training.run_servers import split_command
 
         split_command(config.vllm_command)  # before loading the model, which may take minutes
     adapter = config.sft_adapter
