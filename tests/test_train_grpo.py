@@ -474,7 +474,9 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
         state.begin(run, config, PROBLEMS, ())
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
+        run.log({"step": 0})  # after the checkpoint: the step is made again
         again.restore(run, {})
+        assert run.metrics() == []
         in_fp32 = a_trainer(model_dir, config).state  # --dtype auto, on another machine
         in_fp32.origin = state.origin
         in_fp32.restore(run, {})

@@ -232,7 +232,7 @@ class CheckpointCallback(TrainerCallback):
         self.origin = run_origin(to_dict(config), base_hash, start_weights, **data)
         if config.resume:
             self._loaded, state = resume_run(
-                run,
+                run.path,
                 run.checkpoints.load(),
                 self.origin,
                 self.adapter,
@@ -240,6 +240,7 @@ class CheckpointCallback(TrainerCallback):
                 defaults=to_dict(SFTConfig()),
                 expected_keys=["schedule"],
             )
+            run.truncate(state["step"])
             self.step, self._schedule = state["step"], state["schedule"]
             self._seconds_before = state["seconds"]
         self._cuda_state = self._loaded.get("random/cuda") if torch.cuda.is_available() else None

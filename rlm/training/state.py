@@ -272,7 +272,7 @@ class TrainingState:
                 the data of the checkpoint differ from those of this run.
         """
         tensors, state = resume_run(
-            run,
+            run.path,
             self._load_checkpoint(run),
             self.origin,
             self.adapter,
@@ -280,6 +280,7 @@ class TrainingState:
             defaults=defaults,
             expected_keys=SAVED,
         )
+        run.truncate(state["step"])
         for name in SAVED:
             setattr(self, name, state[name])
         self._seconds_before, self.updates = state["seconds"], state["updates"]
