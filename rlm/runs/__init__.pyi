@@ -1,4 +1,3 @@
-from .alerts import new_alerts as new_alerts
 from .atomic_files import Journal as Journal
 from .atomic_files import append_lines as append_lines
 from .atomic_files import json_lines as json_lines

@@ -53,7 +53,7 @@ from rlm.model import (
     set_gradient_checkpointing,
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
-from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, new_alerts
+from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
@@ -61,7 +61,7 @@ from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
-from rlm.training.metrics import announce_run, step_line, time_left, timer
+from rlm.training.metrics import announce_run, new_alerts, step_line, time_left, timer
 from rlm.training.mixed_precision import Learner, MixedPrecisionAdapter
 from rlm.training.resolve import KEPT_AS, follow_adapter
 from rlm.training.state import StepControl, TrainingState
