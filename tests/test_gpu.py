@@ -351,7 +351,7 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return token_logprobs(*arguments)
 
-    monkeypatch.setattr("rlm.training.mixed_precision.token_logprobs", fails)
+    monkeypatch.setattr("rlm.training.state.token_logprobs", fails)
     monkeypatch.setattr("rlm.training.memory_plan.GPU_MICRO_BATCH", 256)
     adapters = []
     with pretended_cards(*GB8):

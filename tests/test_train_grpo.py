@@ -23,8 +23,9 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
-from rlm.training import logprobs, mixed_precision
+from rlm.training import logprobs
 from rlm.training import metrics as report
+from rlm.training import state as training_state
 from rlm.training import trainer as training
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
@@ -415,7 +416,7 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
 
         monkeypatch.setattr(module, name, counted)
 
-    count(mixed_precision, "token_logprobs")
+    count(training_state, "token_logprobs")
     count(train_grpo, "policy_loss")
     count(logprobs, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
@@ -617,13 +618,13 @@ def odd_texts(completions):
 def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeypatch, masked):
     options = {"steps": 1, "group_size": 8, "max_new_tokens": 3, "mask_truncated": masked}
     last = []  # the last token of each completion that is learned from
-    score = mixed_precision.token_logprobs
+    score = training_state.token_logprobs
 
     def watched(model, micro, temperature):
         last.extend(tokens[-1].item() for tokens in micro.targets.split(micro.lengths))
         return score(model, micro, temperature)
 
-    monkeypatch.setattr(mixed_precision, "token_logprobs", watched)
+    monkeypatch.setattr(training_state, "token_logprobs", watched)
     config = a_config(tmp_path, "some", **options)
     train_with_ends(model_dir, config, odd_texts)
     assert 0 < rows(config)[0]["completion/truncated_rate"] < 1

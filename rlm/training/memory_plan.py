@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rlm.sampling import RolloutSampler
     from rlm.training.config import GRPOConfig
-    from rlm.training.mixed_precision import Learner
+    from rlm.training.state import Learner
 
 PROBE_TOKENS = 64  # number of tokens with which the memory for activations is measured
 # Upper bounds for the tokens of a micro-batch, because larger micro-batches are hardly faster. The

@@ -1,4 +1,4 @@
-"""The metrics of a training step (`area/name`), and what a run says of its metrics: the progress lines,
+"""The metrics of a training step (`area/name`), and what a run prints of them: the progress lines,
 the warnings and the summary.
 
 Each rule of the warnings is evaluated on the last steps. A warning is printed when a rule begins to
@@ -28,7 +28,6 @@ from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
-
 RECENT_STEPS = 5  # number of steps over which a rule averages, and that estimate the time left
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
@@ -255,7 +254,7 @@ def remaining(
     return done, until
 
 
-def time_left(rows: Sequence[Mapping[str, float]], config: GRPOConfig, minutes: float) -> float:
+def time_left(rows: Sequence[Row], config: GRPOConfig, minutes: float) -> float:
     """Estimate the remaining seconds of a run, including validations, from its last steps.
 
     Args:
@@ -412,11 +411,7 @@ def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
     if len(rewards) > 1 or any(row["reward/std"] for row in recent):
         return {}
     (reward,) = rewards
-    return {
-        "reward": CONSTANT.format(RECENT_STEPS, reward)
-        if reward
-        else NO_REWARD.format(RECENT_STEPS)
-    }
+    return {"reward": (CONSTANT if reward else NO_REWARD).format(RECENT_STEPS, reward)}
 
 
 def _flat_reward(rows: Sequence[Row]) -> dict[str, str]:

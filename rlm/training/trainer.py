@@ -62,9 +62,8 @@ from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import announce_run, new_alerts, step_line, time_left, timer
-from rlm.training.mixed_precision import Learner, MixedPrecisionAdapter
 from rlm.training.resolve import KEPT_AS, follow_adapter
-from rlm.training.state import StepControl, TrainingState
+from rlm.training.state import Learner, MixedPrecisionAdapter, StepControl, TrainingState
 from rlm.training.validation import (
     ProblemScores,
     Validation,

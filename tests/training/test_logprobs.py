@@ -23,7 +23,7 @@ from rlm.training.logprobs import (
     token_logprobs,
 )
 from rlm.training.loss import policy_loss
-from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.state import MixedPrecisionAdapter
 from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
 
 
