@@ -28,7 +28,7 @@ from rlm.model.hardware import Device, pick_device
 from rlm.ops import TorchOps
 from rlm.sampling.draw import sample_rows
 from rlm.sampling.kv_cache import CacheConfig
-from rlm.sampling.params import SamplingParams
+from rlm.sampling.requests import SamplingParams
 from rlm.sampling.weights import copy_bytes
 from rlm.serving import models as serving_models
 from rlm.serving.models import find_models, load_replicas

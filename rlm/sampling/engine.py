@@ -24,12 +24,16 @@ from rlm.model import available_memory, release_memory
 from rlm.ops import AttentionFunction, ops_for, round_up
 from rlm.sampling.draw import exclude_tokens, sample_rows, uniforms
 from rlm.sampling.kv_cache import CacheConfig, KVCache, token_bytes
-from rlm.sampling.params import Completion, Request, SamplingParams, Token, ToolTokens
-from rlm.sampling.scheduler import (
+from rlm.sampling.requests import (
     PREFILL_PROMPTS,
+    Completion,
+    Request,
     RequestState,
+    SamplingParams,
     Scheduler,
     SequenceState,
+    Token,
+    ToolTokens,
     common_prefix_length,
 )
 from rlm.sampling.weights import UnmergedWeights, choose_weights

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
-from rlm.sampling.params import Completion, SamplingParams
+from rlm.sampling.requests import Completion, SamplingParams
 
 # Neutral sampling parameters, which are sent with each request because vLLM would otherwise use the
 # values in the model's generation_config.json.
