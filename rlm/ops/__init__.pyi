@@ -1,11 +1,11 @@
-from .attention import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
-from .attention import attention_bytes as attention_bytes
-from .attention import softmax_scale as softmax_scale
 from .build import cache_folder as cache_folder
 from .dtypes import DTYPES as DTYPES
 from .dtypes import fast_dtype as fast_dtype
 from .dtypes import learning_dtype as learning_dtype
+from .fused_layers import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
 from .fused_layers import FUSED_MODEL_TYPES as FUSED_MODEL_TYPES
+from .fused_layers import attention_bytes as attention_bytes
+from .fused_layers import softmax_scale as softmax_scale
 from .fused_layers import use_fused_layers as use_fused_layers
 from .kernels import Ops as Ops
 from .kernels import head_dim as head_dim
