@@ -109,7 +109,7 @@ def start(base, tmp_path_factory):
     path = tmp_path_factory.mktemp("start") / "adapter"
     with pytest.MonkeyPatch.context() as patch:
         teach_toy_graphs(patch)
-        config = options(base, path, sft_adapter=path)
+        config = options(base, path.parent, sft_adapter=path)
         cold_start.train_start_adapter(config, (PROBLEMS * 10)[:320])
     return path
 
