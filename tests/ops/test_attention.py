@@ -31,7 +31,7 @@ def inputs(dtype, heads, shared):
 def test_attention_and_its_gradients_equal_torchs(
     heads, shared, dtype, rows, is_compiled, monkeypatch
 ):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
+    monkeypatch.setattr(fused_layers, "QUERY_BLOCK", rows)
     made = kernels(dtype, heads // shared, 4) if is_compiled else None
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
@@ -51,7 +51,7 @@ def test_attention_and_its_gradients_equal_torchs(
 
 
 def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(fused_layers, "QUERY_BLOCK", 3)
     mask = attention_mask(SEGMENTS, torch.bfloat16)
     first, padded = fused_layers._blocks(mask)
     blocks = [(block.rows.start, block.rows.stop, block.columns.tolist()) for block in first]
