@@ -1,7 +1,7 @@
-from .build import cache_folder as cache_folder
-from .dtypes import DTYPES as DTYPES
-from .dtypes import fast_dtype as fast_dtype
-from .dtypes import learning_dtype as learning_dtype
+from .cpu import DTYPES as DTYPES
+from .cpu import cache_folder as cache_folder
+from .cpu import fast_dtype as fast_dtype
+from .cpu import learning_dtype as learning_dtype
 from .fused_layers import ATTN_IMPLEMENTATION as ATTN_IMPLEMENTATION
 from .fused_layers import FUSED_MODEL_TYPES as FUSED_MODEL_TYPES
 from .fused_layers import attention_bytes as attention_bytes
