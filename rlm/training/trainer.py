@@ -646,7 +646,7 @@ class TrainingRun:
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
-        choice = choose_export(validations, last_step, self._stopped)
+        exported, reason = choose_export(validations, last_step, self._stopped)
         summary: dict[str, Any] = {
             "stage": "grpo",
             "base_model": config.model,
@@ -660,8 +660,8 @@ class TrainingRun:
             "start_accuracy": rows[0].get("eval/start_accuracy"),
             "validated_on": validated_on,
             "validation": validations.summary(config.eval_group_size_for(validated_on)),
-            "exported": choice.name,
-            "reason": choice.reason,
+            "exported": exported,
+            "reason": reason,
             "steps_run": last_step,
             "commit": git_commit(),
             "seconds": state.seconds,
@@ -690,4 +690,4 @@ class TrainingRun:
         if self.distributed.is_main:
             self.directory.write_csv(rows)
             self._draw_curves(rows)
-        return save(choice.name, config.output, keep_previous=True)
+        return save(exported, config.output, keep_previous=True)
