@@ -63,9 +63,6 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
 
     Args:
         options: presets, description and epilog, as for `read_options`.
-
-    Raises:
-        UsageError: the command line contains a mistake.
     """
     return _build(cls, read_options(cls, argv, **options))
 

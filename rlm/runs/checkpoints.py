@@ -174,9 +174,6 @@ def writing_beside(path: Path) -> Iterator[Path]:
     """Create a hidden folder beside `path`, which the caller fills and renames.
 
     If the caller does not rename the folder, for example after an error, it is removed.
-
-    Raises:
-        UsageError: a file cannot be written (see `writing`).
     """
     scratch = path.with_name(f".{path.name}.new")
     with writing(path):

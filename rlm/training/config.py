@@ -400,12 +400,7 @@ class GRPOConfig:
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
-        """Check the adapter, the data, the reward and the tool before torch is imported.
-
-        Raises:
-            UsageError: the adapter, the data, the reward or the tool does not exist, rows of the
-                data are invalid, or the data lacks a column that the reward needs.
-        """
+        """Check the adapter, the data, the reward and the tool before torch is imported."""
         from rlm.rewards import load_reward
 
         may_lack = bool(self.model or self.plan or self.backend != "local")
@@ -521,9 +516,6 @@ def start_info(
     Returns:
         The metadata, or None if training starts from a new adapter. That is also the case if the
         default adapter belongs to another model; `resolve_start` prints the reason.
-
-    Raises:
-        UsageError: the adapter does not exist.
     """
     from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 

@@ -40,9 +40,6 @@ def resolve(
         start: the metadata of the start adapter, if there is a start adapter.
         gpu_defaults: the defaults that replace the usual defaults if the model is selected by the
             GPU's memory. If None, as in calls from Python, no model and no data are selected.
-
-    Raises:
-        UsageError: a given value contradicts the start adapter.
     """
     from rlm.model import AdapterInfo, default_values, pick_quantization
 
@@ -104,9 +101,6 @@ def check_start(
 
     Returns:
         The problems in the user's own files (see `peek_problems`).
-
-    Raises:
-        UsageError: the data or the tool does not exist, or rows of the data are invalid.
     """
     if dataset:
         check_dataset(dataset)
@@ -117,11 +111,7 @@ def check_start(
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
-    """Complete a config that was made in Python with `resolve`.
-
-    Raises:
-        UsageError: the config contradicts the start adapter.
-    """
+    """Complete a config that was made in Python with `resolve`."""
     options = {option.name: getattr(config, option.name) for option in fields(config)}
     unset = {option.name for option in fields(config) if options[option.name] == option.default}
     unset -= {"quantize", "tool"}  # their default "none" is a value, not "unset"

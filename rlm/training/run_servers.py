@@ -91,11 +91,7 @@ class RunServers:
         ]
 
     def check(self) -> None:
-        """Check that the servers are running.
-
-        Raises:
-            UsageError: a server has exited.
-        """
+        """Check that the servers are running."""
         for server in self._servers:
             server.check()
 
@@ -131,11 +127,7 @@ def make_vllm_sampler(
     config: GRPOConfig,
     distributed: Distributed,
 ) -> VLLMSampler:
-    """Make the sampler for --sampler vllm.
-
-    Raises:
-        UsageError: a server given by --server does not answer.
-    """
+    """Make the sampler for --sampler vllm."""
     if config.quantize != "none" and "quantization" not in config.vllm_command:
         terminal.line(
             f"warning: --quantize {config.quantize} changes the model that is trained, but not the "

@@ -212,12 +212,7 @@ class CheckpointCallback(TrainerCallback):
         base_hash: str,
         examples: Sequence[Example],
     ) -> None:
-        """Begin the run, or load its newest checkpoint for the trainer.
-
-        Raises:
-            UsageError: there is too little disk space, there is no checkpoint to resume from, or
-                the checkpoint belongs to another run.
-        """
+        """Begin the run, or load its newest checkpoint for the trainer."""
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
         self.steps, self.step = config.steps(len(examples)), 0  # all steps, steps done before
         self._seconds_before = 0.0

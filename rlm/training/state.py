@@ -115,11 +115,6 @@ class TrainingState:
 
         Returns:
             The step to continue with.
-
-        Raises:
-            UsageError: there is too little disk space; there is no run to resume; or the data, the
-                options, the base model or the start adapter differ from those of the checkpoint or
-                of another process.
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
@@ -275,12 +270,7 @@ class TrainingState:
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
-        """Load the newest checkpoint and return the step to continue with.
-
-        Raises:
-            UsageError: there is no checkpoint, or the base model, the start adapter, the config or
-                the data of the checkpoint differ from those of this run.
-        """
+        """Load the newest checkpoint and return the step to continue with."""
         tensors, state = resume_run(
             run.path,
             self._load_checkpoint(run),
