@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from rlm.cli import terminal
-from rlm.ops.build import CPU_INFO
+from rlm.ops.cpu import CPU_INFO
 
 TESTS = Path(__file__).parent
 STAND_IN = f"-include {shlex.quote(str(TESTS / 'ops' / 'tiles.h'))}"

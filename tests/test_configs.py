@@ -17,7 +17,8 @@ from rlm.cli.options import parse
 from rlm.data import Problem, longest_prompts
 from rlm.model import new_adapter
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
-from rlm.training.memory_plan import activation_bytes, plan_memory, plan_sft
+from rlm.training.memory_plan import activation_bytes, plan_memory
+from rlm.training.sft import plan_sft
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 README = (CONFIGS / "README.md").read_text(encoding="utf-8")

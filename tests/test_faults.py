@@ -28,7 +28,7 @@ import train_grpo
 from rlm.cli.main import run_main
 from rlm.cli.options import to_dict
 from rlm.runs.atomic_files import read_log
-from rlm.runs.resume import differences, free_steps
+from rlm.runs.checkpoints import differences, free_steps
 from rlm.sampling import Sampler
 from rlm.training import distributed
 from rlm.training.config import GRPOConfig

@@ -28,7 +28,7 @@ from rlm.model.hardware import Device, pick_device
 from rlm.ops import TorchOps
 from rlm.sampling.draw import sample_rows
 from rlm.sampling.kv_cache import CacheConfig
-from rlm.sampling.params import SamplingParams
+from rlm.sampling.requests import SamplingParams
 from rlm.sampling.weights import copy_bytes
 from rlm.serving import models as serving_models
 from rlm.serving.models import find_models, load_replicas
@@ -126,7 +126,7 @@ def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
     for name in ("kept", "tight"):
         with pretended_cards(*GB8):
             if name == "tight":
-                place = "rlm.training.memory_plan.available_memory"
+                place = "rlm.training.sft.available_memory"
                 monkeypatch.setattr(place, lambda device: 6 * 2**20)
             assert sft(base, tmp_path / name, "--eval-samples=0", "--lora-r=4") == 0
         losses.append(json.loads((tmp_path / name / "sft" / "run.json").read_text())["loss"])
@@ -351,7 +351,7 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return token_logprobs(*arguments)
 
-    monkeypatch.setattr("rlm.training.mixed_precision.token_logprobs", fails)
+    monkeypatch.setattr("rlm.training.state.token_logprobs", fails)
     monkeypatch.setattr("rlm.training.memory_plan.GPU_MICRO_BATCH", 256)
     adapters = []
     with pretended_cards(*GB8):

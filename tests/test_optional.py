@@ -15,7 +15,7 @@ from rlm.cli import UsageError
 from rlm.conformance import comparison
 from rlm.evaluation.audit import MathVerify
 from rlm.model.base import model_directory
-from rlm.ops.build import kernels_digest
+from rlm.ops.cpu import kernels_digest
 from rlm.ops.kernels import load_ops
 from rlm.sampling.tinker import TinkerEngine
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
@@ -26,12 +26,12 @@ PAGE = (ROOT / "docs/reference/dependencies.md").read_text(encoding="utf-8")
 # always there.
 STARTS = {
     "rlm/evaluation/audit.py": set(),
-    "rlm/ops/build.py": {"cc"},
+    "rlm/ops/cpu.py": {"cc"},
     "rlm/model/hardware.py": {"nvidia-smi"},
     "rlm/runs/directory.py": {"git"},
-    "rlm/sampling/managed_vllm.py": {"vllm"},
     "rlm/serving/process.py": set(),
     "rlm/serving/tunnel.py": {"ngrok"},
+    "rlm/training/run_servers.py": {"vllm"},
 }
 
 

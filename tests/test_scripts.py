@@ -713,6 +713,8 @@ MISTAKES = [
     (train_grpo, ["--sft-adapter", "nowhere"], "python train_sft.py"),
     (train_grpo, ["--output", "x", "--sft-adapter", "x"], "overwrite"),
     (train_sft, ["--output", "x", "--adapter", "x"], "overwrite"),
+    (train_grpo, [*DATA, *NO_START, "--output", "r", "--run-dir", "r/grpo"], "would replace"),
+    (train_sft, [*DATA, "--output", "../r", "--run-dir", "../r"], "would replace --run-dir"),
     (train_sft, ["--adapter", "nowhere"], "does not exist"),
     (
         train_grpo,

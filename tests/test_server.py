@@ -31,7 +31,7 @@ from rlm.model.adapters import adapter_tensors, load_adapter, new_adapter
 from rlm.model.base import base_model_hash, load_base
 from rlm.model.export import save_adapter
 from rlm.sampling import Sampler, prompt_seed
-from rlm.sampling.params import Request, SamplingParams
+from rlm.sampling.requests import Request, SamplingParams
 from rlm.serving.access import Keys
 from rlm.serving.engine import Engine, Limits
 from rlm.serving.http_server import GracefulServer, listen, local_url

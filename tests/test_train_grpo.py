@@ -23,8 +23,9 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
-from rlm.training import logprobs, mixed_precision
+from rlm.training import logprobs
 from rlm.training import metrics as report
+from rlm.training import state as training_state
 from rlm.training import trainer as training
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
@@ -209,17 +210,16 @@ def validated(*means, measure="accuracy", problems=6):
     ],
 )
 def test_the_best_step_is_exported_only_if_its_lead_is_no_chance(record, options, step, said):
-    choice = choose_export(record, 2, **options)
-    assert choice.step == step
-    assert said in choice.reason
-    assert (choice.name == "best") == (step < 2)
+    name, reason = choose_export(record, 2, **options)
+    assert said in reason
+    assert (name == "best") == (step < 2)
     assert Validations.from_dict(json.loads(json.dumps(record.to_dict()))) == record
 
 
 def test_the_more_steps_were_tried_the_wider_is_the_interval_of_the_best():
     """Four of 100 problems ahead: t = 2.03, enough for one comparison, not for the best of 9."""
     lead = [validated(*[0] * tried, 14, 10, problems=100) for tried in (0, 8)]
-    assert [choose_export(one, len_ + 1).name for one, len_ in zip(lead, (0, 8), strict=True)] == [
+    assert [choose_export(one, len_ + 1)[0] for one, len_ in zip(lead, (0, 8), strict=True)] == [
         "best", "last",
     ]  # fmt: skip
 
@@ -229,7 +229,7 @@ def test_problems_without_a_verdict_are_not_compared():
     for step, scores in enumerate([[None] * 8, [9.0, None, *[1.0] * 6], [None, 9.0, *[0.5] * 6]]):
         record.add(step, scores)
     assert record.start.mean == 0.0
-    assert "step 1: ahead of the last step, 2, by +0.500" in choose_export(record, 2).reason
+    assert "step 1: ahead of the last step, 2, by +0.500" in choose_export(record, 2)[1]
 
 
 def test_the_summary_shows_start_best_and_last(capsys):
@@ -415,7 +415,7 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
 
         monkeypatch.setattr(module, name, counted)
 
-    count(mixed_precision, "token_logprobs")
+    count(training_state, "token_logprobs")
     count(train_grpo, "policy_loss")
     count(logprobs, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
@@ -474,7 +474,9 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
         state.begin(run, config, PROBLEMS, ())
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
+        run.log({"step": 0})  # after the checkpoint: the step is made again
         again.restore(run, {})
+        assert run.metrics() == []
         in_fp32 = a_trainer(model_dir, config).state  # --dtype auto, on another machine
         in_fp32.origin = state.origin
         in_fp32.restore(run, {})
@@ -615,13 +617,13 @@ def odd_texts(completions):
 def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeypatch, masked):
     options = {"steps": 1, "group_size": 8, "max_new_tokens": 3, "mask_truncated": masked}
     last = []  # the last token of each completion that is learned from
-    score = mixed_precision.token_logprobs
+    score = training_state.token_logprobs
 
     def watched(model, micro, temperature):
         last.extend(tokens[-1].item() for tokens in micro.targets.split(micro.lengths))
         return score(model, micro, temperature)
 
-    monkeypatch.setattr(mixed_precision, "token_logprobs", watched)
+    monkeypatch.setattr(training_state, "token_logprobs", watched)
     config = a_config(tmp_path, "some", **options)
     train_with_ends(model_dir, config, odd_texts)
     assert 0 < rows(config)[0]["completion/truncated_rate"] < 1

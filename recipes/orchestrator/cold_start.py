@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -58,6 +59,11 @@ def make_examples(
     return examples
 
 
+def cold_start_dir(run_dir: Path) -> Path:
+    """Return the folder in which the start adapter of a run is trained."""
+    return run_dir.with_name(f"{run_dir.name}_cold_start")
+
+
 def train_start_adapter(
     config: OrchestratorConfig, problems: Sequence[Problem], format: Format = FORMATS["deepseek"]
 ) -> None:
@@ -86,7 +92,7 @@ def train_start_adapter(
         learning_rate=LEARNING_RATE,
         seed=config.seed,
         output=required(config.sft_adapter, "--sft-adapter"),
-        run_dir=config.run_dir.with_name(f"{config.run_dir.name}_cold_start"),
+        run_dir=cold_start_dir(config.run_dir),
     )
     terminal.line(
         f"cold start: {config.sft_adapter} does not exist, so an adapter is trained on "

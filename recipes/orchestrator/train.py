@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from recipes.orchestrator.cold_start import train_start_adapter
+from recipes.orchestrator.cold_start import cold_start_dir, train_start_adapter
 from recipes.orchestrator.config import DEFAULT_START, Config, OrchestratorConfig
 from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_agents, render
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
@@ -296,10 +296,26 @@ def run_grpo_training(
 # --- the command ----------------------------------------------------------------------------------
 
 
+def refuse_overlap(run_dir: Path, start: Path) -> None:
+    """Check that the run and the training of its start adapter use different folders.
+
+    Raises:
+        UsageError: one of the folders contains the other.
+    """
+    run, place = run_dir.resolve(), start.resolve()
+    if place.is_relative_to(run) or cold_start_dir(run).is_relative_to(place):
+        raise UsageError(
+            f"--sft-adapter {start} and --run-dir {run_dir} overlap, but the folder of the run is "
+            f"reserved for the run: pass another folder, such as --sft-adapter {run_dir}_start"
+        )
+
+
 def main(config: OrchestratorConfig) -> int:
     prepare_process()
     start = config.sft_adapter
     start_is_missing = start is not None and not (start / ADAPTER_FILES[0]).is_file()
+    if start and start_is_missing:
+        refuse_overlap(config.run_dir, start)
     agents = choose_agents(config)
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
@@ -314,11 +330,6 @@ def main(config: OrchestratorConfig) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(
                 f"{start} does not exist: train the start adapter in one process first (--steps 1)"
-            )
-        if config.run_dir in start.parents:
-            raise UsageError(
-                f"--sft-adapter {start} is inside --run-dir {config.run_dir}, which is reserved "
-                f"for the run: pass another folder, such as --sft-adapter {config.run_dir}_start"
             )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)

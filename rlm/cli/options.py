@@ -63,9 +63,6 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
 
     Args:
         options: presets, description and epilog, as for `read_options`.
-
-    Raises:
-        UsageError: the command line contains a mistake.
     """
     return _build(cls, read_options(cls, argv, **options))
 
@@ -210,7 +207,8 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
         name, said = token.partition("=")[0], ": type the name of its option before it"
         if names:
             said = f": put a{names} of several words in quotes"
-        before = known[["".join(parts) for parts in known].index(token) - 1][0]
+        place = ["".join(parts) for parts in known].index(token)
+        before = known[place - 1][0] if place else ""
         if any(before == option.spelling and bool in members_of(option.kind) for option in options):
             said = f": {before} takes no value"
         if token.startswith("-"):

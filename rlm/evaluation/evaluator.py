@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rlm.data import Format, render_problem
 from rlm.evaluation.statistics import pass_at_k, summarize_scores
 from rlm.grading import Verdict, has_wrong_equation, majority_score
+from rlm.sampling import SamplingParams, prompt_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,8 +159,6 @@ def evaluate(
         ValueError: there are no problems, decoding is greedy with k > 1, or an example is one of
             the problems.
     """
-    from rlm.sampling import SamplingParams, prompt_seed  # imports torch
-
     if not problems:
         raise ValueError("no problems to evaluate on")
     if temperature == 0 and k > 1:

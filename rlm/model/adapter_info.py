@@ -102,7 +102,8 @@ class AdapterInfo:
         """Read the run.json beside an adapter, and the name of the adapter's base model.
 
         Raises:
-            UsageError: the file is not a JSON object, or it contains unknown answer types.
+            UsageError: the file or its config is not a JSON object, or it contains unknown answer
+                types.
         """
         file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
         if not file.exists():
@@ -111,7 +112,10 @@ class AdapterInfo:
             run = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise UsageError(f"{file} is not valid JSON: {error}") from error
-        config, names = run.get("config", {}), ("reasoning_format", "system_prompt", "tool")
+        config = run.get("config", {})
+        if not isinstance(config, dict):
+            raise UsageError(f"{file}: config is {config!r:.60}, not a JSON object")
+        names = ("reasoning_format", "system_prompt", "tool")
         said = {name: config.get(name) for name in names}
         for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
             said[name] = run.get(name)

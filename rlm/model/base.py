@@ -293,9 +293,6 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
 
     Args:
         download: if false, return "" for a hub model instead of downloading it.
-
-    Raises:
-        UsageError: no weights can be loaded.
     """
     folder, pattern = Path(model_directory(name)), WEIGHTS
     if not folder.is_dir():

@@ -158,9 +158,6 @@ def merge_adapter(
 
     Args:
         model: another copy of the base model; required if run.json does not name the base model.
-
-    Raises:
-        UsageError: the adapter does not exist, or it belongs to another base model.
     """
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
@@ -178,11 +175,7 @@ def merge_adapter(
 def save_merged(
     merged: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path, path: Path
 ) -> None:
-    """Write the model, its tokenizer, its chat template and README.md, completely or not at all.
-
-    Raises:
-        UsageError: the files cannot be written.
-    """
+    """Write the model, its tokenizer, its chat template and README.md, completely or not at all."""
     info, path = AdapterInfo.load(adapter), path.resolve()
     check_space("--merge", path.parent, sum(4 * p.numel() for p in merged.parameters()))
     with writing_beside(path) as scratch:

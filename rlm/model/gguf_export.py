@@ -71,9 +71,6 @@ def write_gguf(
 
     Args:
         kind: type of the matrices, one of GGUF_TYPES; vectors are written in fp32.
-
-    Raises:
-        UsageError: `check_convertible` rejects the model, or the file cannot be written.
     """
     check_convertible(model, tokenizer)
     path = path.resolve()

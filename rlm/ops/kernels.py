@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlm.ops.build import BuildError, load_library
+from rlm.ops.cpu import BuildError, load_library
 from rlm.ops.torch_ops import (
     VOCAB_BLOCK,
     AttentionFunction,

@@ -1,4 +1,4 @@
-"""Run directories, with checkpoints, resume, signals, metrics, trackers, plots and alerts."""
+"""Run directories, with checkpoints, resume, signals, metrics, trackers and plots."""
 
 import lazy_loader
 

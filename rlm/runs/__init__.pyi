@@ -1,4 +1,3 @@
-from .alerts import new_alerts as new_alerts
 from .atomic_files import Journal as Journal
 from .atomic_files import append_lines as append_lines
 from .atomic_files import json_lines as json_lines
@@ -8,8 +7,15 @@ from .atomic_files import read_log as read_log
 from .atomic_files import replace_file as replace_file
 from .atomic_files import replace_json as replace_json
 from .atomic_files import sync as sync
+from .checkpoints import check_resumable as check_resumable
 from .checkpoints import check_space as check_space
+from .checkpoints import checkpoint_tensors as checkpoint_tensors
+from .checkpoints import data_id as data_id
+from .checkpoints import differences as differences
 from .checkpoints import file_hash as file_hash
+from .checkpoints import restore_tensors as restore_tensors
+from .checkpoints import resume_run as resume_run
+from .checkpoints import run_origin as run_origin
 from .checkpoints import writing as writing
 from .checkpoints import writing_beside as writing_beside
 from .directory import RunDirectory as RunDirectory
@@ -24,11 +30,4 @@ from .plots import learning_curves as learning_curves
 from .plots import new_figure as new_figure
 from .plots import save_figure as save_figure
 from .plots import tidy as tidy
-from .resume import check_resumable as check_resumable
-from .resume import checkpoint_tensors as checkpoint_tensors
-from .resume import data_id as data_id
-from .resume import differences as differences
-from .resume import restore_tensors as restore_tensors
-from .resume import resume_run as resume_run
-from .resume import run_origin as run_origin
 from .trackers import TRACKER_NAMES as TRACKER_NAMES

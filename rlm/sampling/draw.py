@@ -13,7 +13,7 @@ import torch
 
 from rlm.cli import UsageError
 from rlm.ops import Ops, TorchOps
-from rlm.sampling.params import SamplingParams
+from rlm.sampling.requests import SamplingParams
 
 # Lower temperatures are raised to this minimum: logits divided by less would overflow, and already
 # at the minimum only the most likely token is ever drawn.

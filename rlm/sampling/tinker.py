@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlm.cli import UsageError, terminal
 from rlm.model import ADAPTER_FILES, adapter_tensors, fill_adapter
-from rlm.sampling.params import Completion, SamplingParams
+from rlm.sampling.requests import Completion, SamplingParams
 
 if TYPE_CHECKING:
     import tinker

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
-from rlm.sampling.params import Completion, SamplingParams
+from rlm.sampling.requests import Completion, SamplingParams
 
 # Neutral sampling parameters, which are sent with each request because vLLM would otherwise use the
 # values in the model's generation_config.json.
@@ -64,9 +64,6 @@ class VLLMSampler:
                 call of `invalidate_weights`.
             run: the prefix of the adapter's names, which is the same in all processes of a run.
             is_main: False in processes that wait for the main process to load the adapter.
-
-        Raises:
-            UsageError: a server does not answer, or does not return the required values.
         """
         self._export, self._is_main = export, is_main
         self._run = run or uuid.uuid4().hex[:12]
@@ -83,11 +80,7 @@ class VLLMSampler:
             self._managed, self.description = servers, "vLLM, started for this run"
 
     def start(self) -> None:
-        """Start this run's own servers if they are not running. `sample` calls this method, too.
-
-        Raises:
-            UsageError: a server does not start, or does not return the required values.
-        """
+        """Start this run's own servers if they are not running. `sample` calls this method, too."""
         if self._managed and not self._models:
             self._connect(self._managed.start())
 

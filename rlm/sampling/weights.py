@@ -152,11 +152,7 @@ AttentionInterface.register("rlm_cache", _through_cache)
 
 
 def check_architecture(model: PreTrainedModel | PeftModel) -> None:
-    """Check that the sampler supports a model, before hours of SFT are spent on the model.
-
-    Raises:
-        UsageError: the sampler does not support the model.
-    """
+    """Check that the sampler supports a model, before hours of SFT are spent on the model."""
     UnmergedWeights(model)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError
 from rlm.reasoner import ReasoningStream
-from rlm.sampling import CacheConfig, GrammarCompiler, Request, SamplingParams, Token
+from rlm.sampling import CacheConfig, GrammarCompiler, Request, SamplingParams, Token, compiler_for
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
 from rlm.serving.models import Replica, ServedAdapter
@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def grammars(self) -> GrammarCompiler:
-        return next(iter(self._replicas.values())).sampler.grammars
+        return compiler_for(next(iter(self._replicas.values())).sampler)
 
     @property
     def batch_note(self) -> str | None:

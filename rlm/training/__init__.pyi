@@ -30,8 +30,6 @@ from .metrics import mean_metrics as mean_metrics
 from .metrics import step_metrics as step_metrics
 from .metrics import summary_card as summary_card
 from .metrics import timer as timer
-from .mixed_precision import Learner as Learner
-from .mixed_precision import MixedPrecisionAdapter as MixedPrecisionAdapter
 from .resolve import follow_adapter as follow_adapter
 from .resolve import resolve as resolve
 from .sft import CheckpointCallback as CheckpointCallback
@@ -45,6 +43,8 @@ from .sft_examples import mask_prompt as mask_prompt
 from .sft_examples import show_counts as show_counts
 from .sft_examples import show_example as show_example
 from .sft_examples import to_examples as to_examples
+from .state import Learner as Learner
+from .state import MixedPrecisionAdapter as MixedPrecisionAdapter
 from .state import TrainingState as TrainingState
 from .trainer import StepScorer as StepScorer
 from .trainer import TrainingData as TrainingData

@@ -28,6 +28,7 @@ from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import (
     LONGEST,
     MAX_NEW_TOKENS,
+    check_output_place,
     check_start,
     choose_max_new_tokens,
     resolve,
@@ -50,7 +51,6 @@ LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per validation problem
 LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
-KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 ALGORITHMS_OWN = "set by --algorithm"
 
 
@@ -304,8 +304,6 @@ class GRPOConfig:
             ValueError: two options contradict each other; the message explains what to change.
         """
         looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
-        kept = {(self.run_dir / name).resolve() for name in KEPT_AS.values()}
-        overwrites = self.output.resolve() == (self.sft_adapter or Path()).resolve()
         refused = {
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
             f"{self.max_new_tokens}: every completion would be punished": (
@@ -323,16 +321,13 @@ class GRPOConfig:
                 self.doctor and self.plan
             ),
             "--plan times our own sampler; leave out --sampler vllm": self.plan and by_vllm,
-            "--output would overwrite --sft-adapter; type another folder, such as --output "
-            "runs/mine/adapter": overwrites and not looks,  # --plan and --doctor write nothing
-            f"--output {self.output} is a folder that the run itself writes; name another folder": (
-                self.output.resolve() in kept and not looks
-            ),
         }
         refused |= self._refused_by_backend()
         for reason, is_so in refused.items():
             if is_so:
                 raise ValueError(reason)
+        if not looks:  # --plan and --doctor write nothing
+            check_output_place(self.output, self.run_dir, self.sft_adapter, "--sft-adapter")
 
     def _refused_by_backend(self) -> dict[str, bool]:
         """Return the errors for --backend tinker: message → whether the error applies."""
@@ -405,12 +400,7 @@ class GRPOConfig:
         return values | {"steps": values.get("steps") or STEPS}
 
     def check_files(self) -> None:
-        """Check the adapter, the data, the reward and the tool before torch is imported.
-
-        Raises:
-            UsageError: the adapter, the data, the reward or the tool does not exist, rows of the
-                data are invalid, or the data lacks a column that the reward needs.
-        """
+        """Check the adapter, the data, the reward and the tool before torch is imported."""
         from rlm.rewards import load_reward
 
         may_lack = bool(self.model or self.plan or self.backend != "local")
@@ -526,9 +516,6 @@ def start_info(
     Returns:
         The metadata, or None if training starts from a new adapter. That is also the case if the
         default adapter belongs to another model; `resolve_start` prints the reason.
-
-    Raises:
-        UsageError: the adapter does not exist.
     """
     from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
 

@@ -24,7 +24,7 @@ from rlm.rewards import Scorer
 from rlm.training.advantages import has_signal
 from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
-from rlm.training.mixed_precision import Learner
+from rlm.training.state import Learner
 from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
 
 PROBLEMS = 32  # number of problems to sample

@@ -29,7 +29,7 @@ from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
 from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import remaining
-from rlm.training.mixed_precision import Learner
+from rlm.training.state import Learner
 from rlm.training.trainer import Render, TrainingData
 
 if TYPE_CHECKING:

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
     from rlm.sampling import RolloutSampler
     from rlm.training.config import GRPOConfig
-    from rlm.training.mixed_precision import Learner
-    from rlm.training.sft_config import SFTConfig
-    from rlm.training.sft_examples import Example
+    from rlm.training.state import Learner
 
 PROBE_TOKENS = 64  # number of tokens with which the memory for activations is measured
 # Upper bounds for the tokens of a micro-batch, because larger micro-batches are hardly faster. The
@@ -134,9 +132,9 @@ def plan_memory(
     code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
     length = longest + config.max_new_tokens
-    tokens, checkpointing, learning = _fit_micro_batch(policy, length, room)
+    tokens, checkpointing, learning = fit_micro_batch(policy, length, room)
     plan = MemoryPlan(
-        loaded=_allocated(device),
+        loaded=allocated(device),
         sampling=sampling,
         optimizer=optimizer,
         learning=learning,
@@ -154,39 +152,7 @@ def plan_memory(
     return plan
 
 
-def plan_sft(
-    policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
-) -> tuple[int, bool]:
-    """Choose the micro-batch of SFT, and print the planned memory.
-
-    On a CPU the micro-batch is always `config.micro_batch`, without gradient checkpointing.
-
-    Returns:
-        The number of examples in a micro-batch, which is at most `config.micro_batch`, and whether
-        to use gradient checkpointing.
-    """
-    micro_batch = config.micro_batch
-    if policy.device.type != "cuda":
-        return micro_batch, False
-    longest = max(len(example["input_ids"]) for example in examples)
-    available = available_memory("cuda")
-    trained = sum(t.numel() * 4 for t in policy.parameters() if t.requires_grad)
-    room = int(HEADROOM * available - 3 * trained)  # gradients and two moments
-    while True:
-        _, checkpointing, learning = _fit_micro_batch(policy, longest, room, micro_batch * longest)
-        smaller = micro_batch // 2
-        if learning <= room or smaller < 1 or config.batch_size % smaller:
-            break
-        micro_batch = smaller
-    terminal.line(
-        f"memory: about {(_allocated('cuda') + 3 * trained + learning) / 2**30:.1f} GB at the "
-        f"peak; {available / 2**30:.1f} GB are free; micro-batches of {micro_batch} examples"
-        + (", with gradient checkpointing" if checkpointing else "")
-    )
-    return micro_batch, checkpointing
-
-
-def _fit_micro_batch(
+def fit_micro_batch(
     policy: PreTrainedModel | PeftModel,
     longest_sequence: int,
     room: int,
@@ -273,7 +239,7 @@ def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
     return sum(seen.values()) // PROBE_TOKENS
 
 
-def _allocated(device_type: str) -> int:
+def allocated(device_type: str) -> int:
     if device_type == "cuda":
         return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss

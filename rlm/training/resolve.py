@@ -22,6 +22,7 @@ GENERATED = {"word-problems", "elementary"}  # generated data, with solutions of
 MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
+KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 
 
 def resolve(
@@ -39,9 +40,6 @@ def resolve(
         start: the metadata of the start adapter, if there is a start adapter.
         gpu_defaults: the defaults that replace the usual defaults if the model is selected by the
             GPU's memory. If None, as in calls from Python, no model and no data are selected.
-
-    Raises:
-        UsageError: a given value contradicts the start adapter.
     """
     from rlm.model import AdapterInfo, default_values, pick_quantization
 
@@ -60,6 +58,34 @@ def resolve(
     return values
 
 
+def check_output_place(output: Path, run_dir: Path, start: Path | None, option: str) -> None:
+    """Check that the exported adapter replaces neither the start adapter nor files of the run.
+
+    Args:
+        start: the start adapter, which `option` names.
+
+    Raises:
+        ValueError: --output would replace one of them.
+    """
+    place, run = output.resolve(), run_dir.resolve()
+    if start and place == start.resolve():
+        raise ValueError(
+            f"--output would overwrite {option}; type another folder, such as --output "
+            "runs/mine/adapter"
+        )
+    # `save_adapter` moves what is at `place` to NAME.prev, and deletes an earlier NAME.prev.
+    if any(run.is_relative_to(moved) for moved in (place, place.with_name(f"{place.name}.prev"))):
+        raise ValueError(
+            f"--output {output} would replace --run-dir {run_dir} and all files of the run; type "
+            f"another folder, such as --output {run_dir / 'adapter'}"
+        )
+    written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
+    if any(place.is_relative_to(run / name) for name in written):
+        raise ValueError(
+            f"--output {output} is a folder that the run itself writes; name another folder"
+        )
+
+
 def check_start(
     start: AdapterInfo | None,
     dataset: str | None,
@@ -75,9 +101,6 @@ def check_start(
 
     Returns:
         The problems in the user's own files (see `peek_problems`).
-
-    Raises:
-        UsageError: the data or the tool does not exist, or rows of the data are invalid.
     """
     if dataset:
         check_dataset(dataset)
@@ -88,11 +111,7 @@ def check_start(
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
-    """Complete a config that was made in Python with `resolve`.
-
-    Raises:
-        UsageError: the config contradicts the start adapter.
-    """
+    """Complete a config that was made in Python with `resolve`."""
     options = {option.name: getattr(config, option.name) for option in fields(config)}
     unset = {option.name for option in fields(config) if options[option.name] == option.default}
     unset -= {"quantize", "tool"}  # their default "none" is a value, not "unset"

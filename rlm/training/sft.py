@@ -24,12 +24,18 @@ import datasets
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from trl.trainer import sft_config, sft_trainer
 
 from rlm.cli import terminal, to_dict
 from rlm.data import IGNORE_INDEX
-from rlm.model import ADAPTER_FILES, Device, adapter_tensors
+from rlm.model import ADAPTER_FILES, Device, adapter_tensors, available_memory
 from rlm.ops import ATTN_IMPLEMENTATION
 from rlm.runs import (
     RunDirectory,
@@ -41,7 +47,7 @@ from rlm.runs import (
     run_origin,
 )
 from rlm.training.logprobs import token_logprobs
-from rlm.training.memory_plan import plan_sft
+from rlm.training.memory_plan import HEADROOM, allocated, fit_micro_batch
 from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example, pack_examples
 from rlm.training.state import LOG_BYTES
@@ -112,6 +118,38 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         """Do nothing, because transformers would look for adapter files in the checkpoint."""
 
 
+def plan_sft(
+    policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
+) -> tuple[int, bool]:
+    """Choose the micro-batch of SFT, and print the planned memory.
+
+    On a CPU the micro-batch is always `config.micro_batch`, without gradient checkpointing.
+
+    Returns:
+        The number of examples in a micro-batch, which is at most `config.micro_batch`, and whether
+        to use gradient checkpointing.
+    """
+    micro_batch = config.micro_batch
+    if policy.device.type != "cuda":
+        return micro_batch, False
+    longest = max(len(example["input_ids"]) for example in examples)
+    available = available_memory("cuda")
+    trained = sum(t.numel() * 4 for t in policy.parameters() if t.requires_grad)
+    room = int(HEADROOM * available - 3 * trained)  # gradients and two moments
+    while True:
+        _, checkpointing, learning = fit_micro_batch(policy, longest, room, micro_batch * longest)
+        smaller = micro_batch // 2
+        if learning <= room or smaller < 1 or config.batch_size % smaller:
+            break
+        micro_batch = smaller
+    terminal.line(
+        f"memory: about {(allocated('cuda') + 3 * trained + learning) / 2**30:.1f} GB at the "
+        f"peak; {available / 2**30:.1f} GB are free; micro-batches of {micro_batch} examples"
+        + (", with gradient checkpointing" if checkpointing else "")
+    )
+    return micro_batch, checkpointing
+
+
 def make_trainer(
     config: SFTConfig,
     device: Device,
@@ -174,12 +212,7 @@ class CheckpointCallback(TrainerCallback):
         base_hash: str,
         examples: Sequence[Example],
     ) -> None:
-        """Begin the run, or load its newest checkpoint for the trainer.
-
-        Raises:
-            UsageError: there is too little disk space, there is no checkpoint to resume from, or
-                the checkpoint belongs to another run.
-        """
+        """Begin the run, or load its newest checkpoint for the trainer."""
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
         self.steps, self.step = config.steps(len(examples)), 0  # all steps, steps done before
         self._seconds_before = 0.0
@@ -194,7 +227,7 @@ class CheckpointCallback(TrainerCallback):
         self.origin = run_origin(to_dict(config), base_hash, start_weights, **data)
         if config.resume:
             self._loaded, state = resume_run(
-                run,
+                run.path,
                 run.checkpoints.load(),
                 self.origin,
                 self.adapter,
@@ -202,6 +235,7 @@ class CheckpointCallback(TrainerCallback):
                 defaults=to_dict(SFTConfig()),
                 expected_keys=["schedule"],
             )
+            run.truncate(state["step"])
             self.step, self._schedule = state["step"], state["schedule"]
             self._seconds_before = state["seconds"]
         self._cuda_state = self._loaded.get("random/cuda") if torch.cuda.is_available() else None

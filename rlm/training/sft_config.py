@@ -14,7 +14,7 @@ from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
 from rlm.training.config import SWITCHES, start_info
-from rlm.training.resolve import check_start, resolve
+from rlm.training.resolve import check_output_place, check_start, resolve
 
 MAX_SAMPLES = 400  # default, except for the user's own data files
 # Number of steps after which a small data set has been learned: with 11 examples, a model learned
@@ -145,12 +145,8 @@ class SFTConfig:
                 "--lora-dropout must be below 1: a dropout of 1 would drop all of the adapter's "
                 "input"
             )
-        overwrites = self.adapter and self.output.resolve() == self.adapter.resolve()
-        if overwrites and not self.dry_run:  # --dry-run writes nothing
-            raise ValueError(
-                "--output would overwrite --adapter; type another folder, such as --output "
-                "runs/mine/sft_lora"
-            )
+        if not self.dry_run:  # --dry-run writes nothing
+            check_output_place(self.output, self.run_dir, self.adapter, "--adapter")
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:

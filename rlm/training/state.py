@@ -1,18 +1,19 @@
-"""The state of a GRPO run, which checkpoints save and restore exactly."""
+"""The state of a GRPO run, which checkpoints save and restore exactly: the adapter's fp32 master
+weights and loss scale, the optimizer, the validations and the counters."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import Problem
-from rlm.model import ADAPTER_FILES
+from rlm.model import ADAPTER_FILES, adapter_tensors
 from rlm.runs import (
     RunDirectory,
     check_space,
@@ -23,10 +24,16 @@ from rlm.runs import (
     resume_run,
     run_origin,
 )
+from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
-from rlm.training.mixed_precision import Learner
+from rlm.training.logprobs import token_logprobs
 from rlm.training.validation import ProblemScores, Validations
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from rlm.sampling import TinkerEngine
 
 MAX_CONSECUTIVE_SKIPS = 3  # number of updates without a finite gradient that are tolerated in a row
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
@@ -39,6 +46,9 @@ MAY_CHANGE = {
 }
 # Fields of TrainingState that a checkpoint stores as JSON and restores.
 SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
+Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # trains here or on a server
+GOOD_UPDATES = 200  # number of finite updates after which the loss scale is doubled
+MAX_LOSS_SCALE = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -105,11 +115,6 @@ class TrainingState:
 
         Returns:
             The step to continue with.
-
-        Raises:
-            UsageError: there is too little disk space; there is no run to resume; or the data, the
-                options, the base model or the start adapter differ from those of the checkpoint or
-                of another process.
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
@@ -265,14 +270,9 @@ class TrainingState:
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
     def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
-        """Load the newest checkpoint and return the step to continue with.
-
-        Raises:
-            UsageError: there is no checkpoint, or the base model, the start adapter, the config or
-                the data of the checkpoint differ from those of this run.
-        """
+        """Load the newest checkpoint and return the step to continue with."""
         tensors, state = resume_run(
-            run,
+            run.path,
             self._load_checkpoint(run),
             self.origin,
             self.adapter,
@@ -280,6 +280,7 @@ class TrainingState:
             defaults=defaults,
             expected_keys=SAVED,
         )
+        run.truncate(state["step"])
         for name in SAVED:
             setattr(self, name, state[name])
         self._seconds_before, self.updates = state["seconds"], state["updates"]
@@ -308,3 +309,86 @@ class TrainingState:
         restore_tensors(tensors, self.adapter, self.optimizer)
         self.weights.load_state(state.get("server_state"))
         self.weights.copy_to_model()
+
+
+class MixedPrecisionAdapter:
+    """The trained LoRA matrices: the model's weights and their fp32 master weights.
+
+    A bf16 model is fast only if its adapter is in bf16 too. The updates are too small for bf16, so
+    they are added to fp32 master weights. In an fp32 model, the model's weights and the master
+    weights are the same tensors, and `accumulate` and `copy_to_model` do nothing.
+
+    The smallest positive fp16 number is 6e-8, and most gradients of a single token in a batch of
+    ten thousand are smaller than this number. Therefore the loss is multiplied by `loss_scale`
+    before the backward pass, and `accumulate` divides the gradients by `loss_scale` in fp32. If a
+    gradient overflows, the update is skipped and `loss_scale` is halved. After GOOD_UPDATES finite
+    updates in a row, `loss_scale` is doubled.
+    """
+
+    def __init__(self, policy: PeftModel) -> None:
+        self.policy = policy
+        self.model_weights = adapter_tensors(policy)
+        self.master_weights = self.model_weights
+        self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
+        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # in a row
+        if policy.dtype != torch.float32:
+            self.master_weights = {
+                name: torch.nn.Parameter(tensor.detach().float())
+                for name, tensor in self.model_weights.items()
+            }
+            for tensor in self.model_weights.values():
+                tensor.data = tensor.data.to(policy.dtype)
+
+    def token_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Compute the log-probability and the entropy of each completion token, each (n, T)."""
+        return token_logprobs(self.policy, batch, temperature)
+
+    def make_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        """Make the optimizer that updates the master weights."""
+        return torch.optim.Adam(self.master_weights.values(), lr=learning_rate)
+
+    def fetch(self) -> None:
+        """Do nothing, because the master weights are already on this machine."""
+
+    def save_state(self) -> None:
+        """Return None, because the checkpoints contain the whole state."""
+
+    def load_state(self, path: str | None) -> None:
+        """Do nothing, because the checkpoints contain the whole state."""
+
+    def accumulate(self) -> None:
+        """Add the gradients of a micro-batch to the gradients of the master weights, in fp32."""
+        if self.master_weights is self.model_weights:
+            return
+        for name, tensor in self.model_weights.items():
+            if tensor.grad is not None:
+                master = self.master_weights[name]
+                new = tensor.grad.float()
+                if self.loss_scale != 1:
+                    new /= self.loss_scale
+                master.grad = new if master.grad is None else master.grad + new
+                tensor.grad = None
+
+    def adapt_loss_scale(self, *, skipped: bool) -> bool:
+        """Adapt the loss scale after an update.
+
+        Args:
+            skipped: whether the update was skipped because its gradient was not finite.
+
+        Returns:
+            Whether the loss scale may have caused the overflow of the gradient.
+        """
+        at_fault = skipped and self.loss_scale > 1
+        if at_fault:
+            self.loss_scale /= 2
+        self.good_updates = 0 if skipped else self.good_updates + 1
+        if self._scales and self.good_updates >= GOOD_UPDATES:
+            self.loss_scale, self.good_updates = min(2 * self.loss_scale, MAX_LOSS_SCALE), 0
+        return at_fault
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Copy the master weights to the model."""
+        if self.master_weights is not self.model_weights:
+            for name, master in self.master_weights.items():
+                self.model_weights[name].copy_(master)

@@ -53,18 +53,17 @@ from rlm.model import (
     set_gradient_checkpointing,
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
-from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, new_alerts
+from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_rollouts
-from rlm.training.config import DEFAULT_SFT_ADAPTER, KEPT_AS, GRPOConfig
+from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
-from rlm.training.metrics import announce_run, step_line, time_left, timer
-from rlm.training.mixed_precision import Learner, MixedPrecisionAdapter
-from rlm.training.resolve import follow_adapter
-from rlm.training.state import StepControl, TrainingState
+from rlm.training.metrics import announce_run, new_alerts, step_line, time_left, timer
+from rlm.training.resolve import KEPT_AS, follow_adapter
+from rlm.training.state import Learner, MixedPrecisionAdapter, StepControl, TrainingState
 from rlm.training.validation import (
     ProblemScores,
     Validation,
@@ -131,13 +130,6 @@ def resolve_start(
     Returns:
         The completed config; the metadata of the start adapter; and the tool of the run, which is
         `tool` or the tool named by --tool.
-
-    Raises:
-        TypeError: `tool` is not a Tool.
-        UsageError: the given adapter does not exist, belongs to another base model, or has other
-            tags or another rank than the config; there are more processes than problems in a step;
-            or the tool named by --tool does not exist.
-        ValueError: a tool is given, but the sampler runs on a server, which does not support tools.
     """
     if tool is None:
         tool = load_tool(config.tool)
@@ -148,7 +140,7 @@ def resolve_start(
         too_small = f"--batch-size {config.batch_size} is too small"
         raise UsageError(f"{too_small}: each of the {processes} processes needs a problem")
     if config.sampler == "vllm" and not config.server_urls:
-        from rlm.sampling import split_command
+        from rlm.training.run_servers import split_command
 
         split_command(config.vllm_command)  # before loading the model, which may take minutes
     adapter = config.sft_adapter
@@ -202,12 +194,7 @@ def make_engine(
     distributed: Distributed,
     tool: Tool | None = None,
 ) -> tuple[Learner, RolloutSampler]:
-    """Make the learner and the sampler of a run.
-
-    Raises:
-        UsageError: the server does not answer, or --sampler merged is used with a model that the
-            fast sampler does not support.
-    """
+    """Make the learner and the sampler of a run."""
     if config.backend != "tinker":
         weights = MixedPrecisionAdapter(policy)
         return weights, make_sampler(policy, tokenizer, config, distributed, tool)
@@ -232,12 +219,7 @@ def make_sampler(
     distributed: Distributed,
     tool: Tool | None = None,
 ) -> RolloutSampler:
-    """Make the sampler selected by the config.
-
-    Raises:
-        UsageError: the server does not answer, or --sampler merged is used with a model that the
-            fast sampler does not support.
-    """
+    """Make the sampler selected by the config."""
     if config.sampler == "vllm":
         from rlm.training.run_servers import make_vllm_sampler
 
@@ -256,11 +238,7 @@ def make_sampler(
 
 
 def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the training problems and the validation problems.
-
-    Raises:
-        UsageError: the problems cannot be loaded, or the run to resume has no checkpoint.
-    """
+    """Load the training problems and the validation problems."""
     if config.resume:
         check_resumable(config.run_dir)
     load = partial(
@@ -287,9 +265,6 @@ def fit_prompts(
 
     Args:
         what: the name of the problems in the printed line.
-
-    Raises:
-        UsageError: no problem fits.
     """
     if (window := context_window(policy)) is None:
         return list(problems)
@@ -318,12 +293,7 @@ class TrainingData:
         dataset: Iterable[Problem | Mapping[str, Any]],
         eval_dataset: Iterable[Problem | Mapping[str, Any]] | None,
     ) -> TrainingData:
-        """Load the problems, and leave out those that do not fit into the context window.
-
-        Raises:
-            UsageError: there are no problems, no problem fits, or the data lacks a column that the
-                reward function needs.
-        """
+        """Load the problems, and leave out those that do not fit into the context window."""
         problems, render = as_problems(dataset), cache(render)  # renders each prompt only once
         if isinstance(eval_dataset, Sized) and not len(eval_dataset):
             eval_dataset = None
@@ -480,9 +450,6 @@ class TrainingRun:
         """Open --run-dir, and begin or resume the run.
 
         Within the context, signals take effect only at the end of a step.
-
-        Raises:
-            UsageError: --run-dir is in use, --output is not writable, or there is no run to resume.
         """
         writes = state.distributed.is_main
         if writes:
@@ -624,11 +591,7 @@ class TrainingRun:
         learning_curves(rows, self.directory.path / "curves.png", title)
 
     def save_or_stop(self, step: int, control: StepControl) -> bool:
-        """Save a checkpoint if one is due, and return whether the run ends at this step.
-
-        Raises:
-            Interrupted: a signal was received; the current step was finished and saved.
-        """
+        """Save a checkpoint if one is due, and return whether the run ends at this step."""
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
         if control.should_save or self._stopped:
@@ -647,7 +610,7 @@ class TrainingRun:
         config, state, data = self.config, self.state, self.data
         validations, last_step = state.validations, len(rows)
         validated_on = len(data.eval_problems)
-        choice = choose_export(validations, last_step, self._stopped)
+        exported, reason = choose_export(validations, last_step, self._stopped)
         summary: dict[str, Any] = {
             "stage": "grpo",
             "base_model": config.model,
@@ -661,8 +624,8 @@ class TrainingRun:
             "start_accuracy": rows[0].get("eval/start_accuracy"),
             "validated_on": validated_on,
             "validation": validations.summary(config.eval_group_size_for(validated_on)),
-            "exported": choice.name,
-            "reason": choice.reason,
+            "exported": exported,
+            "reason": reason,
             "steps_run": last_step,
             "commit": git_commit(),
             "seconds": state.seconds,
@@ -691,4 +654,4 @@ class TrainingRun:
         if self.distributed.is_main:
             self.directory.write_csv(rows)
             self._draw_curves(rows)
-        return save(choice.name, config.output, keep_previous=True)
+        return save(exported, config.output, keep_previous=True)

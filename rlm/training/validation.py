@@ -158,16 +158,7 @@ class Validations:
         return cls(**{**values, **kept})
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The adapter to export, "best" or "last", with its step and the reason as one line."""
-
-    name: str
-    step: int
-    reason: str
-
-
-def choose_export(validations: Validations, last_step: int, stopped: str = "") -> Choice:
+def choose_export(validations: Validations, last_step: int, stopped: str = "") -> tuple[str, str]:
     """Choose the adapter to export.
 
     The adapter of the last step is chosen, unless the interval of the gain of the best adapter over
@@ -177,26 +168,29 @@ def choose_export(validations: Validations, last_step: int, stopped: str = "") -
         last_step: the number of steps that were run.
         stopped: the reason why the run was stopped early, if its last weights are not usable. In
             this case the best adapter is chosen.
+
+    Returns:
+        The name of the adapter, "best" or "last", and the reason as one line.
     """
     best, last = validations.best, validations.last
     the_last = f"the last step, {last_step}"
     if best is None or last is None:
-        return Choice("last", last_step, f"{the_last}: nothing was validated")
+        return "last", f"{the_last}: nothing was validated"
     named = f"step {best.step}" if best.step else "the start"
     if last.step != last_step:  # the run was resumed without validation problems
-        return Choice("last", last_step, f"{the_last}: it was not validated")
+        return "last", f"{the_last}: it was not validated"
     if best.step == last_step:
-        return Choice("last", last_step, f"{the_last}: it is the best, too")
+        return "last", f"{the_last}: it is the best, too"
     lead = gain(last, best, validations.count - 1)  # the last is not a candidate
     by, is_sure = describe(lead, validations.measure), lead.low > 0
     if stopped or is_sure:
         why = "more than chance" if best.step else "no step was better; try a lower --learning-rate"
         why = stopped or why
-        return Choice("best", best.step, f"{named}: ahead of {the_last}, by {by}; {why}")
+        return "best", f"{named}: ahead of {the_last}, by {by}; {why}"
     why = "which may be chance"
     if math.isinf(lead.low):
         why = f"fewer than {MIN_PROBLEMS} problems decide nothing"
-    return Choice("last", last_step, f"{the_last}: {named} was ahead by {by}; {why}")
+    return "last", f"{the_last}: {named} was ahead by {by}; {why}"
 
 
 def describe_mean(mean: float, measure: str) -> str:

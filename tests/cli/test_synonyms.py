@@ -144,6 +144,8 @@ def test_a_value_of_a_switch_says_so():
     assert said == "unknown option runs/x: --resume takes no value"
     with pytest.raises(ValueError, match="--resume: expected true or false, got 'runs/x'"):
         GRPOConfig(resume_from_checkpoint="runs/x")
+    said = refusal(GRPOConfig, "gsm8k", "--plan")  # what comes before the first word is no switch
+    assert said == "unknown option gsm8k: type the name of its option before it"
 
 
 # --- all of TRL's --------------------------------------------------------------------------------

@@ -55,6 +55,12 @@ def test_a_broken_run_json_is_one_line(tmp_path, text):
         AdapterInfo.load(tmp_path)
 
 
+@pytest.mark.parametrize("config", [None, "mine.yaml"])
+def test_a_config_of_another_tool_is_one_line(tmp_path, config):
+    with pytest.raises(UsageError, match=r"run\.json: config is .*, not a JSON object"):
+        info(tmp_path, {"config": config})
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

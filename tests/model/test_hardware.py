@@ -192,7 +192,7 @@ def test_bf16_where_the_cpu_computes_it_and_is_let(monkeypatch, tmp_path, held_d
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     seconds = {"float32": 2.0, "bfloat16": 1.0}
-    monkeypatch.setattr("rlm.ops.dtypes._time_in_turns", lambda _: seconds)
+    monkeypatch.setattr("rlm.ops.cpu._time_in_turns", lambda _: seconds)
     monkeypatch.setenv("RLM_CACHE", str(tmp_path))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if held_down:

@@ -10,7 +10,7 @@ from conftest import kernels, tiny_model
 from rlm.cli.options import UsageError
 from rlm.model.base import load_base
 from rlm.model.hardware import Device
-from rlm.ops import attention
+from rlm.ops import fused_layers
 from rlm.training.logprobs import attention_mask
 
 # A prompt of 3, completions of 2 and 3, and one of 8 tokens whose end is padding.
@@ -31,12 +31,12 @@ def inputs(dtype, heads, shared):
 def test_attention_and_its_gradients_equal_torchs(
     heads, shared, dtype, rows, is_compiled, monkeypatch
 ):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
+    monkeypatch.setattr(fused_layers, "QUERY_BLOCK", rows)
     made = kernels(dtype, heads // shared, 4) if is_compiled else None
     ours = inputs(dtype, heads, shared)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask = attention_mask(SEGMENTS, dtype)
-    out = attention.block_attention(*ours, mask, 0.3, made)
+    out = fused_layers.block_attention(*ours, mask, 0.3, made)
     # Rows of padding see nothing: what comes out of them is never read, and must be finite.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
@@ -51,9 +51,9 @@ def test_attention_and_its_gradients_equal_torchs(
 
 
 def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(fused_layers, "QUERY_BLOCK", 3)
     mask = attention_mask(SEGMENTS, torch.bfloat16)
-    first, padded = attention._blocks(mask)
+    first, padded = fused_layers._blocks(mask)
     blocks = [(block.rows.start, block.rows.stop, block.columns.tolist()) for block in first]
     # The prompt alone; the first completion with the beginning of the second; the second.
     assert blocks == [(0, 3, [0, 1, 2]), (3, 6, [0, 1, 2, 3, 4, 5]), (6, 8, [0, 1, 2, 5, 6, 7])]
@@ -68,7 +68,7 @@ def test_each_mask_has_its_own_blocks():
     one = attention_mask(SEGMENTS[:1], torch.float32)  # may serve all sequences
     other = attention_mask(SEGMENTS.flip(0), torch.float32)
     masks = one, other, one, one.repeat(2, 1, 1, 1)
-    outs = [attention.block_attention(q, k, v, mask, 0.5) for mask in masks]
+    outs = [fused_layers.block_attention(q, k, v, mask, 0.5) for mask in masks]
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[0], outs[3])
     assert not torch.equal(outs[0], outs[1])
@@ -81,7 +81,7 @@ def test_a_model_scores_the_same_with_it(family, tmp_path):
     padding = torch.ones_like(ids)
     padding[1, 9:] = 0
     logits = {}
-    for attn in ("sdpa", attention.ATTN_IMPLEMENTATION):
+    for attn in ("sdpa", fused_layers.ATTN_IMPLEMENTATION):
         model = load_base(str(tmp_path), Device("cpu", torch.float32, ""), attn=attn)
         logits[attn] = model(input_ids=ids, attention_mask=padding, use_cache=False).logits
     ours, theirs = (part[padding.bool()] for part in logits.values())
@@ -91,7 +91,7 @@ def test_a_model_scores_the_same_with_it(family, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_chosen_on_a_cpu(model_dir, dtype):
     model = load_base(str(model_dir), Device("cpu", dtype, ""), attn="auto")
-    assert model.config._attn_implementation == attention.ATTN_IMPLEMENTATION
+    assert model.config._attn_implementation == fused_layers.ATTN_IMPLEMENTATION
     for name in ("sdpa", "eager"):
         named = load_base(str(model_dir), Device("cpu", dtype, ""), attn=name)
         assert named.config._attn_implementation == name
@@ -102,4 +102,4 @@ def test_what_it_does_not_do_is_one_line(option):
     q, k, v = inputs(torch.float32, 2, 2)
     mask = attention_mask(SEGMENTS, torch.float32)
     with pytest.raises(UsageError, match="not supported"):
-        attention.attention_forward(torch.nn.Module(), q, k, v, mask, **option)
+        fused_layers.attention_forward(torch.nn.Module(), q, k, v, mask, **option)

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from rlm.ops import build
-from rlm.ops.build import load_library
+from rlm.ops import cpu as this_cpu
+from rlm.ops.cpu import load_library
 
 MACROS = ["QUERIES=1", "WIDTH=8", "DRAWN=256"]
 
@@ -24,7 +24,7 @@ def compiler(tmp_path, monkeypatch):
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
     load_library(MACROS)
-    if not build.CPU_INFO.is_file():
+    if not this_cpu.CPU_INFO.is_file():
         pytest.skip("nothing is kept where the CPU is not known")
 
     def compiled():
@@ -45,7 +45,7 @@ def test_an_equal_build_is_taken_from_disk(compiler, tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_keeps_no_build(compiler, tmp_path, monkeypatch):
-    monkeypatch.setattr(build.os, "access", lambda folder, mode: False)  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda folder, mode: False)  # root may write anywhere
     assert load_library([*MACROS, "BF16"]).block_columns() >= 0
     assert compiler() == 2
     assert len(list((tmp_path / "kernels").iterdir())) == 1
@@ -54,32 +54,32 @@ def test_a_folder_that_cannot_be_written_keeps_no_build(compiler, tmp_path, monk
 def test_a_failed_build_is_no_part_of_a_measurement(tmp_path, monkeypatch):
     monkeypatch.setenv("RLM_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(build, "_failed", set())
+    monkeypatch.setattr(this_cpu, "_failed", set())
     (tmp_path / "wrong.c").write_text("this is no C")
-    monkeypatch.setattr(build, "SOURCES", (tmp_path / "wrong.c",))
+    monkeypatch.setattr(this_cpu, "SOURCES", (tmp_path / "wrong.c",))
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
-    assert build.kernels_digest() != "none"
-    with pytest.raises(build.BuildError):
+    assert this_cpu.kernels_digest() != "none"
+    with pytest.raises(this_cpu.BuildError):
         load_library(MACROS)
-    assert build.kernels_digest() == "none"
+    assert this_cpu.kernels_digest() == "none"
     monkeypatch.setenv("RLM_MARCH", "x86-64")  # other flags have not failed
-    assert build.kernels_digest() != "none"
+    assert this_cpu.kernels_digest() != "none"
 
 
 @pytest.mark.parametrize("changed", ["source", "cpu"])
 def test_another_source_or_cpu_is_compiled_anew(compiler, tmp_path, monkeypatch, changed):
     if changed == "cpu":
-        monkeypatch.setattr(build, "CPU_INFO", tmp_path / "cpuinfo")
-        build.CPU_INFO.write_text("flags : none\ncpu MHz : 1\n\nflags : of the second")
+        monkeypatch.setattr(this_cpu, "CPU_INFO", tmp_path / "cpuinfo")
+        this_cpu.CPU_INFO.write_text("flags : none\ncpu MHz : 1\n\nflags : of the second")
     else:
         source = tmp_path / "more.c"
         source.write_text("int more(void) { return 1; }\n")
-        monkeypatch.setattr(build, "SOURCES", [*build.SOURCES, source])
+        monkeypatch.setattr(this_cpu, "SOURCES", [*this_cpu.SOURCES, source])
     load_library(MACROS)
     assert compiler() == 2
     if changed == "cpu":
-        build.CPU_INFO.write_text("flags : none\ncpu MHz : 2\n")
+        this_cpu.CPU_INFO.write_text("flags : none\ncpu MHz : 2\n")
     load_library(MACROS)
     assert compiler() == 2
 

@@ -9,7 +9,8 @@ import torch
 from conftest import tiny_model
 
 from rlm.model import pick_device
-from rlm.ops import TorchOps, build, dtypes
+from rlm.ops import TorchOps
+from rlm.ops import cpu as this_cpu
 from rlm.sampling import Sampler, SamplingParams, sampling_dtype
 
 
@@ -27,7 +28,7 @@ def cpu(monkeypatch, tmp_path):
             timed.append({name: function() for name, function in functions.items()})
             return {"float32": fp32, "bfloat16": bf16}
 
-        monkeypatch.setattr(dtypes, "_time_in_turns", time_in_turns)
+        monkeypatch.setattr(this_cpu, "_time_in_turns", time_in_turns)
         return timed
 
     return having
@@ -51,7 +52,7 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
         pick_device()
         sampling_dtype(tiny_model().bfloat16())
     assert len(timed) == 2 * 2  # each until two timings agree
-    assert all({*each} == {*dtypes.DTYPES} for each in timed)
+    assert all({*each} == {*this_cpu.DTYPES} for each in timed)
     file = tmp_path / "cache" / "number_types.json"
     kinds = sorted(key.split(",")[0] for key in json.loads(file.read_text()))
     assert kinds == ["learning", "sampling 32 x 64"]
@@ -71,14 +72,14 @@ def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch,
         if changed == "limit":  # which leaves bf16 in
             patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
         elif changed == "features":
-            patch.setattr(build, "CPU_INFO", tmp_path / "cpuinfo")
-            build.CPU_INFO.write_text("flags : others")
+            patch.setattr(this_cpu, "CPU_INFO", tmp_path / "cpuinfo")
+            this_cpu.CPU_INFO.write_text("flags : others")
         elif changed == "compiler":
             patch.setenv("CC", "none")
         elif changed == "source":
             source = tmp_path / "more.c"
             source.write_text("int more(void) { return 1; }\n")
-            patch.setattr(build, "SOURCES", [*build.SOURCES, source])
+            patch.setattr(this_cpu, "SOURCES", [*this_cpu.SOURCES, source])
         elif changed == "threads":
             patch.setattr("torch.get_num_threads", lambda: 77)
         else:
@@ -100,7 +101,7 @@ def test_a_measurement_that_other_programs_spoil_is_repeated(
     cpu(0.0, 1.0)
     left = iter(times)
     monkeypatch.setattr(
-        dtypes, "_time_in_turns", lambda _: {"float32": next(left), "bfloat16": 1.0}
+        this_cpu, "_time_in_turns", lambda _: {"float32": next(left), "bfloat16": 1.0}
     )
     assert pick_device().dtype == dtype
     assert list(left) == []
@@ -128,7 +129,7 @@ def test_a_type_that_somebody_chose_is_not_measured(cpu):
 
 def test_the_clock_takes_the_faster_for_faster():
     work = {"slow": lambda: torch.ones(300, 300) @ torch.ones(300, 300), "fast": lambda: None}
-    seconds = dtypes._time_in_turns(work)
+    seconds = this_cpu._time_in_turns(work)
     assert 0 < seconds["fast"] < seconds["slow"]
 
 

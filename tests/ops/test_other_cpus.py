@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlm.ops import build
+from rlm.ops import cpu as this_cpu
 
 # Of the largest number that a function returns; bf16 has 8 bits.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-MACROS = ("-DQUERIES=3", "-DWIDTH=64", "-DDRAWN=256", f"-I{build.FOLDER}")
+MACROS = ("-DQUERIES=3", "-DWIDTH=64", "-DDRAWN=256", f"-I{this_cpu.FOLDER}")
 # Name: compiler, flag, what runs it, and whether products are compiled.
 CPUS = {
     "AVX2": ("cc", "-march=haswell", (), True),
@@ -26,10 +26,10 @@ CPUS = {
 
 def results(folder: Path, compiler: str, flag: str, runner: tuple[str, ...], dtype: str):
     """What every function returns, by its name."""
-    flags = [part for part in build.FLAGS if not part.startswith("-march")]
+    flags = [part for part in this_cpu.FLAGS if not part.startswith("-march")]
     if dtype == "bf16":
         flags.append("-DBF16")
-    sources = [Path(__file__).with_name("other_cpus.c"), *build.SOURCES]
+    sources = [Path(__file__).with_name("other_cpus.c"), *this_cpu.SOURCES]
     program = folder / "program"
     command = [compiler, flag, *flags, *MACROS, "-static", "-o", program, *sources, "-lm"]
     made = subprocess.run(command, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from rlm.reasoner.answers import Answer, Sample, Thinking, read_answer
 from rlm.reasoner.parser import ReasoningParser
 from rlm.reasoner.stream import ReasoningStream, ToolCall
 from rlm.sampling import ToolTokens
-from rlm.sampling.params import Request, SamplingParams, Token
+from rlm.sampling.requests import Request, SamplingParams, Token
 from rlm.tools import Calculator
 
 FORMAT = FORMATS["deepseek"]

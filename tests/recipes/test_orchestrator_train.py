@@ -109,7 +109,7 @@ def start(base, tmp_path_factory):
     path = tmp_path_factory.mktemp("start") / "adapter"
     with pytest.MonkeyPatch.context() as patch:
         teach_toy_graphs(patch)
-        config = options(base, path, sft_adapter=path)
+        config = options(base, path.parent, sft_adapter=path)
         cold_start.train_start_adapter(config, (PROBLEMS * 10)[:320])
     return path
 
@@ -496,6 +496,18 @@ def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, ca
     assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", inside) == 2
     assert f"such as --sft-adapter {tmp_path / 'run'}_start" in capsys.readouterr().err
     assert not inside.exists()
+    for place in (tmp_path / "link" / "start", tmp_path):  # the folder of the cold start is in it
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", place) == 2
+        assert f"--sft-adapter {place} and --run-dir" in capsys.readouterr().err
+
+
+def test_the_adapter_never_replaces_the_run(base, tmp_path, capsys):
+    arguments = ("--model", base, "--run-dir", tmp_path / "run", "--output", tmp_path)
+    assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", "none") == 2
+    assert f"--output {tmp_path} would replace --run-dir" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)

@@ -13,7 +13,6 @@ import torch
 from rlm.cli.options import UsageError
 from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
 from rlm.runs.directory import RunDirectory
-from rlm.runs.resume import resume_run, run_origin
 
 
 def saved(folder, *steps, keep=9):
@@ -247,17 +246,6 @@ def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path, dama
     samples = run.samples_file.read_text().split("\n")
     assert [json.loads(line)["step"] for line in samples[:-1]] == [0, 1]
     assert json.loads(samples[1])["completions"] == ["a\u2028b\x85c\ud7ff"]
-
-
-def test_a_resume_cuts_the_logs_at_its_checkpoint(tmp_path):
-    """The run has logged two steps since: they are made again."""
-    origin = run_origin({"steps": 9}, "hash", None)
-    options = {"may_change": (), "defaults": {}, "expected_keys": ()}
-    with RunDirectory(tmp_path, resume=False) as run:
-        for step in range(4):
-            run.log({"step": step})
-        resume_run(run, ({}, {"origin": origin, "step": 2}), origin, {}, **options)
-        assert [row["step"] for row in run.metrics()] == [0, 1]
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -27,7 +27,7 @@ from rlm.sampling import (
 )
 from rlm.sampling.draw import apply_top_k_top_p, sample_tokens, uniforms
 from rlm.sampling.kv_cache import CacheConfig
-from rlm.sampling.scheduler import RequestState, Scheduler
+from rlm.sampling.requests import RequestState, Scheduler
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
 

@@ -29,7 +29,7 @@ from rlm.data.prompts import render_prompt
 from rlm.reasoner.stream import ReasoningStream
 from rlm.sampling import GrammarCompiler
 from rlm.sampling.engine import Sampler
-from rlm.sampling.params import SamplingParams
+from rlm.sampling.requests import SamplingParams
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine

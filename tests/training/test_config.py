@@ -216,6 +216,33 @@ def test_what_writes_nothing_is_not_refused_for_what_it_would_write(look):
             GRPOConfig(run_dir=Path("runs/x"), output=Path("runs/x") / kept)
 
 
+@pytest.mark.parametrize("config", [GRPOConfig, SFTConfig])
+def test_the_adapter_never_replaces_the_run_that_made_it(config, tmp_path, monkeypatch):
+    """What is at --output is renamed to NAME.prev at the end, and deleted by the next run."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "x"
+    run.mkdir(parents=True)
+    Path("link").symlink_to(run)
+    for output in ("runs/x", "runs", run, run.parent, "runs/../runs/x", "link", "."):
+        for run_dir in ("runs/x", run, "link"):
+            with pytest.raises(ValueError, match=f"--output {output} would replace --run-dir"):
+                config(output=Path(output), run_dir=Path(run_dir))
+    with pytest.raises(ValueError, match="would replace --run-dir"):
+        config(output=Path("mine"), run_dir=Path("mine.prev"))
+    for name in ("checkpoints", "checkpoints/mine", "sampler_adapter"):
+        with pytest.raises(ValueError, match="is a folder that the run itself writes"):
+            config(output=Path("link", name), run_dir=run)
+    for output in (run / "adapter", Path("runs/x_lora"), Path("other")):
+        assert config(output=output, run_dir=Path("link")).output == output
+
+
+def test_no_start_adapter_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="would replace --run-dir"):
+        GRPOConfig(sft_adapter=None, output=Path())
+    GRPOConfig(sft_adapter=None, output=Path(), run_dir=tmp_path.parent / "run")
+
+
 def test_the_columns_of_the_default_adapter_are_used_if_a_model_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     adapter = tmp_path / "weights" / "sft_lora"

@@ -10,7 +10,7 @@ import torch
 from conftest import kernels, tiny_model
 
 from rlm.model.adapters import adapter_tensors, new_adapter
-from rlm.ops import TorchOps, attention, ops_for, use_fused_layers
+from rlm.ops import ATTN_IMPLEMENTATION, TorchOps, ops_for, use_fused_layers
 from rlm.ops.kernels import Kernels
 from rlm.training.advantages import group_advantages
 from rlm.training.algorithms import ALGORITHMS
@@ -23,7 +23,7 @@ from rlm.training.logprobs import (
     token_logprobs,
 )
 from rlm.training.loss import policy_loss
-from rlm.training.mixed_precision import MixedPrecisionAdapter
+from rlm.training.state import MixedPrecisionAdapter
 from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
 
 
@@ -176,7 +176,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     calls, call = Counter(), Kernels._call
     monkeypatch.setattr(Kernels, "_call", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
-    model.set_attn_implementation(attention.ATTN_IMPLEMENTATION)
+    model.set_attn_implementation(ATTN_IMPLEMENTATION)
     policy = new_adapter(model, r=4, alpha=8).eval()
     policy.add_adapter("reference", policy.peft_config["default"])
     generator = torch.Generator().manual_seed(0)

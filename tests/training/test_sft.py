@@ -24,7 +24,7 @@ from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
-from rlm.ops.attention import ATTN_IMPLEMENTATION
+from rlm.ops.fused_layers import ATTN_IMPLEMENTATION
 from rlm.runs.atomic_files import read_lines
 from rlm.training.config import GRPOConfig
 from rlm.training.sft_config import SFTConfig

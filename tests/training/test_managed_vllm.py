@@ -19,7 +19,8 @@ import torch
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError
-from rlm.sampling import ManagedVLLM, managed_vllm, server_command, server_options, split_command
+from rlm.training import run_servers
+from rlm.training.run_servers import ManagedVLLM, server_command, server_options, split_command
 
 PROGRAM = [sys.executable, str(Path(__file__).parent.parent / "stand_in_vllm.py"), "serve", "MODEL"]
 
@@ -94,7 +95,7 @@ DEAF = (
 
 
 def test_one_that_does_not_end_is_killed_with_its_children(tmp_path, monkeypatch):
-    monkeypatch.setattr(managed_vllm, "WATCHDOG", managed_vllm.WATCHDOG.replace("100", "3"))
+    monkeypatch.setattr(run_servers, "WATCHDOG", run_servers.WATCHDOG.replace("100", "3"))
     server = ManagedVLLM([sys.executable, "-c", DEAF], tmp_path / "vllm.log")
     while not (text := server.log.read_text()).endswith("\n"):
         time.sleep(0.02)
@@ -126,8 +127,8 @@ def test_it_ends_however_the_trainer_ends(how, record, tmp_path):
 
 def test_a_port_that_was_taken_meanwhile_is_changed(record, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        free, ports = managed_vllm._free_port, [other.getsockname()[1]]
-        monkeypatch.setattr(managed_vllm, "_free_port", lambda: ports.pop() if ports else free())
+        free, ports = run_servers._free_port, [other.getsockname()[1]]
+        monkeypatch.setattr(run_servers, "_free_port", lambda: ports.pop() if ports else free())
         server = ManagedVLLM(PROGRAM, tmp_path / "vllm.log")
         server.wait_until_healthy()
     assert "Address already in use" in server.log.read_text()
@@ -151,8 +152,8 @@ def test_one_that_dies_at_the_start_says_why(record, tmp_path, monkeypatch, caps
 
 def test_one_that_never_answers_is_given_up_and_ended(record, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("STAND_IN", "mute")
-    monkeypatch.setattr(managed_vllm, "START_TIMEOUT", 2.0)
-    monkeypatch.setattr(managed_vllm, "PROGRESS_INTERVAL", 0.5)
+    monkeypatch.setattr(run_servers, "START_TIMEOUT", 2.0)
+    monkeypatch.setattr(run_servers, "PROGRESS_INTERVAL", 0.5)
     log = tmp_path / "vllm.log"
     server = ManagedVLLM(PROGRAM, log)
     until = time.monotonic() + 60
@@ -200,8 +201,8 @@ def test_what_the_server_of_a_run_needs(monkeypatch):
         num_parameters=lambda: int(15.25 * gib / 2),
     )
     free = 78 * gib - 15.25 * gib
-    monkeypatch.setattr(managed_vllm, "available_memory", lambda device_type: free)
-    monkeypatch.setattr(managed_vllm, "release_memory", lambda: None)
+    monkeypatch.setattr(run_servers, "available_memory", lambda device_type: free)
+    monkeypatch.setattr(run_servers, "release_memory", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * gib))
     options = partial(server_options, policy, 2560, 128)
     assert options(rank=12) == {

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlm.runs.alerts import FLAT_STEPS, WINDOW, active_alerts, new_alerts
 from rlm.runs.directory import RunDirectory
 from rlm.training.config import GRPOConfig
+from rlm.training.metrics import FLAT_STEPS, RECENT_STEPS, active_alerts, new_alerts
 from rlm.training.trainer import TrainingRun
 
 GOOD = {
@@ -25,7 +25,7 @@ GOOD = {
 DEMO = Path(__file__).parents[2] / "docs" / "results" / "demo" / "metrics.jsonl"
 
 
-def rows(count=WINDOW, **changes):
+def rows(count=RECENT_STEPS, **changes):
     changes = {name.replace("__", "/"): value for name, value in changes.items()}
     return [GOOD | changes] * count
 
@@ -33,7 +33,7 @@ def rows(count=WINDOW, **changes):
 def test_a_good_run_is_silent():
     assert active_alerts(rows()) == {}
     demo = [json.loads(line) for line in DEMO.open()]
-    assert len(demo) > WINDOW
+    assert len(demo) > RECENT_STEPS
     for end in range(len(demo) + 1):
         assert new_alerts(demo[:end]) == []
 
@@ -57,8 +57,8 @@ def test_each_rule_holds_beyond_its_threshold_and_gives_advice(metric, silent, b
 
 
 def test_one_bad_step_is_no_warning_and_neither_is_a_short_run():
-    assert active_alerts([*rows(WINDOW - 1), *rows(1, policy__entropy=0.0)]) == {}
-    assert active_alerts(rows(WINDOW - 1, policy__entropy=0.0)) == {}
+    assert active_alerts([*rows(RECENT_STEPS - 1), *rows(1, policy__entropy=0.0)]) == {}
+    assert active_alerts(rows(RECENT_STEPS - 1, policy__entropy=0.0)) == {}
 
 
 def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_type():
@@ -121,12 +121,12 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
         made.directory, made.steps = run, 20
         made.config = GRPOConfig(steps=20, eval_every=0)
         made.state = SimpleNamespace(minutes=0.0)
-        for step in range(1, WINDOW + 3):  # nothing is printed of the first and the last
+        for step in range(1, RECENT_STEPS + 3):  # nothing is printed of the first and the last
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
             made.log_step(metrics, [], torch.zeros(0, 2))
             said.append(capsys.readouterr().out)
-    assert ["warning: " in text for text in said] == [True] + [False] * (WINDOW + 1)
+    assert ["warning: " in text for text in said] == [True] + [False] * (RECENT_STEPS + 1)
     (line,) = [line for line in said[0].splitlines() if line.startswith("warning: ")]
     assert "75% of the completions were cut off" in line
     assert "--max-new-tokens" in line
