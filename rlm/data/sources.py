@@ -256,13 +256,16 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
     import httpx2
     from datasets import config, exceptions
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     was_offline = config.HF_HUB_OFFLINE
     try:
         if not Path(path).is_dir():
             try:
                 HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
-            except (OSError, httpx2.HTTPError):  # other errors of the hub recur in the block
+            except RepositoryNotFoundError:  # or gated: the block raises the error again
+                pass
+            except (OSError, httpx2.HTTPError):
                 # Without offline mode, load_dataset would retry for 23 s before using its cache.
                 config.HF_HUB_OFFLINE = True
         yield
