@@ -87,6 +87,8 @@ def test_a_plain_function_has_trls_contract():
 def test_a_function_gets_only_what_it_takes():
     scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
     assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
+    scorer = Scorer(lambda completions, question: [float(q == "1 + 1?") for q in question])
+    assert scorer(PROBLEMS, GROUPS).rewards == [[1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(UsageError, match="1 values for 4"):
         Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
 
