@@ -196,12 +196,13 @@ class CombinedReward(RewardFunction):
         ]
         if any(map(inspect.isawaitable, found)):
             return self._await_and_combine(found)
-        return self._combine(found)
+        return self.combine(found)
 
     async def _await_and_combine(self, found: Sequence[Any]) -> Reward:
-        return self._combine([await r if inspect.isawaitable(r) else r for r in found])
+        return self.combine([await r if inspect.isawaitable(r) else r for r in found])
 
-    def _combine(self, found: Sequence[Reward]) -> Reward:
+    def combine(self, found: Sequence[Reward]) -> Reward:
+        """Return the weighted mean of the parts' rewards, which are in the order of the parts."""
         pairs = zip(self.parts, found, strict=True)
         values = {n: v for n, v in pairs if v is not None and not math.isnan(v)}
         for name, value in values.items():

@@ -76,6 +76,8 @@ def test_a_plain_function_has_trls_contract():
         return [0.0, None, math.nan, 1.0]
 
     assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[0.0, None], [None, 1.0]]
+    in_a_list = Scorer([reward, FormatReward()])(PROBLEMS, GROUPS).rewards
+    assert in_a_list == [[0.1, 0.2], [0.0, 0.6]]
     assert seen == {
         "prompts": ["1 + 1?"] * 2 + ["2 + 3?"] * 2,
         "completions": [text for group in GROUPS for text in group],
