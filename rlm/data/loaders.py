@@ -34,7 +34,7 @@ from pathlib import Path
 
 from rlm.cli import UsageError
 from rlm.data import word_problems
-from rlm.data.columns import parse_columns
+from rlm.data.columns import parse_columns, split_slice
 from rlm.data.own_data import (
     PUBLISHED_TRAIN,
     hold_out,
@@ -87,7 +87,7 @@ def load_problems(
 
     Args:
         split: the name of the split. For a file or hub dataset, it may include a slice of rows,
-            such as test[:200].
+            such as test[:200]. In a mixture, the slice does not apply to the other datasets.
         max_samples: the maximum number of problems per dataset. None loads all problems; for
             generated datasets, None means 2000 (word-problems) or 8000 (elementary) problems for
             train, and 500 problems for the other splits.
@@ -108,9 +108,11 @@ def load_problems(
     options = {"keep_code": keep_code, "calculator_marks": calculator_marks}
     parts = dataset_parts(dataset)
     if len(parts) > 1:
-        load = partial(load_problems, split=split, max_samples=max_samples, seed=seed, **options)
+        load = partial(load_problems, max_samples=max_samples, seed=seed, **options)
         mixed = [
-            load(part) if is_named(part) else load(part, columns=columns, rows=rows)
+            load(part, split_slice(split)[0])
+            if is_named(part)
+            else load(part, split, columns=columns, rows=rows)
             for part in parts
         ]
         return _mix(mixed, split, seed)

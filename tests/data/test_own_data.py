@@ -498,6 +498,8 @@ def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", rows_of(20))
     mixed = load_problems(f"elementary:1+{path}", max_samples=5, columns=COLUMNS)
     assert len(mixed) == 10
+    mixture, choice = f"elementary:1+{path}", {"max_samples": 5, "columns": COLUMNS}
+    assert len(load_problems(mixture, "validation[:10]", **choice)) == 5 + 1
 
 
 # Chat rows.
