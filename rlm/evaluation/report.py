@@ -133,7 +133,7 @@ def summarize(result: Evaluation) -> dict[str, object]:
             ks = sorted({2**i for i in range(result.k.bit_length())} | {result.k})
             grading["majority"] = result.majority_accuracy(strict)
             grading["pass_at"] = {str(k): result.pass_at(k, strict) for k in ks}
-    if result.rewards is not None:
+    if any(reward is not None for reward in result.reward_per_problem()):
         summary["reward"] = result.mean_reward()
     rates = ("format_rate", "truncated_rate", "length_mean")
     return summary | {name: getattr(result, name) for name in rates}
