@@ -37,7 +37,7 @@ from rlm.evaluation import (
     pairs_to_compare,
     write_report,
 )
-from rlm.rewards import Scorer, load_reward
+from rlm.rewards import Scorer, check_columns, load_reward
 from rlm.tools import Calculator, Tool, load_tool
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
     if config.reward:
         tags = required(config.reasoning_format, "--reasoning-format")
         scorer = Scorer(load_reward(config.reward), tags)
-        scorer.check_columns(problems)
+        check_columns(scorer.reward, problems)
         return scorer
     if all(problem.answer_type == "open" for problem in problems):
         raise UsageError(

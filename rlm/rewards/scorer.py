@@ -14,7 +14,7 @@ import queue
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, starmap
@@ -22,20 +22,19 @@ from typing import Any, TypeVar
 
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Problem
-from rlm.grading import Verdict, grade
+from rlm.grading import grade
 from rlm.rewards.base import (
     REWARD_ERRORS,
     PerCompletionReward,
     Reward,
     RewardFunction,
-    Rollout,
     as_list,
     named_columns,
 )
-from rlm.rewards.functions import CombinedReward
-from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
+from rlm.rewards.functions import CombinedReward, as_reward, is_built_in, parts_of
 
 T = TypeVar("T")
+Call = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 TIME_LIMIT = 300.0  # seconds per call; the limit is generous because an LLM judge may be slow
 MAX_TIMEOUTS = 3  # timeouts per step, after which the remaining calls are skipped
 # The run ends after this many consecutive steps without a successful call. If no call of the run
@@ -117,7 +116,20 @@ class Scorer:
             verdicts.append([grade(text, gold, strict=True, kind=kind, **tags) for text in texts])
         parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
         rollouts = [
-            (text, problem.answer, self._columns(problem, cut, ids, verdict))
+            (
+                text,
+                problem.answer,
+                {
+                    **problem.columns,
+                    "question": problem.question,
+                    "solution": problem.solution,
+                    "completion_ids": ids,
+                    "answer_type": problem.answer_type,
+                    "reasoning_format": self.reasoning_format,
+                    "is_truncated": cut,
+                    "strict_verdict": verdict,
+                },
+            )
             for problem, *group in parts
             for text, cut, ids, verdict in zip(*group, strict=True)
         ]
@@ -147,35 +159,8 @@ class Scorer:
             )
         self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 
-    def check_columns(self, problems: Sequence[Problem]) -> None:
-        """Check before training that the data has the columns that the reward requires.
-
-        Raises:
-            UsageError: the data has no column for a parameter without a default, or it has open
-                answers although the reward compares answers.
-        """
-        check_columns(self.reward, problems)
-
-    def _columns(
-        self,
-        problem: Problem,
-        truncated: bool = False,
-        token_ids: Sequence[int] = (),
-        verdict: Verdict | None = None,
-    ) -> dict[str, Any]:
-        return {
-            **problem.columns,
-            "question": problem.question,
-            "solution": problem.solution,
-            "completion_ids": token_ids,
-            "answer_type": problem.answer_type,
-            "reasoning_format": self.reasoning_format,
-            "is_truncated": truncated,
-            "strict_verdict": verdict,
-        }
-
     def _ask_all(
-        self, reward: RewardFunction, rollouts: Sequence[Rollout]
+        self, reward: RewardFunction, rollouts: Sequence[Call]
     ) -> list[Reward | BaseException]:
         """Return the reward of each rollout, or the error of its call."""
         if is_built_in(reward):
@@ -192,7 +177,7 @@ class Scorer:
         return list(map(_to_reward, found))
 
     def _ask(
-        self, reward: RewardFunction, completion: str, answer: str, columns: dict[str, Any]
+        self, reward: RewardFunction, completion: str, answer: str, columns: Mapping[str, Any]
     ) -> Any:
         """Return the reward of one rollout, or the error that the reward raises."""
         try:
@@ -201,7 +186,7 @@ class Scorer:
         except REWARD_ERRORS as error:
             return error
 
-    def _ask_in_worker(self, reward: RewardFunction, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _ask_in_worker(self, reward: RewardFunction, rollouts: Sequence[Call]) -> list[Any]:
         """Call `_ask` for all rollouts, in one batch if the reward supports it."""
         at_once = type(reward).batch_call is not RewardFunction.batch_call
         if at_once or _is_async(reward):
@@ -220,7 +205,7 @@ class Scorer:
         calls = [lambda rollout=rollout: self._ask(reward, *rollout) for rollout in rollouts]
         return call_in_worker(calls, self.time_limit)
 
-    def _ask_together(self, reward: RewardFunction, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _ask_together(self, reward: RewardFunction, rollouts: Sequence[Call]) -> list[Any]:
         """Call `batch_call` once and await all awaitable results together."""
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)

@@ -20,7 +20,7 @@ from rlm.cli import command_of, terminal
 from rlm.data import FORMATS, Format, Problem, longest_prompts, render_prompt
 from rlm.evaluation import Evaluation, Graded
 from rlm.grading import find_equations, parse_number
-from rlm.rewards import Scorer
+from rlm.rewards import Scorer, check_columns
 from rlm.training.advantages import has_signal
 from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
@@ -83,7 +83,7 @@ class Doctor:
         config, render = self.config, cache(self.render)  # renders each prompt only once
         problems = fit_prompts(config, self.weights.policy, render, problems)
         if isinstance(self.scorer, Scorer):
-            self.scorer.check_columns(problems)
+            check_columns(self.scorer.reward, problems)
         longest = longest_prompts(render, problems)
         plan_memory(config, self.weights, self.validator.sampler, longest, 0)
         metrics, findings, examples = self.diagnose(problems)

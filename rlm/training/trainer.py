@@ -52,7 +52,7 @@ from rlm.model import (
     save_adapter,
     set_gradient_checkpointing,
 )
-from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
+from rlm.rewards import CorrectnessReward, Scorer, Scores, check_columns, is_built_in
 from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, new_alerts
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
@@ -335,7 +335,7 @@ class TrainingData:
             what = "validation problems"
             eval_problems = fit_prompts(config, policy, render, eval_problems, what)
         if isinstance(scorer, Scorer):
-            scorer.check_columns(problems)
+            check_columns(scorer.reward, problems)
         longest = longest_prompts(render, [*problems, *eval_problems])
         warnings = []
         questions = {problem.question for problem in problems}
