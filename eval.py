@@ -86,14 +86,14 @@ def fit_window(
         the few-shot prompt of a problem does not fit.
     """
     render = partial(render_problem, tokenizer, format=config.format)
-    limit = (window or sys.maxsize) - config.max_new_tokens
-    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
-    problems = drop_long_prompts(problems, render, limit, why)
+    problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
     examples = worked_examples(config, problems)
+    limit = (window or sys.maxsize) - config.max_new_tokens
     if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
         return problems, examples
     terminal.line(
-        f"the few-shot row is left out: its prompts exceed {limit} tokens ({why}); lower --few-shot"
+        f"the few-shot row is left out: its prompts exceed {limit} tokens, which is all that "
+        "the model's window leaves; lower --few-shot"
     )
     return problems, []
 
