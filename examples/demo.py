@@ -228,7 +228,6 @@ def _summary(results: Rows) -> dict[str, Any]:
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
-    gain = paired_bootstrap(before, after)
     return {
         "accuracy": {
             row: {
@@ -243,7 +242,7 @@ def _summary(results: Rows) -> dict[str, Any]:
             }
             for row in ("sft", "grpo")
         },
-        "gain": {"points": gain.points, "low": gain.low, "high": gain.high},
+        "gain": paired_bootstrap(before, after),
     }
 
 

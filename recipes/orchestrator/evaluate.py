@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
@@ -221,7 +221,7 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
     return {
         "problems": len(row),
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
-        "against_single": asdict(paired_bootstrap(scores(single), solved)),
+        "against_single": paired_bootstrap(scores(single), solved),
         **used,
         "cost_of_1000": 1000 * price.cost(used["read"], used["written"] + used["orchestrator"]),
         **graphs,
@@ -239,7 +239,7 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     trained = solved.pop(TRAINED)
     start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
     return {
-        f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
+        f"{TRAINED} − {name}": paired_bootstrap(solved[name], trained)
         for name in dict.fromkeys((start, best))
     }
 
