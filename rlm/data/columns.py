@@ -32,7 +32,6 @@ ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 _HASHES = re.compile(r"\n\s*####[^\n]*\Z")
-_SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
 class LeftOut(Exception):
@@ -171,35 +170,6 @@ def has_system_message(row: Row) -> bool:
 
 def _first(names: Mapping[str, str], fields: Sequence[str]) -> str | None:
     return next((names[field] for field in fields if field in names), None)
-
-
-def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
-    """Parse `train[100:10%]` into the split's name and the bounds of the slice.
-
-    >>> split_slice("train[:500]"), split_slice("test")
-    (('train', (None, '500')), ('test', (None, None)))
-
-    Raises:
-        UsageError: the text does not have this form.
-    """
-    if (match := _SLICE.fullmatch(text)) is None:
-        raise UsageError(f"--split {text}: write NAME, NAME[:500], NAME[500:] or NAME[10%:20%]")
-    return match[1], (match[2], match[3])
-
-
-def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequence[Any]:
-    """Return the rows between two bounds.
-
-    A bound is a row number or a percentage; negative bounds count from the end.
-    """
-
-    def index(bound: str | None) -> int | None:
-        if bound is None or not bound.endswith("%"):
-            return None if bound is None else int(bound)
-        return round(len(rows) * int(bound[:-1]) / 100)
-
-    first, last = map(index, bounds)
-    return rows[first:last]
 
 
 def read_chat(row: Row) -> Row:
