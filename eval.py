@@ -105,7 +105,6 @@ def evaluate_row(
     problems: Sequence[Problem],
     examples: Sequence[tuple[str, str]],
     config: EvaluateConfig,
-    kinds: Sequence[str] = ("greedy", "sampled"),
     record: RowRecord | None = None,
     tool: Tool | None = None,
     scorer: Scorer | None = None,
@@ -114,7 +113,6 @@ def evaluate_row(
 
     Args:
         examples: the (question, completion) pairs of a few-shot prompt.
-        kinds: the evaluations to run.
         record: stores the completions; stored completions are not sampled again.
         tool: the tool selected by --tool.
         scorer: computes the rewards with the function selected by --reward.
@@ -130,8 +128,7 @@ def evaluate_row(
         terminal.line(f"{name}: {sampler.batch_note}")
     format = config.format
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
-    for kind in kinds:
-        k, temperature = plan[kind]
+    for kind, (k, temperature) in plan.items():
         if k == 0:
             continue
         decoding = {"completions": k, "temperature": temperature}
