@@ -271,7 +271,7 @@ async def _watch(
         gc.freeze()
         port = listening.getsockname()[1]
         terminal.line(f"ready: http://{_address(config.host)}:{port}  ({service.models.default})")
-        if note := service.engine.batch_note:
+        if note := service.engine.sampler.batch_note:
             terminal.line(note)
         if config.ngrok:
             try:

@@ -126,7 +126,7 @@ class Service:
                 stream=ReasoningStream(
                     self.tokenizer,
                     format,
-                    self.engine.stop_ids,
+                    self.engine.sampler.stop_ids,
                     n=asked.n,
                     max_new_tokens=params.max_new_tokens,
                     budget=asked.thinking_budget,
@@ -273,7 +273,7 @@ class Service:
         grammar = None
         if structured:
             field = "structured_outputs" if asked.structured_outputs else "response_format"
-            compile = partial(self.engine.grammars.compile, structured, format)
+            compile = partial(self.engine.sampler.grammars.compile, structured, format)
             grammar = await self._compiling.run(compile, field, deadline)
         return grammar, *await self._render(asked.prompt, format, examples, system, deadline)
 
