@@ -213,9 +213,7 @@ async def _serve(
         UVICORN,
         AllowedHosts,
         GracefulServer,
-        SecurityMiddleware,
         SecuritySettings,
-        add_cors,
         create_app,
         read_origins,
     )
@@ -223,18 +221,14 @@ async def _serve(
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
     hosts = AllowedHosts(names if everywhere else names | {config.host}, numeric=everywhere)
-    origins = read_origins(config.allow_origin)
     settings = SecuritySettings(
         keys=keys,
         allowed_hosts=hosts,
         requests_per_minute=config.rate,
         public=config.public,
-        allowed_origins=origins,
+        allowed_origins=read_origins(config.allow_origin),
     )
-    app = create_app(service, needs_key=keys.required)
-    count = service.metrics.count_response
-    app = SecurityMiddleware(app, settings, count)
-    app = add_cors(app, origins, count) if origins else app
+    app = create_app(service, settings)
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))

@@ -11,9 +11,7 @@ from .http_server import UVICORN as UVICORN
 from .http_server import GracefulServer as GracefulServer
 from .http_server import listen as listen
 from .http_server import local_url as local_url
-from .middleware import SecurityMiddleware as SecurityMiddleware
 from .middleware import SecuritySettings as SecuritySettings
-from .middleware import add_cors as add_cors
 from .models import find_models as find_models
 from .models import load_replicas as load_replicas
 from .process import server_process as server_process

@@ -15,12 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlm.serving import logging as logs
@@ -124,33 +122,14 @@ class SecurityMiddleware:
         return key_id
 
 
-class _CountingCORS(CORSMiddleware):
-    """Answers preflight requests, which do not reach the SecurityMiddleware, and counts them."""
-
-    def __init__(self, app: ASGIApp, count: Callable[[int], None], **options: Any) -> None:
-        super().__init__(app, **options)
-        self._count = count
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        self._count(response.status_code)
-        return response
-
-
-def add_cors(
-    app: ASGIApp, origins: Sequence[str], count: Callable[[int], None] = lambda status: None
-) -> ASGIApp:
+def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Wrap an application so that web pages from `origins` may use it, with a key but no cookies.
 
     `app` is the SecurityMiddleware, because preflight requests have no key. Any header is allowed,
     because OpenAI's client sends a dozen of its own (x-stainless-os, …).
-
-    Args:
-        count: is called with the status of the response to each preflight request.
     """
-    return _CountingCORS(
+    return CORSMiddleware(
         app,
-        count,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
