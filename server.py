@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ def read_keys(config: ServerConfig) -> Keys:
         UsageError: the options contradict each other, or would allow requests from other machines
             without a key.
     """
-    from rlm.serving import Keys, is_loopback, load_keys, new_key
+    from rlm.serving import Keys, is_loopback, load_keys
 
     keys = load_keys(os.environ, config.key_file)
     if config.public and (keys.required or not is_loopback(config.host)):
@@ -158,7 +159,7 @@ def read_keys(config: ServerConfig) -> Keys:
             f"--host {config.host} opens the server to others: set RLM_API_KEY or --key-file first"
         )
     if config.ngrok and not config.public and not keys.required:
-        key = new_key()
+        key = secrets.token_urlsafe(32)
         keys = Keys([key])
         terminal.line(f"API key for this run, shown once: {key}")
     if config.public or (config.allow_host and not keys.required):

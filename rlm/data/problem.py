@@ -75,15 +75,10 @@ class Problem:
     answer_type: AnswerType = "number"
 
 
-def example_questions(problems: Iterable[Problem], count: int = 3, longest: int = 160) -> list[str]:
-    """Return the first few short questions, as examples for trying out a model.
-
-    Args:
-        count: the maximum number of questions.
-        longest: the maximum length of a question in characters.
-    """
-    short = dict.fromkeys(p.question for p in problems if len(p.question) <= longest)
-    return list(short)[:count]
+def example_questions(problems: Iterable[Problem]) -> list[str]:
+    """Return the first three questions of at most 160 characters, for trying out a model."""
+    short = dict.fromkeys(p.question for p in problems if len(p.question) <= 160)
+    return list(short)[:3]
 
 
 class NotAnAnswer(ValueError):

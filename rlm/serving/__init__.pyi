@@ -2,7 +2,6 @@ from .access import AllowedHosts as AllowedHosts
 from .access import Keys as Keys
 from .access import is_loopback as is_loopback
 from .access import load_keys as load_keys
-from .access import new_key as new_key
 from .access import read_origins as read_origins
 from .app import create_app as create_app
 from .engine import Engine as Engine

@@ -83,11 +83,54 @@ class SecurityMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _answer(self._serve, scope, receive, send, self._count)
+            await self._answer(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:  # WebSockets are not supported, and must not bypass the checks
             await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request with our response headers; convert its errors to responses.
+
+        The request is logged, and the status of its response is counted.
+        """
+        started, status = time.monotonic(), 499  # 499 (client disconnected) until a response starts
+        sent = Headers(scope=scope).getlist("x-request-id")
+        is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
+        request_id = sent[0] if is_harmless else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        logs.request_id.set(request_id)
+
+        async def respond(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, respond)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if not isinstance(error, HTTPProblem):
+                logs.log_error("failure", error)
+            if status == 499:  # if a response has started, uvicorn closes the connection
+                await as_problem(error).response(request_id)(scope, receive, respond)
+        finally:
+            self._count(status)
+            route = getattr(scope.get("route"), "path", None)
+            logs.log(
+                "request",
+                method=scope["method"][:16],
+                path=route or logs.safe_path(scope["path"]),
+                status=status,
+                ms=round((time.monotonic() - started) * 1000, 1),
+                key_id=scope["state"].get("key_id"),
+            )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -204,49 +247,3 @@ async def read_body(
         return messages.popleft() if messages else await receive()  # then wait for a disconnect
 
     return replay
-
-
-async def _answer(
-    serve: ASGIApp, scope: Scope, receive: Receive, send: Send, count: Callable[[int], None]
-) -> None:
-    """Run `serve` with our response headers; convert its errors to responses.
-
-    The request is logged, and the status of its response is counted.
-    """
-    started, status = time.monotonic(), 499  # 499 (client disconnected) until a response starts
-    sent = Headers(scope=scope).getlist("x-request-id")
-    is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
-    request_id = sent[0] if is_harmless else uuid.uuid4().hex
-    scope.setdefault("state", {})["request_id"] = request_id
-    logs.request_id.set(request_id)
-
-    async def respond(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers["X-Request-ID"] = request_id
-            for name, value in _HEADERS.items():
-                headers.setdefault(name, value)
-        await send(message)
-
-    try:
-        await serve(scope, receive, respond)
-    except ClientDisconnect:
-        pass
-    except Exception as error:
-        if not isinstance(error, HTTPProblem):
-            logs.log_error("failure", error)
-        if status == 499:  # if a response has started, uvicorn closes the connection
-            await as_problem(error).response(request_id)(scope, receive, respond)
-    finally:
-        count(status)
-        route = getattr(scope.get("route"), "path", None)
-        logs.log(
-            "request",
-            method=scope["method"][:16],
-            path=route or logs.safe_path(scope["path"]),
-            status=status,
-            ms=round((time.monotonic() - started) * 1000, 1),
-            key_id=scope["state"].get("key_id"),
-        )
