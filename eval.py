@@ -37,7 +37,7 @@ from rlm.evaluation import (
     pairs_to_compare,
     write_report,
 )
-from rlm.rewards import Scorer, load_reward
+from rlm.rewards import Scorer, check_columns, load_reward
 from rlm.tools import Calculator, Tool, load_tool
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ def fit_window(
         the few-shot prompt of a problem does not fit.
     """
     render = partial(render_problem, tokenizer, format=config.format)
-    limit = (window or sys.maxsize) - config.max_new_tokens
-    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
-    problems = drop_long_prompts(problems, render, limit, why)
+    problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
     examples = worked_examples(config, problems)
+    limit = (window or sys.maxsize) - config.max_new_tokens
     if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
         return problems, examples
     terminal.line(
-        f"the few-shot row is left out: its prompts exceed {limit} tokens ({why}); lower --few-shot"
+        f"the few-shot row is left out: its prompts exceed {limit} tokens, which is all that "
+        "the model's window leaves; lower --few-shot"
     )
     return problems, []
 
@@ -105,7 +105,6 @@ def evaluate_row(
     problems: Sequence[Problem],
     examples: Sequence[tuple[str, str]],
     config: EvaluateConfig,
-    kinds: Sequence[str] = ("greedy", "sampled"),
     record: RowRecord | None = None,
     tool: Tool | None = None,
     scorer: Scorer | None = None,
@@ -114,7 +113,6 @@ def evaluate_row(
 
     Args:
         examples: the (question, completion) pairs of a few-shot prompt.
-        kinds: the evaluations to run.
         record: stores the completions; stored completions are not sampled again.
         tool: the tool selected by --tool.
         scorer: computes the rewards with the function selected by --reward.
@@ -130,8 +128,7 @@ def evaluate_row(
         terminal.line(f"{name}: {sampler.batch_note}")
     format = config.format
     plan = {"greedy": (1, 0.0), "sampled": (config.samples, config.temperature)}
-    for kind in kinds:
-        k, temperature = plan[kind]
+    for kind, (k, temperature) in plan.items():
         if k == 0:
             continue
         decoding = {"completions": k, "temperature": temperature}
@@ -198,7 +195,7 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
     if config.reward:
         tags = required(config.reasoning_format, "--reasoning-format")
         scorer = Scorer(load_reward(config.reward), tags)
-        scorer.check_columns(problems)
+        check_columns(scorer.reward, problems)
         return scorer
     if all(problem.answer_type == "open" for problem in problems):
         raise UsageError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ def read_keys(config: ServerConfig) -> Keys:
         UsageError: the options contradict each other, or would allow requests from other machines
             without a key.
     """
-    from rlm.serving import Keys, is_loopback, load_keys, new_key
+    from rlm.serving import Keys, is_loopback, load_keys
 
     keys = load_keys(os.environ, config.key_file)
     if config.public and (keys.required or not is_loopback(config.host)):
@@ -158,7 +159,7 @@ def read_keys(config: ServerConfig) -> Keys:
             f"--host {config.host} opens the server to others: set RLM_API_KEY or --key-file first"
         )
     if config.ngrok and not config.public and not keys.required:
-        key = new_key()
+        key = secrets.token_urlsafe(32)
         keys = Keys([key])
         terminal.line(f"API key for this run, shown once: {key}")
     if config.public or (config.allow_host and not keys.required):
@@ -213,9 +214,7 @@ async def _serve(
         UVICORN,
         AllowedHosts,
         GracefulServer,
-        SecurityMiddleware,
         SecuritySettings,
-        add_cors,
         create_app,
         read_origins,
     )
@@ -223,18 +222,14 @@ async def _serve(
     everywhere = config.host in ("0.0.0.0", "::")
     names = {"localhost", "127.0.0.1", "::1", *config.allow_host}
     hosts = AllowedHosts(names if everywhere else names | {config.host}, numeric=everywhere)
-    origins = read_origins(config.allow_origin)
     settings = SecuritySettings(
         keys=keys,
         allowed_hosts=hosts,
         requests_per_minute=config.rate,
         public=config.public,
-        allowed_origins=origins,
+        allowed_origins=read_origins(config.allow_origin),
     )
-    app = create_app(service, needs_key=keys.required)
-    count = service.metrics.count_response
-    app = SecurityMiddleware(app, settings, count)
-    app = add_cors(app, origins, count) if origins else app
+    app = create_app(service, settings)
     options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(options, service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
@@ -271,7 +266,7 @@ async def _watch(
         gc.freeze()
         port = listening.getsockname()[1]
         terminal.line(f"ready: http://{_address(config.host)}:{port}  ({service.models.default})")
-        if note := service.engine.batch_note:
+        if note := service.engine.sampler.batch_note:
             terminal.line(note)
         if config.ngrok:
             try:

@@ -256,12 +256,11 @@ def judge(
 def figures_of(found: Found) -> dict[str, Any]:
     """Return accuracies with intervals, and the shipped adapter's lead over its start."""
     before, after = (found[who].per_problem(strict=True) for who in NAMES)
-    lead = paired_bootstrap(before, after)
     return {
         who: {grading: found[who].accuracy(strict) for grading, strict in GRADINGS.items()}
         | {"right_with_wrong_equation": found[who].right_with_wrong_equation(True)}
         for who in NAMES
-    } | {"lead": {"points": lead.points, "low": lead.low, "high": lead.high}}
+    } | {"lead": paired_bootstrap(before, after)}
 
 
 def verdicts_of(found: Found) -> dict[str, str]:

@@ -19,7 +19,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,9 +214,8 @@ def _evaluate(
     for row, adapter in adapters.items():
         with clock(f"evaluate {row}"):
             model = load_adapter(base, adapter, trainable=False) if adapter else base
-            kinds = ("greedy", "sampled") if adapter else ("greedy",)
-            arguments = (row, model, tokenizer, problems, (), settings, kinds)
-            results[row] = evaluate_row(*arguments)
+            decoding = replace(settings, samples=settings.samples if adapter else 0)
+            results[row] = evaluate_row(row, model, tokenizer, problems, (), decoding)
             base = take_adapters_off(model)
     del base, model
     release_memory()  # the next stage loads its own model
@@ -228,7 +227,6 @@ def _summary(results: Rows) -> dict[str, Any]:
 
     counts = ("correct", "total", "low", "high")
     before, after = (results[row]["sampled"].per_problem(strict=True) for row in ("sft", "grpo"))
-    gain = paired_bootstrap(before, after)
     return {
         "accuracy": {
             row: {
@@ -243,7 +241,7 @@ def _summary(results: Rows) -> dict[str, Any]:
             }
             for row in ("sft", "grpo")
         },
-        "gain": {"points": gain.points, "low": gain.low, "high": gain.high},
+        "gain": paired_bootstrap(before, after),
     }
 
 

@@ -19,7 +19,7 @@ from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine, Limits
 from rlm.serving.http_server import UVICORN, GracefulServer
-from rlm.serving.middleware import SecurityMiddleware, SecuritySettings
+from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import Replica, ServedAdapter, ServedModels, prompt_prefix
 from rlm.serving.service import Service
 from rlm.tools import Tool
@@ -90,8 +90,7 @@ def live(
     keys = keys or Keys([])
     hosts = AllowedHosts({"127.0.0.1"})
     settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
-    app = create_app(service, needs_key=keys.required)
-    app = SecurityMiddleware(app, settings, service.metrics.count_response)
+    app = create_app(service, settings)
     config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
     server = GracefulServer(config, service, drain_seconds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)

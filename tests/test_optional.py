@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlm.cli import UsageError
-from rlm.conformance import comparison
+from rlm.conformance import cases
 from rlm.evaluation.audit import MathVerify
 from rlm.model.base import model_directory
 from rlm.ops.cpu import kernels_digest
@@ -92,7 +92,7 @@ def without_a_second_grader(tmp_path: Path) -> None:
 def without_verl(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "rlm.conformance.peer_verl", raising=False)
-        found, missing = comparison.load_peers()
+        found, missing = cases.load_peers()
     assert "verl" in missing
     assert not any(name.startswith("verl") for name in found)
 

@@ -357,15 +357,6 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert (trained / "parts" / "completions.jsonl").read_bytes() == before
 
 
-def test_completions_of_an_earlier_version_are_drawn_again(tmp_path, capsys):
-    journal = Journal(tmp_path / "completions.jsonl")
-    old = {"text": "2", "tokens": 1, "truncated": False}
-    journal.add("base, greedy", {"made_of": {}, "groups": [[old]]})
-    found = RowRecord(journal, "base", {}).find("greedy", {}, [problem()], FORMATS["deepseek"])
-    assert found is None
-    assert "base, greedy: evaluated again (an earlier version" in capsys.readouterr().out
-
-
 def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
     journal = Journal(tmp_path / "completions.jsonl")
     journal.path = Path("/dev/full")

@@ -359,7 +359,7 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
     app = made[0].config.app
     inner = getattr(app, "app", app)  # with --allow-origin CORS is around it
-    assert app._count == inner._count == service.metrics.count_response
+    assert inner._count == service.metrics.count_response
     settings = inner._settings
     assert settings.keys is keys
     return made[0], settings

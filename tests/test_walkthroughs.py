@@ -125,7 +125,7 @@ def hub(tmp_path, monkeypatch):
     """An empty working directory, and a hub that has our own problems in GSM8K's fields."""
     monkeypatch.chdir(tmp_path)
     rows = list(map(vars, generate_word_problems("train", 12, 0, [1])))
-    monkeypatch.setattr(loaders, "read_hub", lambda name, split, config: enumerate(rows, 1))
+    monkeypatch.setattr(loaders, "read_dataset", lambda name, arguments: enumerate(rows, 1))
     torch.manual_seed(0)
 
 

@@ -246,7 +246,7 @@ def compare(
 
 def gain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return the gain of `after` over `before`, paired by problem, with its interval."""
-    return asdict(paired_bootstrap([*before.values()], [*after.values()]))
+    return paired_bootstrap([*before.values()], [*after.values()])
 
 
 def show(rows: Mapping[str, Row], libraries: Mapping[str, Sequence[Experience]], k: int) -> None:

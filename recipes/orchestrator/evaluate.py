@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
@@ -27,12 +27,11 @@ from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
-from rlm.data import Problem, load_problems, own_files
+from rlm.data import Problem, drop_long_prompts, load_problems, own_files
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
-from rlm.model import prepare_process, using_adapter
+from rlm.model import context_window, prepare_process, using_adapter
 from rlm.runs import check_writable, replace_file, replace_json
-from rlm.training import fit_prompts
 
 SINGLE = "single agent"
 BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
@@ -222,7 +221,7 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
     return {
         "problems": len(row),
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
-        "against_single": asdict(paired_bootstrap(scores(single), solved)),
+        "against_single": paired_bootstrap(scores(single), solved),
         **used,
         "cost_of_1000": 1000 * price.cost(used["read"], used["written"] + used["orchestrator"]),
         **graphs,
@@ -240,7 +239,7 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     trained = solved.pop(TRAINED)
     start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
     return {
-        f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
+        f"{TRAINED} − {name}": paired_bootstrap(solved[name], trained)
         for name in dict.fromkeys((start, best))
     }
 
@@ -304,7 +303,8 @@ def main(config: EvaluateConfig) -> int:
     split, chosen = choose_split(config, orchestrator.config, dataset)
     problems = load_problems(dataset, split, max_samples=config.max_samples, **chosen)
     policy, render = orchestrator.policy, orchestrator.render
-    problems = fit_prompts(orchestrator.config, policy, render, problems)
+    limit = orchestrator.config.max_new_tokens
+    problems = drop_long_prompts(problems, render, context_window(policy), limit)
     rows = make_rows(orchestrator, config.run[1:], problems, config.seed)
     judged, price = without_failures(rows), Price(config.read_price, config.written_price)
     single = judged["single agent"]

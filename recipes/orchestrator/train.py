@@ -28,12 +28,19 @@ from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_a
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, required, run_main, terminal
-from rlm.data import Problem, load_problems, own_files, require_numeric_answers
+from rlm.data import (
+    Problem,
+    drop_long_prompts,
+    load_problems,
+    own_files,
+    require_numeric_answers,
+)
 from rlm.model import (
     ADAPTER_FILES,
     AdapterInfo,
     Device,
     check_output,
+    context_window,
     default_setup,
     load_tokenizer,
     prepare_process,
@@ -42,7 +49,6 @@ from rlm.runs import replace_json
 from rlm.training import (
     Group,
     TrainingRun,
-    fit_prompts,
     load_data,
     load_policy,
     validation_facts,
@@ -186,7 +192,8 @@ class OrchestratorTrainer(GRPOTrainer):
                 "warning: the orchestrator starts without a trained adapter, so hardly any of its "
                 f"graphs will be valid, and invalid graphs earn 0: {self._cold_start()}"
             )
-        test = fit_prompts(self.config, self.policy, self.render, test, "test problems")
+        room = context_window(self.policy), self.config.max_new_tokens
+        test = drop_long_prompts(test, self.render, *room, "test problems")
         summary = self.train(train, validation)
         assert self.run is not None
         directory = self.run.directory

@@ -27,8 +27,7 @@ class ConformanceConfig:
 
 def main(config: ConformanceConfig) -> int:
     """Print the table. Return 1 if a formula of this trainer or the user's trainer differs."""
-    from rlm.conformance.cases import load_cases
-    from rlm.conformance.comparison import table
+    from rlm.conformance.cases import load_cases, table
     from rlm.runs import replace_json
 
     user = load_from_file("--trainer", config.trainer) if config.trainer else None

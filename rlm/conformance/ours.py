@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,8 @@ def ours(formula: str, given: SimpleNamespace) -> Tensor:
     return FORMULAS[formula](given)
 
 
-def _advantages(given: SimpleNamespace) -> Tensor:
-    return group_advantages(
-        torch.tensor(given.rewards).float(), "std" if given.scale else "centred"
-    )
-
-
-def _maxrl_advantages(given: SimpleNamespace) -> Tensor:
-    return group_advantages(torch.tensor(given.rewards).float(), "mean")
-
-
-def _topr_advantages(given: SimpleNamespace) -> Tensor:
-    return group_advantages(torch.tensor(given.rewards).float(), "share", given.negative_weight)
+def _advantages(given: SimpleNamespace, *options: Any) -> Tensor:
+    return group_advantages(torch.tensor(given.rewards).float(), *options)
 
 
 def _overlong(given: SimpleNamespace) -> Tensor:
@@ -142,9 +133,9 @@ def _batch(rollouts: list[Rollout]) -> MicroBatch:
 
 
 FORMULAS: dict[str, Callable[[SimpleNamespace], Tensor]] = {
-    "advantages": _advantages,
-    "maxrl_advantages": _maxrl_advantages,
-    "topr_advantages": _topr_advantages,
+    "advantages": lambda given: _advantages(given, "std" if given.scale else "centred"),
+    "maxrl_advantages": lambda given: _advantages(given, "mean"),
+    "topr_advantages": lambda given: _advantages(given, "share", given.negative_weight),
     "overlong": _overlong,
     "mask": _mask,
     "scoring_logprobs": _scoring_logprobs,

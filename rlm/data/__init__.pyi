@@ -6,6 +6,7 @@ from .experiences import experience_block as experience_block
 from .experiences import load_experiences as load_experiences
 from .experiences import similarity as similarity
 from .experiences import with_experiences as with_experiences
+from .loaders import HELD_OUT as HELD_OUT
 from .loaders import check_dataset as check_dataset
 from .loaders import dataset_name as dataset_name
 from .loaders import dataset_parts as dataset_parts
@@ -18,7 +19,6 @@ from .loaders import needs_hub as needs_hub
 from .loaders import own_files as own_files
 from .loaders import peek_problems as peek_problems
 from .loaders import require_numeric_answers as require_numeric_answers
-from .own_data import HELD_OUT as HELD_OUT
 from .problem import Problem as Problem
 from .problem import answer_types as answer_types
 from .problem import as_problems as as_problems

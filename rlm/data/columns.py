@@ -32,7 +32,6 @@ ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 _HASHES = re.compile(r"\n\s*####[^\n]*\Z")
-_SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
 class LeftOut(Exception):
@@ -146,7 +145,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     if chat is None and _ends_with_reply(rename_columns(row, columns)):
         chat = question
     worked = chat or names.get("completion", solution)
-    answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and VERL_ANSWER)
+    answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and "reward_model.ground_truth")
     choices = _first(names, CHOICE_FIELDS) or ", ".join(_lettered(row)) or None
     taken = {
         "question": question,
@@ -173,35 +172,6 @@ def _first(names: Mapping[str, str], fields: Sequence[str]) -> str | None:
     return next((names[field] for field in fields if field in names), None)
 
 
-def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
-    """Parse `train[100:10%]` into the split's name and the bounds of the slice.
-
-    >>> split_slice("train[:500]"), split_slice("test")
-    (('train', (None, '500')), ('test', (None, None)))
-
-    Raises:
-        UsageError: the text does not have this form.
-    """
-    if (match := _SLICE.fullmatch(text)) is None:
-        raise UsageError(f"--split {text}: write NAME, NAME[:500], NAME[500:] or NAME[10%:20%]")
-    return match[1], (match[2], match[3])
-
-
-def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequence[Any]:
-    """Return the rows between two bounds.
-
-    A bound is a row number or a percentage; negative bounds count from the end.
-    """
-
-    def index(bound: str | None) -> int | None:
-        if bound is None or not bound.endswith("%"):
-            return None if bound is None else int(bound)
-        return round(len(rows) * int(bound[:-1]) / 100)
-
-    first, last = map(index, bounds)
-    return rows[first:last]
-
-
 def read_chat(row: Row) -> Row:
     """Convert a row with a chat or a worked answer to a row with a question and a solution.
 
@@ -216,9 +186,9 @@ def read_chat(row: Row) -> Row:
         LeftOut: the row has several turns, or its completion does not end with a number.
         ValueError: the messages are malformed.
     """
-    if not _has_answer(row) and (answer := _verl_answer(row)) is not None:
+    if _given(row, ANSWER_FIELDS) is None and (answer := _verl_answer(row)) is not None:
         row = {**row, "answer": answer}
-    asked = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
+    asked = _given(row, QUESTION_FIELDS)
     chat, completion = _chat(row), row.get("completion")
     if chat is not None:
         prompt = _messages(chat)
@@ -226,7 +196,7 @@ def read_chat(row: Row) -> Row:
         last = prompt.pop()[1] if is_answered else _last_text(completion)
     elif isinstance(completion, str | list) and asked is not None:
         prompt, last = [("user", asked)], _last_text(completion)
-    elif isinstance(solution := row.get("solution"), str) and not _has_answer(row):
+    elif isinstance(solution := row.get("solution"), str) and _given(row, ANSWER_FIELDS) is None:
         return {**row, **_read_completion(solution, {})}
     else:
         return row
@@ -251,16 +221,14 @@ def _chat(row: Row) -> list[Any] | None:
     return None
 
 
-VERL_ANSWER = "reward_model.ground_truth"
-
-
 def _verl_answer(row: Row) -> Any:
     answer = _parsed(row.get("reward_model"))
     return answer.get("ground_truth") if isinstance(answer, Mapping) else None
 
 
-def _has_answer(row: Row) -> bool:
-    return any(row.get(name) is not None for name in ANSWER_FIELDS)
+def _given(row: Row, fields: Sequence[str]) -> Any:
+    """Return the first of the fields that is not null, or None."""
+    return next((row[name] for name in fields if row.get(name) is not None), None)
 
 
 def read_answer(row: Row) -> Row:
@@ -320,8 +288,7 @@ def read_choices(row: Row, first: int | None = None) -> Row:
         ValueError: the choices are not texts, or the answer is not one of the choices.
     """
     labels, texts = _choices(row)
-    answer = _answer(row)
-    question = next((row[name] for name in QUESTION_FIELDS if row.get(name) is not None), None)
+    answer, question = _given(row, ANSWER_FIELDS), _given(row, QUESTION_FIELDS)
     lowered = answer.strip().lower() if isinstance(answer, str) else None
     if lowered in BOOLEANS and not texts and row.get("answer_type") in (None, "choice"):
         texts, answer = [*BOOLEANS], lowered
@@ -361,14 +328,10 @@ def first_number(row: Row) -> int | None:
     Raises:
         ValueError: the choices are not texts.
     """
-    texts, number = _choices(row)[1], _whole(_answer(row))
+    texts, number = _choices(row)[1], _whole(_given(row, ANSWER_FIELDS))
     if not texts or number is None or str(number) in texts:
         return None
     return {0: 0, len(texts): 1}.get(number)
-
-
-def _answer(row: Row) -> Any:
-    return next((row[name] for name in ANSWER_FIELDS if row.get(name) is not None), None)
 
 
 def _whole(answer: object) -> int | None:
@@ -405,7 +368,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     """
     if str(row.get("answer_type")).strip().lower() in ("number", "text", "open"):
         return [], []
-    found = next((row[name] for name in CHOICE_FIELDS if row.get(name) is not None), None)
+    found = _given(row, CHOICE_FIELDS)
     if found is None:
         names = _lettered(row)
         return [name[-1] for name in names], [str(row[name]) for name in names]
@@ -475,7 +438,7 @@ def _read_completion(text: str, rest: Row) -> dict[str, str]:
         return {"answer": text}  # the format of GSM8K, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
-    if not any(rest.get(name) is not None for name in ("answer", "response")):
+    if _given(rest, ANSWER_FIELDS) is None:
         verdict = grade(text, None, strict=False)
         if not verdict.is_answer or verdict.answer is None:
             raise LeftOut("with a completion that does not end with a number")

@@ -26,26 +26,39 @@ comparable.
 from __future__ import annotations
 
 import difflib
+import hashlib
+import logging
 import random
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlm.cli import UsageError
 from rlm.data import word_problems
-from rlm.data.columns import parse_columns
-from rlm.data.own_data import (
-    PUBLISHED_TRAIN,
-    hold_out,
-    load_file,
-    load_hub,
-    peek_file,
-    split_config,
+from rlm.data.columns import LeftOut, Row, parse_columns
+from rlm.data.problem import (
+    NotAnAnswer,
+    Problem,
+    parse_openmath,
+    parse_rollouts,
+    parse_row,
+    parse_rows,
+    plain_question,
 )
-from rlm.data.problem import Problem, parse_openmath, parse_rollouts, parse_row, parse_rows
-from rlm.data.sources import HUB, READERS, find_published, read_file, read_hub, split_names
+from rlm.data.sources import (
+    HUB,
+    READERS,
+    find_published,
+    read_dataset,
+    read_file,
+    split_names,
+)
 
+logger = logging.getLogger(__name__)
+
+PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in the order of the file
 SPLITS: dict[str, tuple[str, ...]] = {
     # If no validation split is published, it is held out of train.
     "gsm8k": ("train", "validation", "test", PUBLISHED_TRAIN),
@@ -58,14 +71,20 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
 CONFIGS = {"gsm8k": ("main", "socratic")}
-# OpenMathInstruct-1 has a size of gigabytes. If max_samples is given, the dataset is read only
-# until this number of problems (or max_samples, if larger) is found, and train is a sample of them.
-OPENMATH_POOL = 5000
+# Maximum number of questions in a held-out validation split, which gets at most a tenth of all
+# questions.
+HELD_OUT = 200
+# Number of problems that are read from OpenMathInstruct-1, which has a size of gigabytes, or from a
+# larger split of any dataset on the hub, unless --max-samples is larger. Train is a sample of these
+# problems, and a validation split that is not published is held out of them.
+POOL = 5000
+SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
+FILE_SPLITS = ("train", "validation", "test")
 ALL_LEVELS, SENTENCES = "1-4", "sentences"  # default levels; word for solutions in sentences
 # Default numbers of generated problems, for train by dataset and for the other splits.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
-
+_SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
@@ -87,7 +106,7 @@ def load_problems(
 
     Args:
         split: the name of the split. For a file or hub dataset, it may include a slice of rows,
-            such as test[:200].
+            such as test[:200]. In a mixture, the slice does not apply to the other datasets.
         max_samples: the maximum number of problems per dataset. None loads all problems; for
             generated datasets, None means 2000 (word-problems) or 8000 (elementary) problems for
             train, and 500 problems for the other splits.
@@ -108,17 +127,22 @@ def load_problems(
     options = {"keep_code": keep_code, "calculator_marks": calculator_marks}
     parts = dataset_parts(dataset)
     if len(parts) > 1:
-        load = partial(load_problems, split=split, max_samples=max_samples, seed=seed, **options)
+        load = partial(load_problems, max_samples=max_samples, seed=seed, **options)
         mixed = [
-            load(part) if is_named(part) else load(part, columns=columns, rows=rows)
+            load(part, split_slice(split)[0])
+            if is_named(part)
+            else load(part, split, columns=columns, rows=rows)
             for part in parts
         ]
         return _mix(mixed, split, seed)
     if not is_named(dataset):
-        problems = _load_own(dataset, split, parse_columns(columns), rows, max_samples)
-        if split == "train":
-            random.Random(seed).shuffle(problems)
-        return problems[:max_samples]
+        if is_local_file(dataset):
+            problems = load_file(dataset, split, parse_columns(columns), rows)
+        elif is_hub(dataset):
+            problems = load_hub(dataset, split, parse_columns(columns), rows, max_samples)
+        else:
+            raise _unknown(dataset)
+        return _shuffled(problems, split, seed)[:max_samples]
     dataset = dataset_name(dataset)
     name, colon, rest = dataset.partition(":")
     for option, value in {"--columns": columns, "--split": rows}.items():
@@ -140,9 +164,7 @@ def load_problems(
         )
     config = rest if colon and path is None else None
     problems = _load_published(name, path, split, max_samples, config=config, **options)
-    if split == "train":
-        random.Random(seed).shuffle(problems)
-    return problems[:max_samples]
+    return _shuffled(problems, split, seed)[:max_samples]
 
 
 def check_dataset(dataset: str) -> None:
@@ -279,15 +301,180 @@ def load_jsonl(path: str | Path) -> list[Problem]:
     return parse_rows(read_file(file), str(file), file.stem, parse_row, columns={})
 
 
-def _load_own(
-    dataset: str, split: str, columns: dict[str, str], rows: str | None, max_samples: int | None
+def split_slice(text: str) -> tuple[str, tuple[str | None, str | None]]:
+    """Parse `train[100:10%]` into the split's name and the bounds of the slice.
+
+    >>> split_slice("train[:500]"), split_slice("test")
+    (('train', (None, '500')), ('test', (None, None)))
+
+    Raises:
+        UsageError: the text does not have this form.
+    """
+    if (match := _SLICE.fullmatch(text)) is None:
+        raise UsageError(f"--split {text}: write NAME, NAME[:500], NAME[500:] or NAME[10%:20%]")
+    return match[1], (match[2], match[3])
+
+
+def cut_rows(rows: Sequence[Any], bounds: tuple[str | None, str | None]) -> Sequence[Any]:
+    """Return the rows between two bounds.
+
+    A bound is a row number or a percentage; negative bounds count from the end.
+    """
+
+    def index(bound: str | None) -> int | None:
+        if bound is None or not bound.endswith("%"):
+            return None if bound is None else int(bound)
+        return round(len(rows) * int(bound[:-1]) / 100)
+
+    first, last = map(index, bounds)
+    return rows[first:last]
+
+
+def load_file(dataset: str, split: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
+    """Load a split of a user's file.
+
+    The test split is the whole file, validation is up to a tenth of it, and train is the rest.
+    """
+    (role, bounds), (source, cut) = split_slice(split), split_slice(rows or "train")
+    if role not in FILE_SPLITS:
+        raise UsageError(f"{dataset} has no split {role!r}; it has {', '.join(FILE_SPLITS)}")
+    if source != "train":
+        raise UsageError(
+            f"--split {rows}: a file has one split, train; pass for example train[:500]"
+        )
+    found = read_file(Path(dataset))
+    bounds = cut if rows else bounds
+    if bounds != (None, None):
+        found = cut_rows(list(found), bounds)
+    told = {"quiet": role == "validation", "columns": columns}
+    problems = parse_rows(found, dataset, Path(dataset).stem, parse_row, **told)
+    return hold_out(problems, role, dataset)
+
+
+def peek_file(dataset: str, columns: dict[str, str], rows: str | None) -> list[Problem]:
+    """Return the problems of a user's file, or [] if the file is too large to be read twice."""
+    path, (_, bounds) = Path(dataset), split_slice(rows or "train")
+    if path.stat().st_size > SMALL_FILE:
+        return []
+    found = cut_rows(list(read_file(path)), bounds)
+    return parse_rows(found, dataset, path.stem, parse_row, quiet=True, columns=columns)
+
+
+def load_hub(
+    dataset: str,
+    split: str,
+    columns: dict[str, str],
+    rows: str | None,
+    max_samples: int | None = None,
 ) -> list[Problem]:
-    """Load a split of a user's file, a hub dataset, or a directory with the same layout."""
-    if is_local_file(dataset):
-        return load_file(dataset, split, columns, rows)
-    if is_hub(dataset):
-        return load_hub(dataset, split, columns, rows, max_samples)
-    raise _unknown(dataset)
+    """Load a split of a hub dataset, or of a directory with the layout of a hub dataset.
+
+    If the dataset has no validation split, validation problems are held out of the training rows.
+
+    Args:
+        columns: field → column (`rename_columns`).
+        rows: the rows to use for train and validation, such as train[:500]; None uses all of train.
+        max_samples: the number of problems needed. If it is given, a split of more than POOL rows
+            is read only until max(POOL, max_samples) problems are found, in a fixed random order.
+    """
+    path, config = split_config(dataset)
+    names = split_names(dataset, path, config)
+    (role, bounds), (source, cut) = split_slice(split), split_slice(rows or "train")
+    is_carved = role in ("train", "validation") and (
+        source == "validation" or "validation" not in names
+    )
+    stored = source if is_carved or role == "train" else role
+    if stored not in names:
+        hint = "; --split validation uses problems held out of train" if role == "test" else ""
+        raise UsageError(f"{dataset} has no split {stored!r}; it has {', '.join(names)}{hint}")
+    arguments = {"path": path, "name": config, "split": stored}
+    bounds = cut if rows and stored == source else bounds
+    found = read_dataset(dataset, arguments, partial(choose_rows, bounds=bounds))
+    quiet, prefix = role == "validation" and is_carved, f"{path.rpartition('/')[2]}-{stored}"
+    limit = None if max_samples is None else max(max_samples, POOL)
+    if quiet:
+        limit = POOL  # the validation split must not depend on max_samples
+    told = {"limit": limit, "quiet": quiet, "columns": columns}
+    problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
+    if not is_carved:
+        if role == "train":
+            problems = _without_validation(problems, dataset, columns)
+        return hold_out(problems, "test", dataset)
+    held_out = hold_out(problems[:POOL], "validation", dataset)
+    if role == "validation":
+        return held_out
+    questions = {plain_question(problem.question) for problem in held_out}
+    return [p for p in problems if plain_question(p.question) not in questions]
+
+
+def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[int]:
+    """Return the indices of the rows between two bounds in a split of `count` rows.
+
+    If there are more than POOL rows, they are in a fixed random order, because many datasets are
+    sorted by topic.
+    """
+    chosen = cut_rows(range(count), bounds)
+    return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
+
+
+def _without_validation(
+    problems: list[Problem], dataset: str, columns: dict[str, str]
+) -> list[Problem]:
+    """Remove training problems whose question is also in the published validation split."""
+    path, config = split_config(dataset)
+    rows = read_dataset(dataset, {"path": path, "name": config, "split": "validation"})
+    validation = parse_rows(rows, dataset, "validation", _parse_hub, quiet=True, columns=columns)
+    questions = {plain_question(problem.question) for problem in validation}
+    kept = [problem for problem in problems if plain_question(problem.question) not in questions]
+    if len(kept) < len(problems):
+        logger.warning(
+            "%s: %d training problems are also validation problems and are left out of training",
+            dataset,
+            len(problems) - len(kept),
+        )
+    return kept
+
+
+def split_config(dataset: str) -> tuple[str, str | None]:
+    """Split `org/name:CONFIG` or `DIRECTORY:CONFIG` into the name or directory, and the config."""
+    if Path(dataset).is_dir() or ":" not in dataset:
+        return dataset, None
+    path, _, config = dataset.rpartition(":")
+    return path, config
+
+
+def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:
+    """Parse a row of a hub dataset; a row whose answer cannot be verified is left out."""
+    try:
+        return parse_row(row, default_id, first=first)
+    except NotAnAnswer as error:
+        reason = str(error).partition(": ")[0]
+        raise LeftOut(f"{reason} (--columns answer_type=text accepts words)") from error
+
+
+def hold_out(
+    problems: list[Problem], split: str, source: str, *, in_order: bool = False
+) -> list[Problem]:
+    """Return the problems of a split: all problems for test, or those of train or validation.
+
+    Train and validation have no question in common. Validation contains the questions with the
+    smallest hashes, or the first questions if `in_order` is true. Without `in_order`, validation
+    and test are sorted by hash, because many files are sorted by topic or difficulty.
+    """
+    ordered = (
+        problems
+        if in_order
+        else sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
+    )
+    if split in ("test", PUBLISHED_TRAIN):
+        return ordered
+    questions = list(dict.fromkeys(plain_question(problem.question) for problem in ordered))
+    if len(questions) < 2:
+        raise UsageError(f"{source}: one question is too few for a train and a validation split")
+    held_out = set(questions[: min(HELD_OUT, max(1, len(questions) // 10))])
+    if split == "validation":
+        return [p for p in ordered if plain_question(p.question) in held_out]
+    return [p for p in problems if plain_question(p.question) not in held_out]
 
 
 def _unknown(dataset: str) -> UsageError:
@@ -314,11 +501,12 @@ def _load_published(
     parse, limit = partial(parse_row, calculator_marks=calculator_marks), None
     if name == "openmathinstruct":
         parse = partial(parse_openmath, keep_code=keep_code)
-        limit = max(max_samples, OPENMATH_POOL) if max_samples and not one_file else None
+        limit = max(max_samples, POOL) if max_samples and not one_file else None
     elif name == "rollouts":
         parse = parse_rollouts
     if path is None:
-        source, rows = name, read_hub(name, stored, config)
+        chosen = {"name": config} if config else {}
+        source, rows = name, read_dataset(name, {"split": stored} | HUB[name] | chosen)
     else:
         file = path if one_file else find_published(path, name, stored)
         source, rows = str(file), read_file(file)
@@ -336,6 +524,10 @@ def _mix(parts: Sequence[list[Problem]], split: str, seed: int) -> list[Problem]
         raise UsageError(
             f"{repeated} ids are in more than one of the datasets: rename the files or the ids"
         )
+    return _shuffled(problems, split, seed)
+
+
+def _shuffled(problems: list[Problem], split: str, seed: int) -> list[Problem]:
     if split == "train":
         random.Random(seed).shuffle(problems)
     return problems

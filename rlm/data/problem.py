@@ -75,15 +75,10 @@ class Problem:
     answer_type: AnswerType = "number"
 
 
-def example_questions(problems: Iterable[Problem], count: int = 3, longest: int = 160) -> list[str]:
-    """Return the first few short questions, as examples for trying out a model.
-
-    Args:
-        count: the maximum number of questions.
-        longest: the maximum length of a question in characters.
-    """
-    short = dict.fromkeys(p.question for p in problems if len(p.question) <= longest)
-    return list(short)[:count]
+def example_questions(problems: Iterable[Problem]) -> list[str]:
+    """Return the first three questions of at most 160 characters, for trying out a model."""
+    short = dict.fromkeys(p.question for p in problems if len(p.question) <= 160)
+    return list(short)[:3]
 
 
 class NotAnAnswer(ValueError):
@@ -130,16 +125,19 @@ def parse_rows(
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
     row: bytes | Row | Problem = {}
-    layout, with_system = "", 0
+    used, layout, with_system = 0, "", 0
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
             renamed = {} if isinstance(row, Problem) else rename_columns(row, columns or {})
             made = [row] if isinstance(row, Problem) else parse(renamed, f"{prefix}-{number}")
+            new: dict[str, Problem] = {}
             for problem in made:
-                if problem.id in problems:
+                if problem.id in problems or problem.id in new:
                     raise ValueError(f"duplicate id: {problem.id!r}")
-                problems[problem.id] = problem
+                new[problem.id] = problem
+            problems |= new
+            used += 1
             if columns is not None and isinstance(row, Mapping):  # a user's list may hold Problems
                 layout = layout or describe_layout(row, columns)
                 with_system += has_system_message(renamed)
@@ -150,7 +148,7 @@ def parse_rows(
         if len(problems) == limit:
             break
     left_out = len(bad) + unwanted.total()
-    total = len(problems) + left_out
+    total = used + left_out
     if len(bad) > MAX_BAD_SHARE * total:
         raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", row))
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
@@ -159,8 +157,8 @@ def parse_rows(
         raise UsageError(f"{source} contains no problems: {'; '.join(reasons) or empty}")
     found = list(problems.values())
     if not quiet and (reasons or columns is not None):
-        used = f"{len(problems)} of {total} rows used"
-        said = [f"{used}, {left_out} left out: {'; '.join(reasons)}" if reasons else used]
+        share = f"{used} of {total} rows used"
+        said = [f"{share}, {left_out} left out: {'; '.join(reasons)}" if reasons else share]
         said += _repeats(found) if columns is not None else []
         if with_system:
             said.append(f"{with_system} with a system message, which is not used")

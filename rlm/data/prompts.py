@@ -419,19 +419,25 @@ def longest_prompts(
 def drop_long_prompts(
     problems: Sequence[Problem],
     render: Callable[[Problem], Sequence[int]],
-    limit: int,
-    why: str,
+    window: int | None,
+    max_new_tokens: int,
     what: str = "problems",
 ) -> list[Problem]:
-    """Return the problems whose prompts have at most `limit` tokens; print the number left out.
+    """Return the problems whose prompt and completion fit into the model's context window.
+
+    The number of problems that are left out is printed.
 
     Args:
-        why: the origin of the limit and the option that changes it, for messages.
+        window: the size of the window in tokens; None keeps all problems.
         what: the name of the problems in messages.
 
     Raises:
-        UsageError: every prompt exceeds the limit.
+        UsageError: no problem fits.
     """
+    if window is None:
+        return list(problems)
+    limit = window - max_new_tokens
+    why = f"the model's window of {window} less --max-new-tokens {max_new_tokens}"
     fitting = [problem for problem in problems if len(render(problem)) <= limit]
     if problems and not fitting:
         raise UsageError(f"every prompt of the {what} is over {limit} tokens ({why})")

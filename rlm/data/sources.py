@@ -11,15 +11,13 @@ import gzip
 import io
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError
-from rlm.data.columns import CHAT_FIELDS
-from rlm.data.problem import Row
+from rlm.data.columns import CHAT_FIELDS, Row
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +72,9 @@ def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
     except (OSError, EOFError) as error:  # EOFError, BadGzipFile: a truncated file
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read the data file {path}: {reason}") from error
-    except (ValueError, csv.Error, pyarrow_error()) as error:
+    except (ValueError, csv.Error) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"cannot read the data file {path}: {reason}") from error
-
-
-def pyarrow_error() -> type[Exception]:
-    """Return the base class of pyarrow's errors if pyarrow is loaded, else ValueError."""
-    pyarrow = sys.modules.get("pyarrow")
-    return pyarrow.ArrowException if pyarrow else ValueError
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -154,7 +146,11 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
     import pyarrow.parquet
 
     with _open(path) as stream:
-        yield from enumerate(pyarrow.parquet.read_table(stream).to_pylist(), 1)
+        try:
+            rows = pyarrow.parquet.read_table(stream).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise ValueError(str(error)) from error
+    yield from enumerate(rows, 1)
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
@@ -189,12 +185,6 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, bytes | Row]]]] = {
     ".tsv": read_csv,
     ".parquet": read_parquet,
 }
-
-
-def read_hub(name: str, split: str, config: str | None) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a published dataset from the hub, or from the hub's local cache."""
-    chosen = {"name": config} if config else {}
-    yield from read_dataset(name, {"split": split} | HUB[name] | chosen)
 
 
 def read_dataset(
@@ -256,13 +246,16 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
     import httpx2
     from datasets import config, exceptions
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     was_offline = config.HF_HUB_OFFLINE
     try:
         if not Path(path).is_dir():
             try:
                 HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
-            except (OSError, httpx2.HTTPError):  # other errors of the hub recur in the block
+            except RepositoryNotFoundError:  # or gated: the block raises the error again
+                pass
+            except (OSError, httpx2.HTTPError):
                 # Without offline mode, load_dataset would retry for 23 s before using its cache.
                 config.HF_HUB_OFFLINE = True
         yield

@@ -34,10 +34,6 @@ class Graded:
     def verdict(self, strict: bool) -> Verdict:
         return self.strict if strict else self.lenient
 
-    def is_flawed(self, strict: bool) -> bool:
-        """Return whether the answer is right but an equation of the completion is wrong."""
-        return self.verdict(strict).correct and has_wrong_equation(self.text)
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -115,9 +111,9 @@ class Evaluation:
 
     def right_with_wrong_equation(self, strict: bool) -> dict[str, float]:
         """Return the number and share of right completions that have a wrong equation."""
-        right = sum(g.verdict(strict).correct for g in self.completions)
-        count = sum(g.is_flawed(strict) for g in self.completions)
-        return {"count": count, "rate": count / right if right else 0.0}
+        right = [g.text for g in self.completions if g.verdict(strict).correct]
+        count = sum(map(has_wrong_equation, right))
+        return {"count": count, "rate": count / len(right) if right else 0.0}
 
     @property
     def format_rate(self) -> float:

@@ -115,10 +115,11 @@ def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[st
     def shown(value: float | None) -> str:
         return "unknown" if value is None else f"{value:.1%}" if is_accuracy else f"{value:.3f}"
 
+    strict, count = " in the strict format" * is_accuracy, found["completions"]
     text = (
         f"The validation {found['measure']} is {shown(one['mean'])} (95 % interval "
-        f"{shown(one['low'])} to {shown(one['high'])}) in the strict format, with "
-        f"{found['completions']} sampled completions of each of {run['validated_on']} problems. "
+        f"{shown(one['low'])} to {shown(one['high'])}){strict}, with {count} sampled "
+        f"completion{'s' * (count > 1)} of each of {run['validated_on']} problems. "
         f"Before this stage, it was {shown(found['start']['mean'])}."
     )
     chosen = " The step was chosen on these problems, so results on other problems may be lower."

@@ -70,9 +70,6 @@ class RowRecord:
         line = self.journal.rows.get(key)
         if line is None:
             return None
-        if any("token_ids" not in one for group in line["groups"] for one in group):
-            terminal.line(f"{key}: evaluated again (an earlier version stored no token ids)")
-            return None
         was, now = line["made_of"], {**self.made_of, **decoding}
         changed = [
             f"{name}: {was.get(name)} → {now.get(name)}"

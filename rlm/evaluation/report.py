@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -133,7 +132,7 @@ def summarize(result: Evaluation) -> dict[str, object]:
             ks = sorted({2**i for i in range(result.k.bit_length())} | {result.k})
             grading["majority"] = result.majority_accuracy(strict)
             grading["pass_at"] = {str(k): result.pass_at(k, strict) for k in ks}
-    if result.rewards is not None:
+    if any(reward is not None for reward in result.reward_per_problem()):
         summary["reward"] = result.mean_reward()
     rates = ("format_rate", "truncated_rate", "length_mean")
     return summary | {name: getattr(result, name) for name in rates}
@@ -146,11 +145,11 @@ def compare(a: Evaluation, b: Evaluation) -> dict[str, dict[str, float]]:
         pairs = zip(a.reward_per_problem(), b.reward_per_problem(), strict=True)
         judged = [(x, y) for x, y in pairs if x is not None and y is not None]
         if judged:
-            found = asdict(paired_bootstrap([x for x, _ in judged], [y for _, y in judged]))
+            found = paired_bootstrap([x for x, _ in judged], [y for _, y in judged])
             compared["reward"] = {name: value / 100 for name, value in found.items()}
     for name, strict in GRADINGS.items() if a.comparable else ():
         before, after = a.per_problem(strict), b.per_problem(strict)
-        compared[name] = asdict(paired_bootstrap(before, after))
+        compared[name] = paired_bootstrap(before, after)
         if a.k == b.k == 1:
             compared[name]["mcnemar_p"] = mcnemar(list(map(bool, before)), list(map(bool, after)))
     return compared

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 
-def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(correct: int, total: int) -> tuple[float, float]:
     """Return the Wilson interval of the proportion correct / total.
 
     The interval is also valid for small samples and for the proportions 0 and 1.
@@ -23,7 +22,7 @@ def wilson_interval(correct: int, total: int, z: float = 1.96) -> tuple[float, f
     """
     if not 0 <= correct <= total or total == 0:
         raise ValueError(f"cannot compute a proportion: {correct} correct of {total}")
-    p = correct / total
+    p, z = correct / total, 1.96
     scale = 1 + z**2 / total
     centre = (p + z**2 / (2 * total)) / scale
     half = z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2)) / scale
@@ -120,22 +119,13 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The difference b - a in percentage points, with its 95 % interval."""
-
-    points: float
-    low: float
-    high: float
-
-
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], resamples: int = 10_000, seed: int = 0
-) -> Difference:
-    """Return the difference b - a in percentage points, paired by problem.
+) -> dict[str, float]:
+    """Return the difference b - a in percentage points, paired by problem, and its 95 % interval.
 
-    The interval is narrower than that of two independent samples, because the difficulty of each
-    problem cancels out.
+    The keys of the result are `points`, `low` and `high`. The interval is narrower than that of two
+    independent samples, because the difficulty of each problem cancels out.
 
     Args:
         a, b: scores between 0 and 1 of the same problems in the same order.
@@ -143,7 +133,8 @@ def paired_bootstrap(
     if len(a) != len(b):
         raise ValueError(f"the scores are not paired: a has {len(a)} and b has {len(b)}")
     points = 100 * (np.asarray(b, dtype=float) - np.asarray(a, dtype=float))
-    return Difference(float(points.mean()), *bootstrap_interval(points, resamples, seed))
+    low, high = bootstrap_interval(points, resamples, seed)
+    return {"points": float(points.mean()), "low": low, "high": high}
 
 
 def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> float:

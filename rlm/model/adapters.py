@@ -243,7 +243,7 @@ def load_adapter(
 
 
 def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
-    """Copy the tensors of an adapter file into an existing adapter that has exactly these tensors."""
+    """Copy the tensors of an adapter file into an adapter that has exactly these tensors."""
     tensors = _lora_matrices(path, "cpu")
     _check_places(path, policy.peft_config[name], tensors, exported_tensors(policy, name))
     set_peft_model_state_dict(policy, tensors, adapter_name=name)

@@ -5,6 +5,7 @@ from .answers import Thinking as Thinking
 from .answers import Usage as Usage
 from .answers import Verification as Verification
 from .answers import VoteCounts as VoteCounts
+from .answers import count_tokens as count_tokens
 from .answers import length_warnings as length_warnings
 from .answers import read_answer as read_answer
 from .answers import read_sample as read_sample

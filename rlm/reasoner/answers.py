@@ -137,11 +137,12 @@ class Answer:
         logprob = self.samples[0].mean_logprob
         return None if logprob is None else Confidence(math.exp(logprob), "mean_token_probability")
 
-    def usage(self, prompt_tokens: int) -> Usage:
-        """Count the tokens of the request, summed over all samples."""
-        completion = sum(sample.completion_tokens for sample in self.samples)
-        reasoning = sum(sample.thinking.tokens for sample in self.samples)
-        return Usage(prompt_tokens, completion, reasoning, prompt_tokens + completion)
+
+def count_tokens(stream: ReasoningStream, prompt_tokens: int) -> Usage:
+    """Count the tokens of a request, summed over all samples."""
+    completion = sum(len(state.ids) for state in stream.completions)
+    reasoning = sum(state.reasoning_tokens for state in stream.completions)
+    return Usage(prompt_tokens, completion, reasoning, prompt_tokens + completion)
 
 
 def read_answer(stream: ReasoningStream) -> Answer:

@@ -12,7 +12,7 @@ from rlm.cli import command_of
 from rlm.data import Format, render_prompt
 from rlm.grading import AnswerType
 from rlm.model import ADAPTER, AdapterInfo, check_adapter
-from rlm.reasoner.answers import Answer, Usage, read_answer
+from rlm.reasoner.answers import Answer, Usage, count_tokens, read_answer
 from rlm.reasoner.stream import ReasoningStream
 from rlm.tools import Tool, as_tool, load_tool
 
@@ -154,4 +154,4 @@ def ask(
             on_text(state.text[shown:], state.by_tool)
             shown = len(state.text)
     answer = read_answer(stream)
-    return Reply(answer, answer.usage(len(prompt)), time.monotonic() - started)
+    return Reply(answer, count_tokens(stream, len(prompt)), time.monotonic() - started)

@@ -7,10 +7,10 @@ from .functions import FormatReward as FormatReward
 from .functions import GSM8KReward as GSM8KReward
 from .functions import ReasoningQualityReward as ReasoningQualityReward
 from .functions import StepsReward as StepsReward
-from .loading import as_reward as as_reward
-from .loading import check_columns as check_columns
-from .loading import is_built_in as is_built_in
-from .loading import load_reward as load_reward
-from .loading import write_reward_template as write_reward_template
+from .functions import as_reward as as_reward
+from .functions import check_columns as check_columns
+from .functions import is_built_in as is_built_in
+from .functions import load_reward as load_reward
+from .functions import write_reward_template as write_reward_template
 from .scorer import Scorer as Scorer
 from .scorer import Scores as Scores

@@ -11,11 +11,10 @@ from rlm.cli import UsageError, terminal
 
 # None means no verdict: the rollout is left out of the group statistics and of the loss.
 Reward = float | None
-Rollout = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 # These arguments are passed to a plain function only if its signature names them, because the
 # **kwargs of TRL's rewards contain only the columns of the dataset.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
-EXTRAS += ("solution", "completion_ids")
+EXTRAS += ("question", "solution", "completion_ids")
 REWARD_ERRORS = (Exception, SystemExit)  # SystemExit: exit() in a reward must not end the run
 # Errors raised by code that expects messages (completion[0]["content"]) but receives a string. A
 # KeyError is not one of them: a judge's reply without the expected key raises it, too.
@@ -157,7 +156,7 @@ class PlainReward(FunctionReward):
         self, completions: Sequence[str], reference_answers: Sequence[str], **columns: Sequence[Any]
     ) -> Any:
         parameters = inspect.signature(self.function).parameters
-        prompts = columns.pop("question", [""] * len(completions))
+        prompts = columns.get("question", [""] * len(completions))
         given = {"prompts": prompts, "completions": completions, "answer": reference_answers}
         given |= {k: v for k, v in columns.items() if k in parameters or k not in EXTRAS}
         return self._call(given)

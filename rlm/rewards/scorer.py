@@ -14,26 +14,27 @@ import queue
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, starmap
 from typing import Any, TypeVar
 
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Problem
-from rlm.grading import Verdict, grade
+from rlm.grading import grade
 from rlm.rewards.base import (
     REWARD_ERRORS,
     PerCompletionReward,
     Reward,
     RewardFunction,
-    Rollout,
     as_list,
     named_columns,
 )
-from rlm.rewards.loading import as_reward, check_columns, is_built_in, parts_of
+from rlm.rewards.functions import CombinedReward, as_reward, is_built_in, parts_of
 
 T = TypeVar("T")
+Call = tuple[str, str, Mapping[str, Any]]  # completion, reference answer, columns
 TIME_LIMIT = 300.0  # seconds per call; the limit is generous because an LLM judge may be slow
 MAX_TIMEOUTS = 3  # timeouts per step, after which the remaining calls are skipped
 # The run ends after this many consecutive steps without a successful call. If no call of the run
@@ -115,7 +116,20 @@ class Scorer:
             verdicts.append([grade(text, gold, strict=True, kind=kind, **tags) for text in texts])
         parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
         rollouts = [
-            (text, problem.answer, self._columns(problem, cut, ids, verdict))
+            (
+                text,
+                problem.answer,
+                {
+                    **problem.columns,
+                    "question": problem.question,
+                    "solution": problem.solution,
+                    "completion_ids": ids,
+                    "answer_type": problem.answer_type,
+                    "reasoning_format": self.reasoning_format,
+                    "is_truncated": cut,
+                    "strict_verdict": verdict,
+                },
+            )
             for problem, *group in parts
             for text, cut, ids, verdict in zip(*group, strict=True)
         ]
@@ -123,11 +137,7 @@ class Scorer:
         if not rollouts:
             return Scores([[] for _ in groups], reasons=reasons)
         self.reward.pop_metrics()  # drop the metrics of a validation since the last step
-        if is_built_in(self.reward):
-            found = list(starmap(self._ask, rollouts))
-        else:
-            found = self._ask_in_worker(rollouts)
-        rewards = list(map(_to_reward, found))
+        rewards = self._ask_all(self.reward, rollouts)
         failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
         self._check_verdicts(rewards)
@@ -149,48 +159,40 @@ class Scorer:
             )
         self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 
-    def check_columns(self, problems: Sequence[Problem]) -> None:
-        """Check before training that the data has the columns that the reward requires.
+    def _ask_all(
+        self, reward: RewardFunction, rollouts: Sequence[Call]
+    ) -> list[Reward | BaseException]:
+        """Return the reward of each rollout, or the error of its call."""
+        if is_built_in(reward):
+            found = list(starmap(partial(self._ask, reward), rollouts))
+        elif type(reward) is CombinedReward:  # each part receives the whole step
+            parts = [self._ask_all(part, rollouts) for part in parts_of(reward)]
+            found = [
+                next((one for one in row if isinstance(one, REWARD_ERRORS)), None)
+                or reward.combine(row)
+                for row in zip(*parts, strict=True)
+            ]
+        else:
+            found = self._ask_in_worker(reward, rollouts)
+        return list(map(_to_reward, found))
 
-        Raises:
-            UsageError: the data has no column for a parameter without a default, or it has open
-                answers although the reward compares answers.
-        """
-        check_columns(self.reward, problems)
-
-    def _columns(
-        self,
-        problem: Problem,
-        truncated: bool = False,
-        token_ids: Sequence[int] = (),
-        verdict: Verdict | None = None,
-    ) -> dict[str, Any]:
-        return {
-            **problem.columns,
-            "question": problem.question,
-            "solution": problem.solution,
-            "completion_ids": token_ids,
-            "answer_type": problem.answer_type,
-            "reasoning_format": self.reasoning_format,
-            "is_truncated": truncated,
-            "strict_verdict": verdict,
-        }
-
-    def _ask(self, completion: str, answer: str, columns: dict[str, Any]) -> Any:
+    def _ask(
+        self, reward: RewardFunction, completion: str, answer: str, columns: Mapping[str, Any]
+    ) -> Any:
         """Return the reward of one rollout, or the error that the reward raises."""
         try:
-            found = self.reward(completion, answer, **named_columns(self.reward, columns))
+            found = reward(completion, answer, **named_columns(reward, columns))
             return self._run(_wait_for(found)) if inspect.isawaitable(found) else found
         except REWARD_ERRORS as error:
             return error
 
-    def _ask_in_worker(self, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _ask_in_worker(self, reward: RewardFunction, rollouts: Sequence[Call]) -> list[Any]:
         """Call `_ask` for all rollouts, in one batch if the reward supports it."""
-        at_once = type(self.reward).batch_call is not RewardFunction.batch_call
-        if at_once or _is_async(self.reward):
+        at_once = type(reward).batch_call is not RewardFunction.batch_call
+        if at_once or _is_async(reward):
             # Allow twice the time, because `_wait_for_all` limits the time of awaited calls.
             limit = self.time_limit if at_once else 2 * self.time_limit
-            (found,) = call_in_worker([lambda: self._ask_together(rollouts)], limit)
+            (found,) = call_in_worker([lambda: self._ask_together(reward, rollouts)], limit)
             if isinstance(found, UsageError):
                 raise found
             if isinstance(found, list):
@@ -200,19 +202,19 @@ class Scorer:
                         "return one value per completion"
                     )
                 return found
-        calls = [lambda rollout=rollout: self._ask(*rollout) for rollout in rollouts]
+        calls = [lambda rollout=rollout: self._ask(reward, *rollout) for rollout in rollouts]
         return call_in_worker(calls, self.time_limit)
 
-    def _ask_together(self, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _ask_together(self, reward: RewardFunction, rollouts: Sequence[Call]) -> list[Any]:
         """Call `batch_call` once and await all awaitable results together."""
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         # `batch_call` runs outside an event loop, because a plain reward may start its own loop.
-        columns = named_columns(self.reward.batch_call, columns)
-        found = self.reward.batch_call(list(texts), list(answers), **columns)
+        columns = named_columns(reward.batch_call, columns)
+        found = reward.batch_call(list(texts), list(answers), **columns)
         found = as_list(self._run(_wait_for(found)) if inspect.isawaitable(found) else found)
-        return self._run(self._wait_for_all(found)) if _is_async(self.reward) else found
+        return self._run(self._wait_for_all(found)) if _is_async(reward) else found
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in an event loop that stays open between the steps.

@@ -2,7 +2,6 @@ from .access import AllowedHosts as AllowedHosts
 from .access import Keys as Keys
 from .access import is_loopback as is_loopback
 from .access import load_keys as load_keys
-from .access import new_key as new_key
 from .access import read_origins as read_origins
 from .app import create_app as create_app
 from .engine import Engine as Engine
@@ -11,9 +10,7 @@ from .http_server import UVICORN as UVICORN
 from .http_server import GracefulServer as GracefulServer
 from .http_server import listen as listen
 from .http_server import local_url as local_url
-from .middleware import SecurityMiddleware as SecurityMiddleware
 from .middleware import SecuritySettings as SecuritySettings
-from .middleware import add_cors as add_cors
 from .models import find_models as find_models
 from .models import load_replicas as load_replicas
 from .process import server_process as server_process

@@ -7,7 +7,6 @@ import hmac
 import ipaddress
 import math
 import re
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +23,6 @@ _NAME = re.compile(r"[a-z0-9._-]{1,253}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
 FORM = "application/x-www-form-urlencoded"  # the default of curl -d
 WINDOW_SECONDS = 60  # of the rate limit
-
-
-def new_key() -> str:
-    return secrets.token_urlsafe(32)
 
 
 class Keys:

@@ -17,8 +17,10 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from rlm.serving.errors import REFUSED, HTTPProblem, as_problem
+from rlm.serving.middleware import SecurityMiddleware, SecuritySettings, add_cors
 from rlm.serving.routes_openai import openai_routes
 from rlm.serving.routes_reasoning import phase1_routes
 from rlm.serving.service import Service
@@ -37,10 +39,15 @@ PAGE_POLICY = (  # allows only the page's own files and this server, and no HTML
 )
 
 
-def create_app(service: Service, *, needs_key: bool = False) -> FastAPI:
-    """Create the application.
+def create_app(service: Service, settings: SecuritySettings) -> ASGIApp:
+    """Create the application with its checks of requests, and with CORS for the allowed origins."""
+    routes = create_routes(service, needs_key=settings.keys.required)
+    app = SecurityMiddleware(routes, settings, service.metrics.count_response)
+    return add_cors(app, settings.allowed_origins) if settings.allowed_origins else app
 
-    The caller must wrap it in `rlm.serving.middleware.SecurityMiddleware`, which checks requests.
+
+def create_routes(service: Service, *, needs_key: bool = False) -> FastAPI:
+    """Create the application without the checks of requests.
 
     Args:
         needs_key: whether requests need an API key, for /openapi.json and /phase1/info.
@@ -78,9 +85,8 @@ async def _watch(service: Service) -> None:
     """Fail all waiting requests when the engine hangs or is dead."""
     while True:
         await asyncio.sleep(WATCH_SECONDS)
-        if service.engine.state != "loading" and not service.engine.alive:
-            detail = "the engine does not answer"
-            service.fail_all(HTTPProblem(503, "engine_down", detail, retry_after=10))
+        if service.engine.state != "loading" and (problem := service.engine_problem()):
+            service.fail_all(problem)
 
 
 def _state_routes(service: Service, key: Sequence[params.Depends]) -> APIRouter:

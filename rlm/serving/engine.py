@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError
 from rlm.reasoner import ReasoningStream
-from rlm.sampling import CacheConfig, GrammarCompiler, Request, SamplingParams, Token, compiler_for
+from rlm.sampling import CacheConfig, Request, Sampler, SamplingParams, Token
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
 from rlm.serving.models import Replica, ServedAdapter
@@ -199,17 +199,9 @@ class Engine:
         return self.state == "ready" and not hung
 
     @property
-    def stop_ids(self) -> frozenset[int]:
-        return next(iter(self._replicas.values())).sampler.stop_ids
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        return compiler_for(next(iter(self._replicas.values())).sampler)
-
-    @property
-    def batch_note(self) -> str | None:
-        """The reason why an answer may depend on its batch, or None if answers do not."""
-        return next(iter(self._replicas.values())).sampler.batch_note
+    def sampler(self) -> Sampler:
+        """The sampler of any replica: all share the tokenizer, the model and the end tokens."""
+        return next(iter(self._replicas.values())).sampler
 
     @property
     def rows_running(self) -> int:

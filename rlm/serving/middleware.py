@@ -15,12 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlm.serving import logging as logs
@@ -85,11 +83,54 @@ class SecurityMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _answer(self._serve, scope, receive, send, self._count)
+            await self._answer(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:  # WebSockets are not supported, and must not bypass the checks
             await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request with our response headers; convert its errors to responses.
+
+        The request is logged, and the status of its response is counted.
+        """
+        started, status = time.monotonic(), 499  # 499 (client disconnected) until a response starts
+        sent = Headers(scope=scope).getlist("x-request-id")
+        is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
+        request_id = sent[0] if is_harmless else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        logs.request_id.set(request_id)
+
+        async def respond(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, respond)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if not isinstance(error, HTTPProblem):
+                logs.log_error("failure", error)
+            if status == 499:  # if a response has started, uvicorn closes the connection
+                await as_problem(error).response(request_id)(scope, receive, respond)
+        finally:
+            self._count(status)
+            route = getattr(scope.get("route"), "path", None)
+            logs.log(
+                "request",
+                method=scope["method"][:16],
+                path=route or logs.safe_path(scope["path"]),
+                status=status,
+                ms=round((time.monotonic() - started) * 1000, 1),
+                key_id=scope["state"].get("key_id"),
+            )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -124,33 +165,14 @@ class SecurityMiddleware:
         return key_id
 
 
-class _CountingCORS(CORSMiddleware):
-    """Answers preflight requests, which do not reach the SecurityMiddleware, and counts them."""
-
-    def __init__(self, app: ASGIApp, count: Callable[[int], None], **options: Any) -> None:
-        super().__init__(app, **options)
-        self._count = count
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        self._count(response.status_code)
-        return response
-
-
-def add_cors(
-    app: ASGIApp, origins: Sequence[str], count: Callable[[int], None] = lambda status: None
-) -> ASGIApp:
+def add_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Wrap an application so that web pages from `origins` may use it, with a key but no cookies.
 
     `app` is the SecurityMiddleware, because preflight requests have no key. Any header is allowed,
     because OpenAI's client sends a dozen of its own (x-stainless-os, …).
-
-    Args:
-        count: is called with the status of the response to each preflight request.
     """
-    return _CountingCORS(
+    return CORSMiddleware(
         app,
-        count,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
@@ -225,49 +247,3 @@ async def read_body(
         return messages.popleft() if messages else await receive()  # then wait for a disconnect
 
     return replay
-
-
-async def _answer(
-    serve: ASGIApp, scope: Scope, receive: Receive, send: Send, count: Callable[[int], None]
-) -> None:
-    """Run `serve` with our response headers; convert its errors to responses.
-
-    The request is logged, and the status of its response is counted.
-    """
-    started, status = time.monotonic(), 499  # 499 (client disconnected) until a response starts
-    sent = Headers(scope=scope).getlist("x-request-id")
-    is_harmless = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0])
-    request_id = sent[0] if is_harmless else uuid.uuid4().hex
-    scope.setdefault("state", {})["request_id"] = request_id
-    logs.request_id.set(request_id)
-
-    async def respond(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers["X-Request-ID"] = request_id
-            for name, value in _HEADERS.items():
-                headers.setdefault(name, value)
-        await send(message)
-
-    try:
-        await serve(scope, receive, respond)
-    except ClientDisconnect:
-        pass
-    except Exception as error:
-        if not isinstance(error, HTTPProblem):
-            logs.log_error("failure", error)
-        if status == 499:  # if a response has started, uvicorn closes the connection
-            await as_problem(error).response(request_id)(scope, receive, respond)
-    finally:
-        count(status)
-        route = getattr(scope.get("route"), "path", None)
-        logs.log(
-            "request",
-            method=scope["method"][:16],
-            path=route or logs.safe_path(scope["path"]),
-            status=status,
-            ms=round((time.monotonic() - started) * 1000, 1),
-            key_id=scope["state"].get("key_id"),
-        )

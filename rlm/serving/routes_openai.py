@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rlm.grading import AnswerType
-from rlm.reasoner import TEMPERATURE_OF_SEVERAL, read_answer
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, count_tokens, read_answer
 from rlm.serving.engine import RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.schema import (
@@ -378,7 +378,7 @@ def _head(running: RunningRequest, kind: str) -> dict[str, Any]:
 
 
 def _usage(running: RunningRequest) -> dict[str, Any]:
-    usage = read_answer(running.stream).usage(len(running.prompt))
+    usage = count_tokens(running.stream, len(running.prompt))
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

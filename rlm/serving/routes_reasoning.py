@@ -15,6 +15,7 @@ from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
     Answer,
     Verification,
+    count_tokens,
     length_warnings,
     read_answer,
     read_sample,
@@ -76,7 +77,7 @@ def _report(
 ) -> ReasoningResponse:
     """Build the response of a finished request."""
     answer, adapter = read_answer(running.stream), running.adapter
-    shown, usage = answer.shown, answer.usage(len(running.prompt))
+    shown, usage = answer.shown, count_tokens(running.stream, len(running.prompt))
     seconds = running.seconds
     asked = request.expected_answer
     expected = None if asked is None else str(asked)  # validation has converted numbers to strings

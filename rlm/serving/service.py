@@ -76,9 +76,10 @@ class Service:
         """Return the reason why new requests are rejected now, or None if they are accepted."""
         if self.draining:
             return HTTPProblem(503, "draining", "the server is shutting down", retry_after=10)
-        return self._engine_problem()
+        return self.engine_problem()
 
-    def _engine_problem(self) -> HTTPProblem | None:
+    def engine_problem(self) -> HTTPProblem | None:
+        """Return the reason why the engine serves no requests now, or None."""
         if self.engine.state == "loading":
             return HTTPProblem(503, "loading", "the model is still being loaded", retry_after=5)
         if not self.engine.alive:
@@ -126,7 +127,7 @@ class Service:
                 stream=ReasoningStream(
                     self.tokenizer,
                     format,
-                    self.engine.stop_ids,
+                    self.engine.sampler.stop_ids,
                     n=asked.n,
                     max_new_tokens=params.max_new_tokens,
                     budget=asked.thinking_budget,
@@ -200,7 +201,7 @@ class Service:
         request that already has a place continues while the server drains.
         """
         accepted = id in self._reserved
-        if problem := self._engine_problem() if accepted else self.not_ready():
+        if problem := self.engine_problem() if accepted else self.not_ready():
             raise problem
         if tokens > self.limits.tokens:
             raise _too_much("n", tokens, self.limits.tokens, "tokens in total")
@@ -273,7 +274,7 @@ class Service:
         grammar = None
         if structured:
             field = "structured_outputs" if asked.structured_outputs else "response_format"
-            compile = partial(self.engine.grammars.compile, structured, format)
+            compile = partial(self.engine.sampler.grammars.compile, structured, format)
             grammar = await self._compiling.run(compile, field, deadline)
         return grammar, *await self._render(asked.prompt, format, examples, system, deadline)
 

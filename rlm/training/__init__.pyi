@@ -51,7 +51,6 @@ from .trainer import TrainingData as TrainingData
 from .trainer import TrainingRun as TrainingRun
 from .trainer import Validator as Validator
 from .trainer import check_arguments as check_arguments
-from .trainer import fit_prompts as fit_prompts
 from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
 from .trainer import make_engine as make_engine

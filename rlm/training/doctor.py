@@ -17,15 +17,23 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
-from rlm.data import FORMATS, Format, Problem, longest_prompts, render_prompt
+from rlm.data import (
+    FORMATS,
+    Format,
+    Problem,
+    drop_long_prompts,
+    longest_prompts,
+    render_prompt,
+)
 from rlm.evaluation import Evaluation, Graded
 from rlm.grading import find_equations, parse_number
-from rlm.rewards import Scorer
+from rlm.model import context_window
+from rlm.rewards import Scorer, check_columns
 from rlm.training.advantages import has_signal
 from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.state import Learner
-from rlm.training.trainer import Render, StepScorer, Validator, fit_prompts
+from rlm.training.trainer import Render, StepScorer, Validator
 
 PROBLEMS = 32  # number of problems to sample
 NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # thresholds above which a finding is a note or a fault
@@ -81,9 +89,10 @@ class Doctor:
             The exit code: 1 if a finding is a fault, otherwise 0.
         """
         config, render = self.config, cache(self.render)  # renders each prompt only once
-        problems = fit_prompts(config, self.weights.policy, render, problems)
+        window = context_window(self.weights.policy)
+        problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
         if isinstance(self.scorer, Scorer):
-            self.scorer.check_columns(problems)
+            check_columns(self.scorer.reward, problems)
         longest = longest_prompts(render, problems)
         plan_memory(config, self.weights, self.validator.sampler, longest, 0)
         metrics, findings, examples = self.diagnose(problems)

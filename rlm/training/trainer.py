@@ -52,7 +52,7 @@ from rlm.model import (
     save_adapter,
     set_gradient_checkpointing,
 )
-from rlm.rewards import CorrectnessReward, Scorer, Scores, is_built_in
+from rlm.rewards import CorrectnessReward, Scorer, Scores, check_columns, is_built_in
 from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
@@ -252,26 +252,6 @@ def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
     return train, load("validation", max_samples=limit) if limit else []
 
 
-def fit_prompts(
-    config: GRPOConfig,
-    policy: PeftModel,
-    render: Render,
-    problems: Sequence[Problem],
-    what: str = "problems",
-) -> list[Problem]:
-    """Return the problems whose prompt and completion fit into the model's context window.
-
-    The number of problems that are left out is printed.
-
-    Args:
-        what: the name of the problems in the printed line.
-    """
-    if (window := context_window(policy)) is None:
-        return list(problems)
-    why = f"the model's window of {window} less --max-new-tokens {config.max_new_tokens}"
-    return drop_long_prompts(problems, render, window - config.max_new_tokens, why, what)
-
-
 @dataclass(frozen=True)
 class TrainingData:
     """The problems of a run, whose prompts all fit into the model's context window."""
@@ -300,12 +280,13 @@ class TrainingData:
         eval_problems = []
         if eval_dataset is not None:
             eval_problems = as_problems(eval_dataset, "eval_dataset")
-        problems = fit_prompts(config, policy, render, problems)
+        room = context_window(policy), config.max_new_tokens
+        problems = drop_long_prompts(problems, render, *room)
         if eval_problems:
             what = "validation problems"
-            eval_problems = fit_prompts(config, policy, render, eval_problems, what)
+            eval_problems = drop_long_prompts(eval_problems, render, *room, what)
         if isinstance(scorer, Scorer):
-            scorer.check_columns(problems)
+            check_columns(scorer.reward, problems)
         longest = longest_prompts(render, [*problems, *eval_problems])
         warnings = []
         questions = {problem.question for problem in problems}

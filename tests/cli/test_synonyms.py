@@ -10,7 +10,7 @@ from rlm.cli.flags import flags_of, read_table
 from rlm.cli.options import UsageError, parse, resolve_config
 from rlm.data import FORMATS
 from rlm.grading import grade
-from rlm.reasoner.parser import ReasoningParser
+from rlm.reasoner.stream import ReasoningParser
 from rlm.rewards import CorrectnessReward, FormatReward, GSM8KReward, ReasoningQualityReward
 from rlm.training import PRESETS, GRPOConfig, SFTConfig
 

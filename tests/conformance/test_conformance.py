@@ -11,7 +11,7 @@ import torch
 
 from rlm.conformance import __main__ as kit
 from rlm.conformance import compare, load_cases
-from rlm.conformance.comparison import place
+from rlm.conformance.cases import place
 from rlm.conformance.ours import ours
 from rlm.ops import TorchOps
 from rlm.training import advantages, batches, loss
@@ -67,7 +67,7 @@ _token_logprobs = TorchOps.token_logprobs
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_formula_is_noticed(mutation, monkeypatch, capsys):
     MUTATIONS[mutation](monkeypatch)
-    monkeypatch.setattr("rlm.conformance.comparison.PEERS", ())
+    monkeypatch.setattr("rlm.conformance.cases.PEERS", ())
     assert kit.main(kit.ConformanceConfig()) == 1
     assert "failed: rlm: " in capsys.readouterr().out
 
@@ -94,7 +94,7 @@ def test_trl_differs_where_it_is_known_to(case, trl):
 
 
 def test_a_peer_of_another_version_is_a_row_and_no_crash(trl, monkeypatch, capsys):
-    monkeypatch.setattr("rlm.conformance.comparison.PEERS", ("trl",))
+    monkeypatch.setattr("rlm.conformance.cases.PEERS", ("trl",))
     monkeypatch.delattr(trl.SOURCE.GRPOTrainer, "_compute_loss")
     assert kit.main(kit.ConformanceConfig()) == 0
     assert "| clip: four sides | equal | cannot be called |" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def example(tmp_path):
 
 
 def run_on(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlm.conformance.comparison.PEERS", ())
+    monkeypatch.setattr("rlm.conformance.cases.PEERS", ())
     output = tmp_path / "conformance.json"
     code = kit.main(kit.ConformanceConfig(trainer=f"{file}:adapter", json=output))
     rows = json.loads(output.read_text())["formulas"]

@@ -14,7 +14,7 @@ from pyarrow import Table, parquet
 
 from rlm.cli.options import UsageError
 from rlm.data.loaders import (
-    OPENMATH_POOL,
+    POOL,
     dataset_name,
     is_local_file,
     load_gsm8k,
@@ -520,10 +520,10 @@ def test_aime_from_the_hub(hub):
 
 def test_openmathinstruct_is_streamed_until_the_pool_is_full(hub):
     read = []
-    hub.rows = (read.append(i) or openmath_row(i) for i in range(3 * OPENMATH_POOL))
+    hub.rows = (read.append(i) or openmath_row(i) for i in range(3 * POOL))
     problems = load_problems("openmathinstruct", "train", max_samples=10)
     assert len(problems) == 10
-    assert len(read) == OPENMATH_POOL
+    assert len(read) == POOL
     assert hub.calls[0]["streaming"] is True
     assert max(int(problem.answer) for problem in problems) > 1000
 

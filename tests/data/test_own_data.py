@@ -14,9 +14,16 @@ from fake_hub import FakeHub
 from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
-from rlm.data import own_data
-from rlm.data.columns import cut_rows, parse_columns, read_chat, rename_columns, split_slice
-from rlm.data.loaders import is_config, is_hub, load_jsonl, load_problems
+from rlm.data import loaders
+from rlm.data.columns import parse_columns, read_chat, rename_columns
+from rlm.data.loaders import (
+    cut_rows,
+    is_config,
+    is_hub,
+    load_jsonl,
+    load_problems,
+    split_slice,
+)
 from rlm.data.problem import as_problems
 
 ROOT = Path(__file__).parents[2]
@@ -498,6 +505,8 @@ def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", rows_of(20))
     mixed = load_problems(f"elementary:1+{path}", max_samples=5, columns=COLUMNS)
     assert len(mixed) == 10
+    mixture, choice = f"elementary:1+{path}", {"max_samples": 5, "columns": COLUMNS}
+    assert len(load_problems(mixture, "validation[:10]", **choice)) == 5 + 1
 
 
 # Chat rows.
@@ -631,16 +640,16 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
 def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):
     """And what is validated on does not depend on how many are trained on."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(own_data, "POOL", 50)
+    monkeypatch.setattr(loaders, "POOL", 50)
     write_jsonl(tmp_path / "set/train.jsonl", rows_of(400))
-    read, read_dataset = [], own_data.read_dataset
+    read, read_dataset = [], loaders.read_dataset
 
     def counted(*arguments):
         for row in read_dataset(*arguments):
             read.append(row[0])
             yield row
 
-    monkeypatch.setattr(own_data, "read_dataset", counted)
+    monkeypatch.setattr(loaders, "read_dataset", counted)
 
     def load(split="train", **options):
         read.clear()
@@ -677,4 +686,4 @@ def test_the_real_library_reads_from_a_hub(tmp_path):
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
         )
     assert done.stdout.splitlines()[0] == str([*range(100, 110)]), done.stderr
-    assert done.stdout.splitlines()[1].startswith("dataset maths/none: "), done.stdout
+    assert "doesn't exist on the Hub" in done.stdout.splitlines()[1], done.stdout

@@ -12,7 +12,7 @@ from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.evaluation.config import pairs_to_compare
 from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
-from rlm.evaluation.report import show_table, write_report
+from rlm.evaluation.report import show_table, summarize, write_report
 from rlm.evaluation.statistics import summarize_scores
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
@@ -138,6 +138,7 @@ def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, ca
     said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]
     assert said["compared"] == {"GRPO − SFT": {"reward": {"points": 0.5, "low": 0.5, "high": 0.5}}}
     assert "strict" not in said["rows"]["GRPO"]
+    assert "reward" not in summarize(replace(after, rewards=[[None]] * 3))  # NaN is not JSON
     assert (tmp_path / "failures.jsonl").read_text() == ""
     assert not (tmp_path / "accuracy.png").exists()
     out = capsys.readouterr().out

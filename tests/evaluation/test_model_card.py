@@ -60,6 +60,15 @@ def test_a_card_of_the_users_own_is_kept():
     assert card == (shipped / "README.md").read_text("utf-8")
 
 
+def test_a_reward_is_not_said_to_be_in_a_format(tmp_path):
+    one = {"mean": 0.5, "low": 0.25, "high": 0.75}
+    found = {"measure": "reward", "completions": 1, "start": {"mean": None}, "best": one}
+    run = {"validation": found, "exported": "best", "validated_on": 80}
+    info = AdapterInfo(tmp_path, base_model="smollm2-135m", run=run)
+    said = model_card(tmp_path, info, merged=False)
+    assert "0.500 (95 % interval 0.250 to 0.750), with 1 sampled completion of each of 80" in said
+
+
 @pytest.mark.parametrize(
     ("dataset", "name"),
     [

@@ -12,8 +12,7 @@ from scripted_sampler import ScriptedSampler
 
 from rlm.data.prompts import FORMATS
 from rlm.reasoner.answers import Answer, Sample, Thinking, read_answer
-from rlm.reasoner.parser import ReasoningParser
-from rlm.reasoner.stream import ReasoningStream, ToolCall
+from rlm.reasoner.stream import ReasoningParser, ReasoningStream, ToolCall
 from rlm.sampling import ToolTokens
 from rlm.sampling.requests import Request, SamplingParams, Token
 from rlm.tools import Calculator

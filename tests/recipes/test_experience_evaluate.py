@@ -268,3 +268,13 @@ def test_what_is_no_rollouts_file_is_refused(tmp_path, row):
         load_problems(f"rollouts:{file}", "train")
     with pytest.raises(UsageError, match="name the file"):
         load_problems("rollouts", "train")
+
+
+def test_invalid_lines_are_counted_against_rows_not_rollouts(tmp_path):
+    row = {"problem_id": "a", "generator_id": "b", "problem_text": "1 + 1?", "ground_truth": "2"}
+    right = {"is_correct": True, "solution": "<think>so</think>2"}
+    row["rollouts"] = [right | {"rollout_id": str(n)} for n in range(30)]
+    file = tmp_path / "x.jsonl"
+    file.write_text(f"{json.dumps(row)}\n{{\n")
+    with pytest.raises(UsageError, match="1 of 2 lines are invalid"):
+        load_problems(f"rollouts:{file}", "train")

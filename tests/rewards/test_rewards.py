@@ -26,7 +26,7 @@ from rlm.rewards import (
     StepsReward,
     functions,
 )
-from rlm.rewards.loading import as_reward, load_reward
+from rlm.rewards.functions import as_reward, check_columns, load_reward
 from rlm.rewards.scorer import Scorer
 
 PROBLEMS = [Problem("a", "1 + 1?", "2", columns={"level": 1}), Problem("b", "2 + 3?", "5")]
@@ -76,6 +76,8 @@ def test_a_plain_function_has_trls_contract():
         return [0.0, None, math.nan, 1.0]
 
     assert Scorer(reward)(PROBLEMS, GROUPS).rewards == [[0.0, None], [None, 1.0]]
+    in_a_list = Scorer([reward, FormatReward()])(PROBLEMS, GROUPS).rewards
+    assert in_a_list == [[0.1, 0.2], [0.0, 0.6]]
     assert seen == {
         "prompts": ["1 + 1?"] * 2 + ["2 + 3?"] * 2,
         "completions": [text for group in GROUPS for text in group],
@@ -87,6 +89,8 @@ def test_a_plain_function_has_trls_contract():
 def test_a_function_gets_only_what_it_takes():
     scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
     assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
+    scorer = Scorer(lambda completions, question: [float(q == "1 + 1?") for q in question])
+    assert scorer(PROBLEMS, GROUPS).rewards == [[1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(UsageError, match="1 values for 4"):
         Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
 
@@ -98,18 +102,18 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
     with pytest.raises(
         UsageError, match=r"reward requires ground_truth, .* available columns: answer, .*lev"
     ):
-        Scorer([CorrectnessReward(), reward]).check_columns(PROBLEMS)
+        check_columns(as_reward([CorrectnessReward(), reward]), PROBLEMS)
     with pytest.raises(UsageError, match=r"requires refrence \(did you mean reference_answer\?\)"):
-        Scorer(lambda completion, refrence: 0.0).check_columns(PROBLEMS)
+        check_columns(as_reward(lambda completion, refrence: 0.0), PROBLEMS)
 
     class Coloured(RewardFunction):
         def __call__(self, text, gold, colour):
             return 0.0
 
     with pytest.raises(UsageError, match="the reward Coloured requires colour"):
-        Scorer([CorrectnessReward(), Coloured()]).check_columns(PROBLEMS)
-    Scorer(lambda completion, reference_answer, level: 0.0).check_columns(PROBLEMS)
-    Scorer(lambda prompts, completions, **columns: []).check_columns(PROBLEMS)
+        check_columns(as_reward([CorrectnessReward(), Coloured()]), PROBLEMS)
+    check_columns(as_reward(lambda completion, reference_answer, level: 0.0), PROBLEMS)
+    check_columns(as_reward(lambda prompts, completions, **columns: []), PROBLEMS)
 
 
 def told(capsys):
@@ -164,13 +168,13 @@ def test_columns_that_published_rewards_ask_for(capsys):
 
     problem = Problem("1", "1 + 1?", "2", "One and one.", columns={"nums": [1, 1]})
     scorer = Scorer(reward)
-    scorer.check_columns([problem])
+    check_columns(scorer.reward, [problem])
     assert scorer([problem], [["a", "b"]], None, [[[3, 4], [5]]]).rewards == [[7.0, 5.0]]
     with pytest.raises(UsageError, match="requires solution, which the data does not have"):
-        scorer.check_columns([Problem("1", "1 + 1?", "2", columns={"nums": [1]})])
+        check_columns(scorer.reward, [Problem("1", "1 + 1?", "2", columns={"nums": [1]})])
     own = Scorer(lambda completions, trainer_state: [])
     with pytest.raises(UsageError, match="requires trainer_state, which only TRL's trainer passes"):
-        own.check_columns([problem])
+        check_columns(own.reward, [problem])
 
 
 @pytest.mark.parametrize(

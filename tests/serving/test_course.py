@@ -94,7 +94,6 @@ def test_named_origins_may_use_the_server_from_a_browser():
     settings = SecuritySettings(Keys(["a-key-of-some-length"]), AllowedHosts(["localhost"]))
     inner = SecurityMiddleware(small_app(), settings)
     sent: list[dict] = []
-    counted: list[int] = []
 
     def ask(method: str, origin: str, *headers: tuple[str, str]) -> dict[str, str]:
         lines = [("host", "localhost"), ("origin", origin), *headers]
@@ -106,7 +105,7 @@ def test_named_origins_may_use_the_server_from_a_browser():
         async def send(message: dict) -> None:
             sent.append(message)
 
-        asyncio.run(add_cors(inner, origins, counted.append)(scope, None, send))
+        asyncio.run(add_cors(inner, origins)(scope, None, send))
         start = next(m for m in reversed(sent) if m["type"] == "http.response.start")
         return {n.decode(): v.decode() for n, v in start["headers"]} | {"status": start["status"]}
 
@@ -117,11 +116,9 @@ def test_named_origins_may_use_the_server_from_a_browser():
     refused = ask("OPTIONS", "http://evil.example", *preflight)
     assert refused["status"] == 400
     assert "access-control-allow-origin" not in refused
-    assert counted == [200, 400]
     denied = ask("POST", "https://my.app")  # the page can read why
     assert (denied["status"], denied["access-control-allow-origin"]) == (401, "https://my.app")
     assert "access-control-allow-origin" not in ask("POST", "http://evil.example")
-    assert counted == [200, 400]  # `inner` counts all other requests
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from rlm.sampling import GrammarCompiler
 from rlm.sampling.engine import Sampler
 from rlm.sampling.requests import SamplingParams
 from rlm.serving.access import AllowedHosts, Keys
-from rlm.serving.app import create_app
+from rlm.serving.app import create_app, create_routes
 from rlm.serving.engine import Engine
-from rlm.serving.middleware import PUBLIC, SecurityMiddleware, SecuritySettings
+from rlm.serving.middleware import PUBLIC, SecuritySettings
 from rlm.serving.models import Replica, prompt_prefix
 from rlm.serving.service import Service
 
@@ -363,7 +363,7 @@ def test_the_time_of_a_request_ends_with_its_last_token(tokenizer):
 
 def test_every_route_and_method_needs_the_key_but_five(tokenizer):
     service, _ = make_service(tokenizer, SCRIPT)
-    paths = {path.replace("{id}", "rsn_1") for path in create_app(service).openapi()["paths"]}
+    paths = {path.replace("{id}", "rsn_1") for path in create_routes(service).openapi()["paths"]}
     paths |= PUBLIC | {"/openapi.json", "/nothing"}
     methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
     with live(service, Keys([KEY])) as server, server.client() as client:
@@ -497,7 +497,7 @@ def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypa
                 await asyncio.Event().wait()
 
         hosts = AllowedHosts({"127.0.0.1"})
-        app = SecurityMiddleware(create_app(service), SecuritySettings(Keys([]), hosts))
+        app = create_app(service, SecuritySettings(Keys([]), hosts))
         async with asyncio.timeout(30):
             await app(scope, receive, send)
 

@@ -36,7 +36,7 @@ def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
         return groups
 
     monkeypatch.setattr(Sampler, "sample", recorded)
-    monkeypatch.setattr("rlm.rewards.loading.CorrectnessReward", lambda: odd_length)
+    monkeypatch.setattr("rlm.rewards.functions.CorrectnessReward", lambda: odd_length)
     monkeypatch.setattr("rlm.training.trainer.learning_curves", lambda *_: None)
     training._grpo(config, Cell("grpo", 0))
     assert len(steps) == 6
