@@ -171,8 +171,9 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
     ],
 )
 def test_hostile_and_impossible_ones_are_refused_in_a_line(sampler, asked, said):
-    # The vocabulary is read before the time is measured.
-    compiler_for(sampler).compile(StructuredOutputs(json_object=True), FORMAT)
+    compiler_for(sampler).compile(
+        StructuredOutputs(json_object=True), FORMAT
+    )  # the vocabulary is read
     started = time.process_time()
     with pytest.raises(UsageError, match=said) as refused:
         compiler_for(sampler).compile(StructuredOutputs(**asked), FORMAT)
