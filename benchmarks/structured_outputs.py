@@ -27,14 +27,7 @@ from rlm.cli import flag, run_main, terminal
 from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.reasoner import ReasoningStream
-from rlm.sampling import (
-    Request,
-    Sampler,
-    SamplingParams,
-    StructuredOutputs,
-    compiler_for,
-    sampling_dtype,
-)
+from rlm.sampling import Request, Sampler, SamplingParams, StructuredOutputs, sampling_dtype
 
 FORMAT = FORMATS["deepseek"]
 KINDS = ("flat", "nested", "array", "union")
@@ -98,7 +91,7 @@ def count_valid(
             sampler.stop_ids,
             max_new_tokens=config.max_new_tokens,
             budget=48,
-            grammar=compiler_for(sampler).compile(StructuredOutputs(schema), FORMAT),
+            grammar=sampler.grammars.compile(StructuredOutputs(schema), FORMAT),
         )
         for _, schema in schemas
     ]
@@ -135,7 +128,7 @@ def tokens_per_second(
         endless = {"type": "array", "items": random_schema(KINDS[i % 4], rng), "minItems": 999}
         definitions = endless["items"].pop("$defs", None)
         schema = endless | ({"$defs": definitions} if definitions else {})
-        matcher = compiler_for(sampler).compile(StructuredOutputs(schema), FORMAT)
+        matcher = sampler.grammars.compile(StructuredOutputs(schema), FORMAT)
         allowed = (lambda row, ids, matcher=matcher: matcher.allowed(ids)) if masked else None
         params = SamplingParams(config.timed_tokens, 1.0)
         requests.append(Request(prompts[i % len(prompts)], params, i, 1, None, allowed))

@@ -130,11 +130,7 @@ def ask(
     format, sampler = model.rlm_format, model.rlm_sampler
     kind = structured.answer_type if structured else format.answer_type
     format = format.with_answer_type(answer_type or kind)
-    grammar = None
-    if structured:
-        from rlm.sampling import compiler_for  # imports llguidance
-
-        grammar = compiler_for(sampler).compile(structured, format)
+    grammar = sampler.grammars.compile(structured, format) if structured else None
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
     limits = {"n": n, "max_new_tokens": length, "budget": budget}

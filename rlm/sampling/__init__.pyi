@@ -15,7 +15,6 @@ from .requests import tool_spans as tool_spans
 from .structured_outputs import GrammarCompiler as GrammarCompiler
 from .structured_outputs import GrammarMatcher as GrammarMatcher
 from .structured_outputs import StructuredOutputs as StructuredOutputs
-from .structured_outputs import compiler_for as compiler_for
 from .tinker import TinkerEngine as TinkerEngine
 from .vllm import VLLMSampler as VLLMSampler
 from .weights import FusedLayer as FusedLayer

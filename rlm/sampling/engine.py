@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -40,6 +41,8 @@ from rlm.tools import Tool
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
     from peft import PeftModel
+
+    from rlm.sampling.structured_outputs import GrammarCompiler
 
 # A stop string is searched for in at least this many of the last tokens, and in more tokens if the
 # stop string has more bytes.
@@ -108,6 +111,13 @@ class Sampler:
         if isinstance(self._weights, UnmergedWeights) and self.model.device.type == "cpu":
             reason = "unmerged models use torch's matmuls"
         return reason and f"a completion may depend on its batch: {reason}"
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of the grammars that constrain structured outputs."""
+        from rlm.sampling.structured_outputs import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.stop_ids, self._config.vocab_size)
 
     @property
     def matches_trainer(self) -> bool:

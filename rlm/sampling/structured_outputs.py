@@ -13,8 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,9 +24,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlm.cli import UsageError
 from rlm.data import Format
 from rlm.grading import AnswerType
-
-if TYPE_CHECKING:
-    from rlm.sampling.engine import Sampler
 
 MAX_CHARS = 16_000  # maximum length of a schema, regex or list of choices
 # A mask usually takes microseconds; with these limits, even the slowest mask takes less than 0.1 s.
@@ -202,17 +198,6 @@ class GrammarCompiler:
             what = "choice" if structured.choice else what
             raise UsageError(f"{what}: {reason(trial.get_error())}")
         return GrammarMatcher(matcher, self._vocabulary)
-
-
-_compilers: WeakKeyDictionary[Sampler, GrammarCompiler] = WeakKeyDictionary()
-
-
-def compiler_for(sampler: Sampler) -> GrammarCompiler:
-    """Return the compiler for the tokenizer and the vocabulary of a sampler; it is kept."""
-    if sampler not in _compilers:
-        vocabulary = sampler.model.config.get_text_config().vocab_size
-        _compilers[sampler] = GrammarCompiler(sampler.tokenizer, sampler.stop_ids, vocabulary)
-    return _compilers[sampler]
 
 
 def reason(error: str) -> str:

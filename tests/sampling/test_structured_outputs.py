@@ -17,14 +17,7 @@ from rlm.cli import UsageError
 from rlm.data import FORMATS
 from rlm.ops import TorchOps
 from rlm.reasoner import ReasoningStream
-from rlm.sampling import (
-    GrammarCompiler,
-    Request,
-    Sampler,
-    SamplingParams,
-    StructuredOutputs,
-    compiler_for,
-)
+from rlm.sampling import GrammarCompiler, Request, Sampler, SamplingParams, StructuredOutputs
 from rlm.sampling.draw import exclude_tokens, sample_tokens
 
 FORMAT = FORMATS["deepseek"]
@@ -38,7 +31,7 @@ def sampler():
 def answers(sampler, structured, n=2, seed=0, new_tokens=400, format=FORMAT, begin=""):
     """A stream of n completions at temperature 1, of a model that writes whatever it may."""
     begun = sampler.tokenizer.encode(begin, add_special_tokens=False)
-    grammar = compiler_for(sampler).compile(structured, format)
+    grammar = sampler.grammars.compile(structured, format)
     options = {"n": n, "max_new_tokens": new_tokens, "budget": 12, "grammar": grammar}
     stream = ReasoningStream(sampler.tokenizer, format, sampler.stop_ids, **options)
     params = SamplingParams(new_tokens, 1.0)
@@ -171,12 +164,10 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
     ],
 )
 def test_hostile_and_impossible_ones_are_refused_in_a_line(sampler, asked, said):
-    compiler_for(sampler).compile(
-        StructuredOutputs(json_object=True), FORMAT
-    )  # the vocabulary is read
+    sampler.grammars.compile(StructuredOutputs(json_object=True), FORMAT)  # the vocabulary is read
     started = time.process_time()
     with pytest.raises(UsageError, match=said) as refused:
-        compiler_for(sampler).compile(StructuredOutputs(**asked), FORMAT)
+        sampler.grammars.compile(StructuredOutputs(**asked), FORMAT)
     assert time.process_time() - started < 1
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
@@ -217,7 +208,7 @@ def test_references_to_the_same_schema_are_not_followed_again_and_again(sampler,
     finally:
         sys.setprofile(before)
     assert "value: %json" in text
-    compiler_for(sampler).compile(StructuredOutputs(schema), FORMAT)
+    sampler.grammars.compile(StructuredOutputs(schema), FORMAT)
 
 
 @pytest.mark.parametrize("part", ['{"allOf": [', '{"a": ', "["])
@@ -228,7 +219,7 @@ def test_a_schema_of_any_depth_is_compiled_or_refused(sampler, part):
         if len(text) > 16_000:
             break
         with suppress(UsageError):
-            compiler_for(sampler).compile(StructuredOutputs(text), FORMAT)
+            sampler.grammars.compile(StructuredOutputs(text), FORMAT)
 
 
 def test_a_schema_that_may_hold_itself_is_none_of_these(sampler):
@@ -242,7 +233,7 @@ def test_a_schema_that_may_hold_itself_is_none_of_these(sampler):
 def test_a_schema_cannot_make_the_compiler_lenient(sampler):
     """`x-guidance` in a schema could say that what is not supported be ignored."""
     with pytest.raises(UsageError, match="Unimplemented"):
-        compiler_for(sampler).compile(
+        sampler.grammars.compile(
             StructuredOutputs({"x-guidance": {"lenient": True}, "uniqueItems": True}), FORMAT
         )
 
