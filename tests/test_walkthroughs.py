@@ -298,6 +298,12 @@ SMALL = {
 }  # fmt: skip
 
 
+def test_the_notebooks_cell_of_advantages_runs(capsys):
+    [source] = [s for cell in CELLS if "group_advantages" in (s := "".join(cell["source"]))]
+    exec(compile(source, "notebook", "exec"), {})
+    assert "[ 0.8659, -0.8659, -0.8659,  0.8659]" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_notebooks_cells_run_in_order(model_dir, tmp_path, monkeypatch):
     for name in (*SCRIPTS, "server.py", "rlm"):  # a checkout whose runs and weights are its own

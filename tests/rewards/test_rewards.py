@@ -86,6 +86,15 @@ def test_a_plain_function_has_trls_contract():
     }
 
 
+def test_a_batch_function_may_require_the_question():
+    def reward(completions, question):
+        return [float(len(one)) for one in question]
+
+    scorer = Scorer(reward)
+    scorer.check_columns(PROBLEMS)
+    assert scorer(PROBLEMS, GROUPS).rewards == [[6.0, 6.0], [6.0, 6.0]]
+
+
 def test_a_function_gets_only_what_it_takes():
     scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
     assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
