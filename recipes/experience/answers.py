@@ -18,7 +18,6 @@ from recipes.experience.rewards import grade_answer
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import flag, terminal
 from rlm.data import FORMATS, NEAREST, Experience, Problem, apply_experiences
-from rlm.grading import majority_vote
 from rlm.runs import Journal
 
 # k replies per problem, with None for a call that failed after all retries.
@@ -153,13 +152,6 @@ def is_right(reply: ChatReply, problem: Problem) -> bool:
 
 def mean_score(replies: Sequence[ChatReply], problem: Problem) -> float:
     return fmean(is_right(reply, problem) for reply in replies)
-
-
-def vote_score(replies: Sequence[ChatReply], problem: Problem) -> float:
-    """Return the probability that the majority answer is right if ties are broken at random."""
-    graded = [grade_answer(reply.text, problem) for reply in replies]
-    tied = majority_vote([answer or None for _, answer, _ in graded]).tied
-    return fmean(graded[who[0]][0] for who in tied) if tied else 0.0
 
 
 def tokens_of(texts: Sequence[str]) -> int:

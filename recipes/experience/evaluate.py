@@ -3,12 +3,11 @@
 All problems are unseen, that is, no library was made or tested with them. Each problem is answered
 k times with the question alone, and k times with the nearest lessons before the question, with the
 same seeds. The difference is paired by problem. With --placebo, a further row uses lessons of other
-problems. With --committee, two further rows show a vote of the generators, and the critic's answers
-from the generators' attempts.
+problems.
 
     python -m recipes.experience.evaluate
     python -m recipes.experience.evaluate --dataset aime2025 --samples 8
-    python -m recipes.experience.evaluate --placebo --committee \\
+    python -m recipes.experience.evaluate --placebo \\
         --library data/grpo_experiences/selected_experiences.json
 """
 
@@ -16,32 +15,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
-from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
+from recipes.experience.agent import API_CONFIG, GENERATORS
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
     announce_cost,
     answer_all,
-    format_attempts,
     mean_score,
     open_agents,
-    run_all,
     tokens_of,
-    vote_score,
 )
 from recipes.experience.library import LIBRARIES, problems_file, read_questions
 from recipes.experience.select import RECORD
 from recipes.experience.train import RUN_DIR, load_problem_set
 from recipes.experience.trainer import Row, records_path
-from rlm.api_client import ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import NEAREST, Experience, Problem, load_experiences, similarity
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
@@ -49,10 +41,6 @@ from rlm.runs import read_lines, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # the datasets with only one split
 BASELINE = "no library"
-VOTE, CRITIC = "vote of the generators", "critic on their attempts"
-
-Score = Callable[[Sequence[ChatReply], Problem], float]
-T = TypeVar("T")
 
 
 @dataclass
@@ -70,10 +58,6 @@ class EvaluateConfig(AskingConfig):
     nearest: int = flag(NEAREST, "number of lessons that are added to each prompt", min=1)
     placebo: bool = flag(
         False, "add a control row per library, with lessons that do not match the problems"
-    )
-    committee: bool = flag(
-        False,
-        "add two rows: a majority vote of the generators, and the critic's answer based on theirs",
     )
     dataset: str | None = flag(
         None, "evaluation problems", default_text="those that the run did not use for practice"
@@ -160,66 +144,10 @@ def placebo(library: Sequence[Experience]) -> list[Experience]:
     ]
 
 
-def answer_as_committee(
-    agents: Mapping[str, Agent], problems: Sequence[Problem], config: EvaluateConfig
-) -> dict[str, tuple[Replies, Score]]:
-    """Evaluate the generators' vote and the critic on k attempts of each generator.
-
-    The attempts of a problem form k groups of three, with one attempt of each generator. Each group
-    gives one vote and one answer of the critic.
-
-    Returns:
-        The replies and the score function of both rows. The critic's row has the attempts of a
-        problem, group by group, followed by the critic's k answers.
-    """
-    options = {"samples": config.samples, "stage": config.stage}
-    drawn = [answer_all(agents[name], problems, (), **options) for name in GENERATORS]
-    attempts = [[*chain(*zip(*each, strict=True))] for each in zip(*drawn, strict=True)]
-    critic, k = agents["critic"], config.samples
-    tasks = [
-        (problem.id, partial(_ask_critic, critic, problem, three, sample))
-        for problem, group in zip(problems, attempts, strict=True)
-        for sample, three in enumerate(_threes(group))
-    ]
-    answers = run_all(critic, tasks)
-    fused = [group + answers[i * k : i * k + k] for i, group in enumerate(attempts)]
-    return {VOTE: (attempts, mean_vote), CRITIC: (fused, partial(last_score, k))}
-
-
-def mean_vote(replies: Sequence[ChatReply], problem: Problem) -> float:
-    """Return the mean score of the votes; each vote is among one reply of each generator."""
-    return fmean(vote_score(three, problem) for three in _threes(replies))
-
-
-def last_score(k: int, replies: Sequence[ChatReply], problem: Problem) -> float:
-    return mean_score(replies[-k:], problem)
-
-
-def _threes(replies: Sequence[T]) -> list[Sequence[T]]:
-    """Split replies into groups of three with one reply of each generator."""
-    size = len(GENERATORS)
-    return [replies[i : i + size] for i in range(0, len(replies), size)]
-
-
-def _ask_critic(
-    critic: Agent, problem: Problem, attempts: Sequence[ChatReply | None], sample: int
-) -> ChatReply | None:
-    given = [reply for reply in attempts if reply]
-    if len(given) < len(attempts):
-        return None
-    values = {"problem": problem.question, "attempts": format_attempts(given, problem)}
-    return critic.ask("critic_answer", f"{problem.id} {sample}", values)
-
-
-def compare(
-    problems: Sequence[Problem], replies: Mapping[str, Replies], score: Mapping[str, Score] = {}
-) -> dict[str, Row]:
+def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict[str, Row]:
     """Compute the metrics of each row and the differences from the first row.
 
     A problem with a failed call in any row is left out of all rows.
-
-    Args:
-        score: the score functions of rows that do not use `mean_score`.
     """
     whole = [i for i in range(len(problems)) if all(None not in row[i] for row in replies.values())]
     if not whole:
@@ -227,26 +155,23 @@ def compare(
     rows: dict[str, Row] = {}
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
-        rate = score.get(name, mean_score)
         scores = {
-            problems[i].id: rate([reply for reply in row[i] if reply], problems[i]) for i in whole
+            problems[i].id: mean_score([reply for reply in row[i] if reply], problems[i])
+            for i in whole
         }
+        values = [*scores.values()]
+        before = [*rows[BASELINE]["scores"].values()] if rows else []
         rows[name] = {
             "problems": len(whole),
             # A bootstrap interval of equal scores would have no width.
-            "accuracy": summarize_scores([*scores.values()], trials={*scores.values()} <= {0, 1}),
-            "difference": gain(rows[BASELINE]["scores"], scores) if rows else None,
+            "accuracy": summarize_scores(values, trials={*values} <= {0, 1}),
+            "difference": paired_bootstrap(before, values) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),
             "tokens_written": sum(reply.completion_tokens for reply in given),
             "cost": sum(reply.cost for reply in given),
             "scores": scores,
         }
     return rows
-
-
-def gain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return the gain of `after` over `before`, paired by problem, with its interval."""
-    return paired_bootstrap([*before.values()], [*after.values()])
 
 
 def show(rows: Mapping[str, Row], libraries: Mapping[str, Sequence[Experience]], k: int) -> None:
@@ -297,27 +222,21 @@ def estimate(
     for lessons in libraries.values():
         sizes = sorted((tokens_of([e.question + e.content]) for e in lessons), reverse=True)
         read += config.samples * len(problems) * sum(sizes[: config.nearest])
-    requests = len(problems) * config.samples
-    calls = {config.role: (requests * len(asked), read)}
-    if config.committee:
-        others = {n: (requests, config.samples * one) for n in GENERATORS if n != config.role}
-        calls |= others | {"critic": (requests, 4 * config.samples * one)}
-    return calls
+    return {config.role: (len(problems) * config.samples * len(asked), read)}
 
 
 def main(config: EvaluateConfig) -> int:
     libraries = load_libraries(config)
-    names = (*GENERATORS, "critic") if config.committee else (config.role,)
     file = config.run_dir / "evaluate_calls.jsonl"
-    # The agents are opened before the data is loaded, so that a missing key is reported without a
+    # The agent is opened before the data is loaded, so that a missing key is reported without a
     # download.
-    agents = open_agents(names, config, config.temperature, config.api_config, file)
+    options = (config, config.temperature, config.api_config, file)
+    agent = open_agents([config.role], *options)[config.role]
     problems = load_unseen(config)
-    calls = estimate(config, problems, libraries)
-    announce_cost(calls, agents.values(), config.max_cost)
+    announce_cost(estimate(config, problems, libraries), [agent], config.max_cost)
     if config.plan:
         return 0
-    agent, replies, score = agents[config.role], {}, {}
+    replies = {}
     for name, lessons in libraries.items():
         terminal.line(f"{name}: {len(lessons)} lessons, {agent.model}")
         if lessons or name == BASELINE:
@@ -325,16 +244,10 @@ def main(config: EvaluateConfig) -> int:
             replies[name] = answer_all(agent, problems, lessons, config.samples, **options)
         else:  # the prompts are the same as without a library
             replies[name] = replies[BASELINE]
-    if config.committee:
-        for name, (found, rate) in answer_as_committee(agents, problems, config).items():
-            replies[name], score[name] = found, rate
-    rows = compare(problems, replies, score)
+    rows = compare(problems, replies)
     show(rows, libraries, config.samples)
     record: dict[str, Any] = {"rows": rows, "config": to_dict(config), "model": agent.model}
     record["lessons"] = {n: [asdict(each) for each in lib] for n, lib in libraries.items()}
-    if config.committee:
-        record["critic_against_vote"] = gain(rows[VOTE]["scores"], rows[CRITIC]["scores"])
-        terminal.line(f"critic − vote: {points(record['critic_against_vote'])} points")
     replace_json(config.run_dir / "evaluation.json", record)
     return 0
 

@@ -32,7 +32,9 @@ LIBRARIES = Path("data/grpo_experiences")
 PREFIXES = {"generator_1": "G1", "generator_2": "G2", "generator_3": "G3", "critic": "C"}
 GENERATOR_CATEGORIES = ("causal_graph", "validation", "problem_solving")
 CRITIC_CATEGORIES = ("fusion_strategy", "validation", "conflict_resolution")
-MAX_WORDS = 32
+MAX_ITEMS = 20  # of a library
+MAX_TOKENS = 1200  # of a library, approximately
+MAX_WORDS = 32  # of a lesson
 MAX_OPERATIONS = 4  # per group of rollouts; at most one operation may add a lesson
 SIMILAR = 0.8  # minimum share of common words of two lessons that are duplicates
 
@@ -66,12 +68,9 @@ def read_questions(library: Path) -> list[str] | None:
 class Library:
     """Manages the lessons of one role."""
 
-    def __init__(
-        self, role: str, directory: Path, max_items: int = 20, max_tokens: int = 1200
-    ) -> None:
+    def __init__(self, role: str, directory: Path) -> None:
         """Read the library file of the role, or create an empty library if there is none."""
         self.role, self.path = role, directory / f"{role}_experiences.json"
-        self._max_items, self._max_tokens = max_items, max_tokens
         self.categories = CRITIC_CATEGORIES if role == "critic" else GENERATOR_CATEGORIES
         self.items: list[Lesson] = []
         if self.path.exists():
@@ -158,7 +157,7 @@ class Library:
         listed = [f"{i['id']} ({i['category']}): {i['content']}" for i in self.items]
         values = {"problem": problem.question, "gold": problem.answer, "rollouts": rollouts}
         values |= {"library": "\n".join(listed) or "–"}
-        values |= {"room": f"{len(self.items)} of {self._max_items} places are taken"}
+        values |= {"room": f"{len(self.items)} of {MAX_ITEMS} places are taken"}
         kind = "critic" if self.role == "critic" else "generator"
         stage = f"{kind}_experience_extraction"
         try:
@@ -254,7 +253,7 @@ class Library:
         """
         dropped = []
         while len(self.items) > 1 and (
-            len(self.items) > self._max_items or count_tokens(self.items) > self._max_tokens
+            len(self.items) > MAX_ITEMS or count_tokens(self.items) > MAX_TOKENS
         ):
             worst = min(self.items[:-1], key=_success_rate)
             self.items.remove(worst)

@@ -163,7 +163,6 @@ def compute_rewards(
     problem: Problem,
     plan: Plan | None,
     solution: str,
-    weights: Sequence[float],
     *,
     judge: Agent | None = None,
     seed: str = "",
@@ -187,6 +186,7 @@ def compute_rewards(
         r_logic = logic_checks(plan, problem, answer)
     rewards = {"r_ans": float(correct), "r_logic": r_logic, "r_graph": graph_reward(plan)}
     rewards |= r_fusion
+    weights = CRITIC_WEIGHTS if r_fusion else GENERATOR_WEIGHTS
     return {
         "answer": answer,
         "is_correct": correct,

@@ -33,8 +33,8 @@ from recipes.experience.agent import (
     load_prompts,
 )
 from recipes.experience.answers import CostConfig, announce_cost, tokens_of
-from recipes.experience.library import LIBRARIES, Library
-from recipes.experience.rewards import CRITIC_WEIGHTS, GENERATOR_WEIGHTS, relative_tolerance
+from recipes.experience.library import LIBRARIES, MAX_TOKENS, Library
+from recipes.experience.rewards import relative_tolerance
 from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path, shown_summary
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
@@ -52,7 +52,7 @@ from rlm.runs import Journal, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN_DIR = Path("runs/experience/default")
-SHARED = ("tau", "max_tokens", "seed", "library_items", "library_tokens")
+SHARED = ("tau", "max_tokens", "seed")
 
 
 @dataclass
@@ -84,16 +84,6 @@ class TrainConfig(CostConfig):
     tau: float = flag(
         0.05, "use only problems whose rewards have a standard deviation above this value", min=0
     )
-    weights: tuple[float, ...] | None = flag(
-        None,
-        "weights of the rewards r_ans,r_logic,r_graph; for the critic also of r_fusion",
-        above=0,
-        default_text=",".join(f"{weight:g}" for weight in GENERATOR_WEIGHTS),
-    )
-    library_items: int = flag(20, "maximum number of lessons in a library", min=1)
-    library_tokens: int = flag(
-        1200, "approximate maximum number of tokens of a library's lessons", min=1
-    )
     seed: int = flag(0, "random seed for the problem order, which is also sent with the requests")
     api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "folder of the libraries")
@@ -105,22 +95,12 @@ class TrainConfig(CostConfig):
             self.target, self.number = "generator", int(self.target[-1])
         if (self.target == "generator") != (self.number is not None):
             raise ValueError("the roles to train must be: generator 1 (or 2 or 3), critic, or all")
-        parts = len(CRITIC_WEIGHTS if self.target == "critic" else GENERATOR_WEIGHTS)
-        if self.weights and len(self.weights) != parts:
-            raise ValueError(f"--weights must be {parts} numbers, not {len(self.weights)}")
 
-    def options_of(self, role: str) -> tuple[float, tuple[float, ...]]:
-        """Return a role's temperature and reward weights.
-
-        If the target is `all`, the options apply to the generators, and the critic uses its
-        defaults.
-        """
-        critic = role == "critic"
-        temperature, weights = (0.0, CRITIC_WEIGHTS) if critic else (0.3, GENERATOR_WEIGHTS)
-        if critic and self.target != "critic":
-            return temperature, weights
-        given = self.temperature
-        return temperature if given is None else given, self.weights or weights
+    def temperature_of(self, role: str) -> float:
+        """Return a role's temperature. With the target `all`, the option sets the generators'."""
+        if role == "critic":
+            return (self.temperature or 0.0) if self.target == "critic" else 0.0
+        return 0.3 if self.temperature is None else self.temperature
 
 
 def load_problem_set(
@@ -177,7 +157,6 @@ def open_trainer(
     clients: Mapping[str, APIClient],
 ) -> Trainer:
     """Create the trainer of a role: open its files, and set up its agent and the optional judge."""
-    temperature, weights = config.options_of(name)
     journal, prompts = Journal(config.run_dir / f"{name}_calls.jsonl"), load_prompts()
 
     def agent(role: str, **options: Any) -> Agent:
@@ -185,9 +164,8 @@ def open_trainer(
         return Agent(role, *given, max_tokens=config.max_tokens, **options)
 
     judge = agent("judge", temperature=0.0) if "judge" in endpoints else None
-    own = agent(name, temperature=temperature, seed=config.seed)
-    library = Library(name, config.library_dir, config.library_items, config.library_tokens)
-    return Trainer(own, judge, library, config.run_dir, weights, config.tau)
+    own = agent(name, temperature=config.temperature_of(name), seed=config.seed)
+    return Trainer(own, judge, Library(name, config.library_dir), config.run_dir, config.tau)
 
 
 def main(config: TrainConfig) -> int:
@@ -238,7 +216,7 @@ def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tupl
     """
     count, rollouts = len(problems), config.rollouts
     prompts = [prompt.template for prompt in load_prompts().values()]
-    one = max(tokens_of([text]) for text in prompts) + config.library_tokens
+    one = max(tokens_of([text]) for text in prompts) + MAX_TOKENS
     one += tokens_of([p.question for p in problems]) // max(count, 1)
     compared = one + rollouts * (MAX_SHOWN // 4 + config.max_tokens)
     generator = count * (2 * rollouts * one + rollouts * config.max_tokens + compared)

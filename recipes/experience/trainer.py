@@ -57,7 +57,6 @@ class Trainer:
     judge: Agent | None
     library: Library
     run_dir: Path
-    weights: Sequence[float]  # one per reward
     tau: float
 
     def __post_init__(self) -> None:
@@ -81,7 +80,7 @@ class Trainer:
         """
         agent, judge = self.agent, self.judge
         prompts = "\0".join(prompt.template for prompt in agent.prompts.values())
-        options |= {"temperature": agent.temperature, "weights": list(self.weights)}
+        options |= {"temperature": agent.temperature}
         options |= {"prompt files": hashlib.sha256(prompts.encode()).hexdigest()[:12]}
         options |= {f"{self.name} model": agent.model, "judge model": judge and judge.model}
         if weights := agent.origin["weights"]:
@@ -139,7 +138,7 @@ class Trainer:
         try:
             plan, text, r_fusion = propose(row, seed, values | {"experiences": lessons}, *proposals)
             reply = self.agent.ask("answer", seed, values | {"scaffold": text})
-            about = (problem, plan, reply.text, self.weights)
+            about = (problem, plan, reply.text)
             solved = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
             thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
             solved |= {"solution": thought + reply.text, "error": None}

@@ -158,8 +158,7 @@ class PlainReward(FunctionReward):
         parameters = inspect.signature(self.function).parameters
         prompts = columns.get("question", [""] * len(completions))
         given = {"prompts": prompts, "completions": completions, "answer": reference_answers}
-        extras = {"question", *EXTRAS}  # `prompts` already contains the questions
-        given |= {k: v for k, v in columns.items() if k in parameters or k not in extras}
+        given |= {k: v for k, v in columns.items() if k in parameters or k not in EXTRAS}
         return self._call(given)
 
 

@@ -320,7 +320,7 @@ def scored(reply=None, judge=None):
         replies = [reply if isinstance(reply, Exception) else SimpleNamespace(text=reply)]
         judge = Mock(**{"ask.side_effect": replies})
     solution = "Final answer: 1080"
-    return compute_rewards(PENS, plan_of(), solution, GENERATOR_WEIGHTS, judge=judge)
+    return compute_rewards(PENS, plan_of(), solution, judge=judge)
 
 
 def test_a_judge_gives_r_logic_as_the_mean_of_five():
@@ -374,8 +374,8 @@ def test_sigma_is_of_the_population_and_strictly_above_tau():
 # --- libraries ------------------------------------------------------------------------------
 
 
-def library_in(path, role="generator_1", items=20, size=1200) -> Library:
-    return Library(role, path, items, size)
+def library_in(path, role="generator_1") -> Library:
+    return Library(role, path)
 
 
 def add(content, category="validation", **fields) -> dict:
@@ -496,8 +496,9 @@ def test_one_group_adds_one_lesson_and_is_not_heard_for_ever(tmp_path):
     assert library.lessons == LESSONS[:1]
 
 
-def test_a_full_library_drops_what_helped_least(tmp_path):
-    library = library_in(tmp_path, items=2)
+def test_a_full_library_drops_what_helped_least(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.experience.library.MAX_ITEMS", 2)
+    library = library_in(tmp_path)
     learn(library, add(LESSONS[0]))
     library.count_use(10, 1)
     learn(library, add(LESSONS[1]))
@@ -506,7 +507,8 @@ def test_a_full_library_drops_what_helped_least(tmp_path):
     evicted = library.apply([add(LESSONS[2])], PENS, NOW, TEMPLATE)[1]
     assert (evicted["action"], evicted["id"]) == ("evict", "G1-001")
     assert library.lessons == LESSONS[1:]
-    small = library_in(tmp_path / "small", size=30)
+    monkeypatch.setattr("recipes.experience.library.MAX_TOKENS", 30)
+    small = library_in(tmp_path / "small")
     learn(small, *map(add, LESSONS))
     assert count_tokens(small.items) <= 30
     assert small.lessons == [LESSONS[2]]
@@ -644,17 +646,19 @@ def test_word_problems_to_practise_and_to_evaluate_share_none():
 
 
 @pytest.mark.parametrize(
-    ("command", "role", "temperature", "weights"),
+    ("command", "role", "temperature"),
     [
-        ("generator 1", "generator_1", 0.3, (0.5, 0.25, 0.25)),
-        ("critic", "critic", 0.0, (0.3, 0.2, 0.2, 0.3)),
-        ("all --temperature 0.7 --weights 1,2,3", "generator_2", 0.7, (1, 2, 3)),
-        ("all --temperature 0.7 --weights 1,2,3", "critic", 0.0, (0.3, 0.2, 0.2, 0.3)),
+        ("generator 1", "generator_1", 0.3),
+        ("generator 1 --temperature 0", "generator_1", 0.0),
+        ("critic", "critic", 0.0),
+        ("critic --temperature 0.7", "critic", 0.7),
+        ("all --temperature 0.7", "generator_2", 0.7),
+        ("all --temperature 0.7", "critic", 0.0),
     ],
 )
-def test_the_options_of_a_role(command, role, temperature, weights):
+def test_the_temperature_of_a_role(command, role, temperature):
     config = parse(train.TrainConfig, command.split())
-    assert config.options_of(role) == (temperature, weights)
+    assert config.temperature_of(role) == temperature
     assert (config.rollouts, config.tau) == (3, 0.05)
 
 

@@ -11,7 +11,7 @@ from scripted_server import ScriptedServer
 
 from recipes.experience import evaluate, select
 from recipes.experience.agent import Endpoint
-from recipes.experience.answers import announce_cost, format_attempt, tokens_of, vote_score
+from recipes.experience.answers import announce_cost, format_attempt, tokens_of
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
 from rlm.cli.options import UsageError
@@ -104,17 +104,6 @@ def test_a_rule_is_no_example_and_a_gold_is_no_rule():
     assert select._rule(critic, group).content == GOOD
     tagged = "<think>\n2 * 144 = 288\n</think>\n<answer>288</answer>"
     assert format_attempt(group.right[0], own) == tagged
-
-
-def test_a_vote_of_three_by_hand():
-    own = problem("gross", 2)
-    votes = {("288", "288", "24"): 1.0, ("24", "24", "288"): 0.0, ("288", "24", "7"): 1 / 3}
-    votes[("nothing", "none", "no")] = 0.0
-    for texts, score in votes.items():
-        assert vote_score([reply(text) for text in texts], own) == pytest.approx(score)
-    groups = [reply(text) for text in ("288", "288", "24", "24", "24", "1")]
-    assert evaluate.mean_vote(groups, own) == 0.5
-    assert evaluate.last_score(2, [*groups, reply("288"), reply("288")], own) == 1.0
 
 
 def test_an_interval_of_equal_scores_has_a_width():
@@ -235,10 +224,10 @@ def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys
     before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT, "--plan", "--seed", 3) == 0
     assert "generator_1: at most 180 requests" in capsys.readouterr().out  # 16 + 44 + 120
-    assert run(selected, evaluate, "--plan", "--committee", "--seed", 3, "--library", "/") == 2
+    assert run(selected, evaluate, "--plan", "--seed", 3, "--library", "/") == 2
     library = selected[0] / "lib" / "selected_experiences.json"
-    assert run(selected, evaluate, "--plan", "--committee", "--library", library) == 0
-    assert "critic: at most 120 requests" in capsys.readouterr().out
+    assert run(selected, evaluate, "--plan", "--library", library) == 0
+    assert "generator_1: at most 240 requests" in capsys.readouterr().out
     assert len(server.asked("chat/completions")) == before
     assert run(selected, select, "--held-out", 900) == 2
     assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
@@ -265,29 +254,17 @@ def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
         evaluate.load_unseen(evaluate.EvaluateConfig(library=(copy,), **where))
 
 
-def test_library_placebo_vote_and_critic_in_one_table(selected, capsys):
-    path, _, server = selected
+def test_library_and_placebo_in_one_table(selected):
+    path, _, _ = selected
     library = path / "lib" / "selected_experiences.json"
     extra = json.loads(library.read_text())
     score = extra[0] | {"source_question": problem("score", 1).question, "id": "X"}
     score |= {"content": "1 * 20", "category": "worked_example"}
     (path / "two.json").write_text(json.dumps([extra[0], score]))
-    options = ("--placebo", "--committee", "--samples", 2, "--temperature", 0)
+    options = ("--placebo", "--samples", 2, "--temperature", 0)
     assert run(selected, evaluate, "--library", path / "two.json", *options) == 0
-    found = json.loads((path / "run" / "evaluation.json").read_text())
-    rows = found["rows"]
+    rows = json.loads((path / "run" / "evaluation.json").read_text())["rows"]
     assert {row["problems"] for row in rows.values()} == {30}
     assert rows["two"]["accuracy"]["mean"] == 1.0
     assert rows["two"]["difference"]["low"] > 0
     assert rows["placebo of two"]["difference"]["points"] <= 0
-    # All three are the same model, asked greedily: their vote is one of them.
-    none = rows["no library"]["accuracy"]["mean"]
-    assert rows[evaluate.VOTE]["accuracy"]["mean"] == pytest.approx(none)
-    assert rows[evaluate.CRITIC]["accuracy"]["mean"] == 0.0
-    assert found["critic_against_vote"]["points"] == pytest.approx(-100 * none)
-    assert "critic − vote: -" in capsys.readouterr().out
-    # generator_1's attempts are those of the first row: 2 answers each, asked once.
-    bodies = server.asked("chat/completions")
-    seeds = [b["seed"] for b in bodies if len(b["messages"]) == 1 and b["temperature"] == 0]
-    assert len(seeds) > len(set(seeds))  # rule and critic prompts share none with these
-    assert run(selected, evaluate, "--library", path / "two.json", *options) == 0

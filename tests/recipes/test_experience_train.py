@@ -70,11 +70,11 @@ class Place:
         more = () if command[0] == "critic" else ("--dataset", self.data)
         return exit_code(train, train.TrainConfig, *self.arguments(*command, *more))
 
-    def run_group(self, *options) -> int:
+    def run_group(self) -> int:
         """One problem with two rollouts, of which one is right."""
         answers = [2232, 2233]
         self.model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
-        return self.run("generator", 1, "--rollouts", 2, "--max-problems", 1, *options)
+        return self.run("generator", 1, "--rollouts", 2, "--max-problems", 1)
 
     def rows(self, name="generator_1") -> list[dict]:
         return read_lines(records_path(self.run_dir, name))
@@ -200,12 +200,16 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
 
 @pytest.mark.parametrize(
     ("weights", "said"),
-    [("0.06,0.04,0.9", "σ=0.050 → Skip (σ≤τ)"), ("0.0602,0.04,0.8998", "σ=0.050 → Extract (σ>τ)")],
+    [
+        ((0.06, 0.04, 0.9), "σ=0.050 → Skip (σ≤τ)"),
+        ((0.0602, 0.04, 0.8998), "σ=0.050 → Extract (σ>τ)"),
+    ],
     ids=["0.05", "0.0501"],
 )
-def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, weights, said):
+def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, monkeypatch, weights, said):
     """One attempt right, one wrong: the weights of r_ans and r_logic part them, and σ is half."""
-    assert place.run_group("--weights", weights) == 0
+    monkeypatch.setattr("recipes.experience.rewards.GENERATOR_WEIGHTS", weights)
+    assert place.run_group() == 0
     taught = "Extract" in said
     assert place.rows()[0]["std"] == pytest.approx(0.0501 if taught else 0.05, abs=1e-9)
     assert len(place.asked("generator_extraction")) == len(place.lessons()) == taught
@@ -787,8 +791,7 @@ def test_no_server_or_no_settings_are_one_line(place, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --weights 1,2",
-        "critic --weights 1,1,1", "all --weights 1,0,1", "all --rollouts 0",
+        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --rollouts 0",
         "--samples 0", "--role critic",  # of evaluate
     ],
 )  # fmt: skip
