@@ -1,8 +1,8 @@
 """Goldens: outputs that must not move while files, names and structure change.
 
 test_goldens.py and test_goldens_texts.py hold what makes them, a `compute_…` each, from the code as
-it is; RLM_WRITE_GOLDENS=1 writes to tests/goldens/ what the tests else compare with. Write them
-only for a change that is meant to change what a user gets.
+it is (test_inference.py uses one of them); RLM_WRITE_GOLDENS=1 writes to tests/goldens/ what the
+tests else compare with. Write them only for a change that is meant to change what a user gets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Goldens of what users see: prompts, verdicts, the server's replies."""
+"""Goldens of what users see: prompts, verdicts, the server's replies.
+
+The prompts of the embedded model are compared in test_inference.py, which unpacks it anyway.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,6 @@ def compute_prompts(tokenizer) -> dict:
 
 def test_prompts_of_the_tiny_tokenizer(tokenizer):
     check("prompts_tiny", compute_prompts(tokenizer))
-
-
-def test_prompts_of_the_embedded_model(smollm2):
-    from rlm.model.base import load_tokenizer
-
-    check("prompts_smollm2", compute_prompts(load_tokenizer(smollm2)))
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import exit_code
+from golden import check
 from live_server import ADD, FORMAT
 from safetensors.torch import load_file
 from scripted_sampler import ScriptedSampler
@@ -17,10 +18,11 @@ from scripted_sampler import ScriptedSampler
 import inference
 import server
 from rlm.data.prompts import render_prompt
-from rlm.model import AdapterInfo
+from rlm.model import AdapterInfo, load_tokenizer
 from rlm.ops import TorchOps
 from rlm.reasoner import local
 from rlm.sampling import Request, Sampler, SamplingParams, prompt_seed, sampling_dtype
+from tests.test_goldens_texts import compute_prompts
 from tests.test_server import weights  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -277,6 +279,10 @@ def test_the_adapter_that_ships_answers(shipped, smollm2):
         reply = local.ask(question, model, tokenizer, SamplingParams(96, temperature=0.0))
         shown = reply.answer.shown
         assert (shown.final_answer, shown.format) == (number, "strict"), shown
+
+
+def test_prompts_of_the_embedded_model(smollm2):
+    check("prompts_smollm2", compute_prompts(load_tokenizer(smollm2)))
 
 
 def test_the_adapter_that_ships_fits_its_base(shipped):
