@@ -21,7 +21,7 @@ def compiler(tmp_path, monkeypatch):
     script.chmod(0o755)
     source = tmp_path / "small.c"
     source.write_text("int block_columns(void) { return 1; }\n")
-    monkeypatch.setattr(build, "SOURCES", [source])
+    monkeypatch.setattr(this_cpu, "SOURCES", [source])
     monkeypatch.setenv("CC", shlex.quote(str(script)))
     monkeypatch.setenv("RLM_CACHE", str(tmp_path))
     if shutil.which("cc") is None:
