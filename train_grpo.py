@@ -114,6 +114,7 @@ class GRPOTrainer:
 
         Raises:
             TypeError, ValueError: an argument is invalid; nothing has been loaded.
+            UsageError: the model or the start adapter cannot be loaded, or they do not match.
         """
         check_arguments(model_name, config)
         prepare_process()
