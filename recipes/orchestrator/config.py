@@ -96,9 +96,6 @@ class OrchestratorConfig(GRPOConfig):
     zero_leaks: bool = flag(
         True, "set the reward of a graph to 0 if its prompts contain the answer"
     )
-    format_reward: float = flag(
-        0.0, "reward for a valid graph, added to the reward for its answer (0 or 1)", min=0
-    )
     start_questions: int = flag(
         192,
         "number of problems for training a missing --sft-adapter, with two graphs per problem",

@@ -25,7 +25,6 @@ from recipes.orchestrator.graph import Graph, InvalidGraph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
-from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
 from rlm.data import Problem, load_problems, own_files
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
@@ -44,7 +43,6 @@ COLUMNS = {
     "agents": ("written", ".0f"),
     "graph": ("orchestrator", ".0f"),
     "read": ("read", ".0f"),
-    "cost": ("cost_of_1000", ".3g"),
     "valid": ("graph/valid_rate", ".2f"),
     "differ": ("graph/distinct", ".2f"),
     "leaks": ("graph/leak_rate", ".2f"),
@@ -64,8 +62,6 @@ class EvaluateConfig:
         None, "split of the run's dataset", default_text="test; validation if it has a local file"
     )
     max_samples: int = flag(200, "evaluate at most this many problems", min=1)
-    read_price: float = flag(0.0, "price per million input tokens", min=0)
-    written_price: float = flag(0.0, "price per million output tokens", min=0)
     seed: int = flag(0, "random seed for the samples of the majority vote")
     output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for the results and traces")
 
@@ -213,7 +209,7 @@ def tokens(row: Row) -> dict[str, float]:
     return {name: total / solutions for name, total in totals.items()}
 
 
-def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
+def row_metrics(row: Row, single: Row) -> dict[str, object]:
     """Compute the metrics of a row for evaluation.json."""
     solved, used = scores(row), tokens(row)
     of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
@@ -224,7 +220,6 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
         "against_single": asdict(paired_bootstrap(scores(single), solved)),
         **used,
-        "cost_of_1000": 1000 * price.cost(used["read"], used["written"] + used["orchestrator"]),
         **graphs,
         "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
     }
@@ -266,7 +261,7 @@ def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
 
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
-    """Print a table of accuracy and a table of cost, each narrow enough for a plain terminal."""
+    """Print a table of accuracy and one of tokens, each narrow enough for a plain terminal."""
     accuracy = {
         name: {
             "accuracy, %": percent(row["accuracy"]),
@@ -274,12 +269,12 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
         }
         for name, row in metrics.items()
     }
-    cost = {
+    used = {
         name: {head: format(row[key], kind) for head, (key, kind) in COLUMNS.items() if key in row}
         for name, row in metrics.items()
     }
     show_table(title, accuracy)
-    show_table("Tokens per problem; cost of 1000; graphs", cost)
+    show_table("Tokens per problem; graphs", used)
 
 
 def choose_split(
@@ -306,9 +301,9 @@ def main(config: EvaluateConfig) -> int:
     policy, render = orchestrator.policy, orchestrator.render
     problems = fit_prompts(orchestrator.config, policy, render, problems)
     rows = make_rows(orchestrator, config.run[1:], problems, config.seed)
-    judged, price = without_failures(rows), Price(config.read_price, config.written_price)
+    judged = without_failures(rows)
     single = judged["single agent"]
-    metrics = {name: row_metrics(row, single, price) for name, row in judged.items()}
+    metrics = {name: row_metrics(row, single) for name, row in judged.items()}
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
     title += f"; means over {len(config.run)} runs" * (len(config.run) > 1)
     show(metrics, title)
