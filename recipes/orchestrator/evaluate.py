@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.graph import Graph, InvalidGraph
+from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
@@ -233,31 +233,12 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
-    start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
+    start = UNTRAINED if UNTRAINED in rows else BARE
+    best = max(solved, key=lambda name: sum(solved[name]))
     return {
         f"{TRAINED} − {name}": asdict(paired_bootstrap(solved[name], trained))
         for name in dict.fromkeys((start, best))
     }
-
-
-def start_row(rows: Mapping[str, Row]) -> str:
-    return UNTRAINED if UNTRAINED in rows else BARE
-
-
-def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
-    """Print the first problems whose graph was changed by training, with both graphs.
-
-    Only the graphs of the first training run are shown.
-    """
-    pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
-    of_first = [(before, after) for (before, *_), (after, *_) in pairs]
-    changed = [(before, after) for before, after in of_first if before.graph != after.graph]
-    for pair in changed[:count]:
-        terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
-        for when, run in zip(("before", "after"), pair, strict=True):
-            graph = run.graph
-            told = graph.reason if isinstance(graph, InvalidGraph) else " | ".join(graph.texts)
-            terminal.line(f"  {when}, {'right' if run.verdict.correct else 'wrong'}: {told}")
 
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
@@ -310,7 +291,6 @@ def main(config: EvaluateConfig) -> int:
     compared = compare_trained(judged)
     for pair, difference in compared.items():
         terminal.line(f"  {pair}: {points(difference)} points, paired by problem")
-    show_changed_graphs(judged)
     left_out = len(problems) - len(single)
     if left_out:
         terminal.line(
