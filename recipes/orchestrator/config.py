@@ -161,10 +161,7 @@ class OrchestratorConfig(GRPOConfig):
 PUBLISHED_NAMES = {
     "orchestrator_id": "model", "agent_model_id": "agent_model", "run_root": "run_dir",
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
-    "orch_max_tokens": "max_new_tokens", "orch_temperature": "temperature",
-    "agent_max_tokens": "agent_max_tokens", "agent_temperature": "agent_temperature",
-    "lr": "learning_rate", "kl_coef": "kl_weight",
-    "val_rows": "eval_samples", "val_every": "eval_every",
+    "val_rows": "eval_samples",
 }  # fmt: skip
 
 

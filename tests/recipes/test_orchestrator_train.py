@@ -399,15 +399,14 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = OrchestratorConfig(
         model="a", agent_model="b", steps=7, batch_size=3, group_size=5, eval_samples=9,
-        learning_rate=1e-3, kl_weight=0.2, run_dir=Path("elsewhere"),
+        run_dir=Path("elsewhere"),
     )  # fmt: skip
     assert (
         expected.output == dataclasses.replace(expected).output == Path("elsewhere/adapters_lora")
     )
     config = Config()
     config.steps, config.batch_problems, config.trajectories_per_problem = 7, 3, 5
-    config.run_root = "elsewhere"
-    config.val_rows, config.lr, config.kl_coef = 9, 1e-3, 0.2
+    config.run_root, config.val_rows = "elsewhere", 9
     config.orchestrator_id, config.agent_model_id = "a", "b"
     assert config.to_options() == expected
     assert Config().to_options() == OrchestratorConfig()
@@ -420,6 +419,7 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
         "--steps 7 --batch-problems 3 --trajectories 5 --lr 1e-3 --run-dir elsewhere "
         "--kl-coef 0.2 --orchestrator-model a --agent-model b --eval-samples 9"
     )
+    expected = dataclasses.replace(expected, learning_rate=1e-3, kl_weight=0.2)
     assert parse(OrchestratorConfig, typed.split()) == expected
     small = parse(OrchestratorConfig, ["--debug", "--steps", "50"])
     assert (small.steps, small.batch_size, small.group_size, small.eval_every) == (5, 2, 2, 1)
@@ -743,13 +743,16 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
     data = {"train": PROBLEMS[:27], "validation": PROBLEMS[27:32], "test": PROBLEMS[32:35]}
     monkeypatch.setattr(recipe, "load_problems", lambda name, split: data[split])
 
-    def small_config():
-        config = Config()
-        config.run_root, config.val_rows = tmp_path / "run", 3
-        config.orch_max_tokens, config.agent_max_tokens, config.val_every = 6, 4, 0
-        return config
+    class SmallConfig(Config):
+        def __init__(self):
+            super().__init__()
+            self.run_root, self.val_rows = tmp_path / "run", 3
 
-    names = vars(recipe) | {"Config": small_config}
+        def to_options(self):
+            small = {"max_new_tokens": 6, "agent_max_tokens": 4, "eval_every": 0}
+            return dataclasses.replace(super().to_options(), **small)
+
+    names = vars(recipe) | {"Config": SmallConfig}
     # Without an id it is the model that suits the machine.
     setup = Setup(str(base), "gsm8k", "none", "test")
     monkeypatch.setattr(recipe, "default_setup", lambda: setup)
