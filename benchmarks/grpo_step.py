@@ -2,8 +2,7 @@
 
 Both have the same model, start adapter, prompts, group size, lengths and optimizer. They run in
 turns, each in its own process. Rewards are scripted so that the share of groups with signal is
-known: half of the groups in the headline cell, all of them in the second. Our sampling and learning
-are also compared with the floor of this machine.
+known: half of the groups in the headline cell, all of them in the second.
 
     python -m benchmarks.grpo_step --adapter weights/sft_lora --json docs/results/grpo_step.json
     python -m benchmarks.grpo_step --alone --group-size 16    # ours alone, at full length
@@ -25,7 +24,6 @@ from rlm.model import prepare_process
 from rlm.training import GRPOConfig
 
 PARTS = ("sample", "score", "learn")
-PHASES = ("sample", "learn")  # the parts that have a floor
 CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
 
 
@@ -92,11 +90,6 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
             "between_calls": harness.summary([s for r in runs[arm] for s in r["between_calls"]]),
             "peak_memory_gb": harness.summary([r["peak_memory_gb"] for r in runs[arm]]),
         }
-    shares = {
-        part: harness.summary([step["floor"][part] / step[part] for step in steps[harness.OURS]])
-        for part in PHASES
-    }
-    cell["arms"][harness.OURS]["share_of_floor"] = shares
     cell["planned_memory_gb"] = runs[harness.OURS][0]["planned_memory_gb"]
     cell["memory_gb"] = {
         arm: figures["peak_memory_gb"]["median"] for arm, figures in cell["arms"].items()
@@ -117,8 +110,6 @@ def show_parts(cells: Sequence[dict[str, Any]]) -> None:
             row = {f"{p}, s": f"{figures['parts'][p]['median']:.2f}" for p in PARTS}
             row["mean length"] = f"{figures['length_mean']:.0f}"
             row["peak memory, GB"] = f"{cell['memory_gb'][arm]:.2f}"
-            for part, share in figures.get("share_of_floor", {}).items():
-                row[f"{part}, share of floor"] = f"{share['median']:.0%}"
             planned = f"{cell['planned_memory_gb']:.2f}"
             row["planned, GB"] = planned if arm == harness.OURS else ""
             rows[f"{cell['name']}, {arm}"] = row

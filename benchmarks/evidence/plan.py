@@ -29,7 +29,7 @@ class Arm(NamedTuple):
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
     needs: tuple[str, ...] = ()  # arms of the same seed that must run first
     # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (another
-    # algorithm, as many completions), "choice" (GRPO, one option changed) or "" (none of these)
+    # algorithm, as many completions), "choice" (variants of TOPR) or "" (none of these)
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
     rounds: int = 1  # of rejection sampling, each from the previous adapter
@@ -45,6 +45,7 @@ TOPR: dict[str, Any] = {
     "algorithm": "topr",
     "mini_batch_size": 2,
     "warmup_steps": 5,
+    "learning_rate": 3e-4,
 }
 BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems of each
 START = "sft"
@@ -59,8 +60,8 @@ def rival(title: str, kind: str, **how: Any) -> Arm:
     return Arm(title, kind, (START, OURS), "rival", **how)
 
 
-def topr(title: str, role: str = "choice", rate: float = 3e-4, **how: Any) -> Arm:
-    return Arm(f"TOPR{title}", "grpo", (START,), role, TOPR | {"learning_rate": rate}, **how)
+def topr(title: str, role: str = "choice", **how: Any) -> Arm:
+    return Arm(f"TOPR{title}", "grpo", (START,), role, TOPR, **how)
 
 
 def control(title: str, **how: Any) -> Arm:
@@ -92,14 +93,10 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "topr_shuffled_golds": topr(
         ", control: shuffled reference answers", "control", shuffled=True, braked=True
     ),
-    "topr_rate_zero": topr(", control: learning rate 0", "control", rate=0.0),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
+    "topr_flipped_0.2": topr(", 20 % of the verdicts inverted", flipped=0.2, braked=True),
 }
-for share in (0.05, 0.1, 0.2):  # a share of 0.5 is the random reward
-    title = f"{share:.0%} of the verdicts inverted".replace("%", " %")
-    ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
-    ARMS[f"topr_flipped_{share}"] = topr(f", {title}", flipped=share, braked=True)
 
 
 class Cell(NamedTuple):

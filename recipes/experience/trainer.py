@@ -270,41 +270,34 @@ class Trainer:
         return {"learned": self.conclusion(summary)} | summary
 
     def conclusion(self, summary: Row) -> str:
-        """Return a sentence that describes the result of the training.
-
-        It names the learned lessons or the reason why there are none, and a command to run next.
-        """
-        if self.library.items:
-            count = len(self.library.items)
-            lessons = "1 lesson is" if count == 1 else f"{count} lessons are"
+        """Say how to use the learned lessons, or why there are none and what to do about it."""
+        if count := len(self.library.items):
             return (
-                f"{lessons} stored in {self.library.path}; to use the library: "
+                f"{count} {'lesson is' if count == 1 else 'lessons are'} stored in "
+                f"{self.library.path}; to use the library: "
                 f'python inference.py --experiences {self.library.path} "…"'
             )
-        plans, fusions = summary.get("plans", {}), summary.get("fusions", {})
-        select = "python -m recipes.experience.select (worked examples, for small models)"
         if not summary["rollouts"]:
             return "nothing: the run contains no problems"
+        plans = summary.get("plans", {})
+        counts = plans or summary.get("fusions", {})
+        if plans.get("parsed"):
+            counts = {**summary.get("extractions", {}), **summary.get("operations", {})}
+        listed = ", ".join(f"{count} {name}" for name, count in counts.items())
         if not plans.get("parsed"):
-            why = ", ".join(f"{count} {name}" for name, count in (plans or fusions).items())
-            remedy = "Raise --max-tokens, set" if "truncated" in plans else "Set"
-            return (
-                f"nothing could be learned: no reply was a valid plan ({why or 'no replies'}). "
-                f"{remedy} a model that can write plans in --api-config, or run: {select}"
-            )
-        if not summary["groups with σ > τ"]:
+            why = f"no reply was a valid plan ({listed or 'no replies'})"
+            remedy = "raise --max-tokens, " * ("truncated" in plans)
+            remedy += "set a model that can write plans in --api-config"
+        elif not summary["groups with σ > τ"]:
             right = f"{summary['right']} of {summary['rollouts']} attempts were right"
-            return (
-                "nothing could be learned: the attempts at each problem have similar scores, σ ≤ "
-                f"{self.tau:g} ({right}). Train on more or other problems (--max-problems, "
-                f"--dataset), raise --temperature, or run: {select}"
-            )
-        refused = {**summary.get("extractions", {}), **summary.get("operations", {})}
-        why = ", ".join(f"{count} {name}" for name, count in refused.items())
+            why = f"the attempts at each problem have similar scores, σ ≤ {self.tau:g} ({right})"
+            remedy = "use more or other problems (--max-problems, --dataset), raise --temperature"
+        else:
+            why = f"{summary['groups with σ > τ']} comparisons gave no valid lesson ({listed})"
+            remedy = "set a model that can write lessons in --api-config"
         return (
-            f"nothing was learned: {summary['groups with σ > τ']} comparisons of attempts gave no "
-            f"valid lesson ({why}). Set a model that can write lessons in --api-config, "
-            f"or run: {select}"
+            f"nothing was learned: {why}; {remedy}, or run: "
+            "python -m recipes.experience.select (worked examples, for small models)"
         )
 
 

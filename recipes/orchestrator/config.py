@@ -96,9 +96,6 @@ class OrchestratorConfig(GRPOConfig):
     zero_leaks: bool = flag(
         True, "set the reward of a graph to 0 if its prompts contain the answer"
     )
-    format_reward: float = flag(
-        0.0, "reward for a valid graph, added to the reward for its answer (0 or 1)", min=0
-    )
     start_questions: int = flag(
         192,
         "number of problems for training a missing --sft-adapter, with two graphs per problem",
@@ -164,10 +161,7 @@ class OrchestratorConfig(GRPOConfig):
 PUBLISHED_NAMES = {
     "orchestrator_id": "model", "agent_model_id": "agent_model", "run_root": "run_dir",
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
-    "orch_max_tokens": "max_new_tokens", "orch_temperature": "temperature",
-    "agent_max_tokens": "agent_max_tokens", "agent_temperature": "agent_temperature",
-    "lr": "learning_rate", "kl_coef": "kl_weight",
-    "val_rows": "eval_samples", "val_every": "eval_every",
+    "val_rows": "eval_samples",
 }  # fmt: skip
 
 

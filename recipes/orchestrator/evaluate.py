@@ -21,11 +21,10 @@ from statistics import fmean
 from typing import Any
 
 from recipes.orchestrator.config import OrchestratorConfig
-from recipes.orchestrator.graph import Graph, InvalidGraph
+from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
-from rlm.api_client import Price
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
 from rlm.data import Problem, drop_long_prompts, load_problems, own_files
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
@@ -43,7 +42,6 @@ COLUMNS = {
     "agents": ("written", ".0f"),
     "graph": ("orchestrator", ".0f"),
     "read": ("read", ".0f"),
-    "cost": ("cost_of_1000", ".3g"),
     "valid": ("graph/valid_rate", ".2f"),
     "differ": ("graph/distinct", ".2f"),
     "leaks": ("graph/leak_rate", ".2f"),
@@ -63,8 +61,6 @@ class EvaluateConfig:
         None, "split of the run's dataset", default_text="test; validation if it has a local file"
     )
     max_samples: int = flag(200, "evaluate at most this many problems", min=1)
-    read_price: float = flag(0.0, "price per million input tokens", min=0)
-    written_price: float = flag(0.0, "price per million output tokens", min=0)
     seed: int = flag(0, "random seed for the samples of the majority vote")
     output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for the results and traces")
 
@@ -212,7 +208,7 @@ def tokens(row: Row) -> dict[str, float]:
     return {name: total / solutions for name, total in totals.items()}
 
 
-def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
+def row_metrics(row: Row, single: Row) -> dict[str, object]:
     """Compute the metrics of a row for evaluation.json."""
     solved, used = scores(row), tokens(row)
     of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
@@ -223,7 +219,6 @@ def row_metrics(row: Row, single: Row, price: Price) -> dict[str, object]:
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
         "against_single": paired_bootstrap(scores(single), solved),
         **used,
-        "cost_of_1000": 1000 * price.cost(used["read"], used["written"] + used["orchestrator"]),
         **graphs,
         "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
     }
@@ -237,35 +232,16 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     """
     solved = {name: scores(row) for name, row in rows.items() if name != ORACLE}
     trained = solved.pop(TRAINED)
-    start, best = start_row(rows), max(solved, key=lambda name: sum(solved[name]))
+    start = UNTRAINED if UNTRAINED in rows else BARE
+    best = max(solved, key=lambda name: sum(solved[name]))
     return {
         f"{TRAINED} − {name}": paired_bootstrap(solved[name], trained)
         for name in dict.fromkeys((start, best))
     }
 
 
-def start_row(rows: Mapping[str, Row]) -> str:
-    return UNTRAINED if UNTRAINED in rows else BARE
-
-
-def show_changed_graphs(rows: Mapping[str, Row], count: int = 3) -> None:
-    """Print the first problems whose graph was changed by training, with both graphs.
-
-    Only the graphs of the first training run are shown.
-    """
-    pairs = zip(rows[start_row(rows)], rows[TRAINED], strict=True)
-    of_first = [(before, after) for (before, *_), (after, *_) in pairs]
-    changed = [(before, after) for before, after in of_first if before.graph != after.graph]
-    for pair in changed[:count]:
-        terminal.line(f"\n{pair[0].problem.question} [{pair[0].problem.answer}]")
-        for when, run in zip(("before", "after"), pair, strict=True):
-            graph = run.graph
-            told = graph.reason if isinstance(graph, InvalidGraph) else " | ".join(graph.texts)
-            terminal.line(f"  {when}, {'right' if run.verdict.correct else 'wrong'}: {told}")
-
-
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
-    """Print a table of accuracy and a table of cost, each narrow enough for a plain terminal."""
+    """Print a table of accuracy and one of tokens, each narrow enough for a plain terminal."""
     accuracy = {
         name: {
             "accuracy, %": percent(row["accuracy"]),
@@ -273,12 +249,12 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
         }
         for name, row in metrics.items()
     }
-    cost = {
+    used = {
         name: {head: format(row[key], kind) for head, (key, kind) in COLUMNS.items() if key in row}
         for name, row in metrics.items()
     }
     show_table(title, accuracy)
-    show_table("Tokens per problem; cost of 1000; graphs", cost)
+    show_table("Tokens per problem; graphs", used)
 
 
 def choose_split(
@@ -306,16 +282,15 @@ def main(config: EvaluateConfig) -> int:
     limit = orchestrator.config.max_new_tokens
     problems = drop_long_prompts(problems, render, context_window(policy), limit)
     rows = make_rows(orchestrator, config.run[1:], problems, config.seed)
-    judged, price = without_failures(rows), Price(config.read_price, config.written_price)
+    judged = without_failures(rows)
     single = judged["single agent"]
-    metrics = {name: row_metrics(row, single, price) for name, row in judged.items()}
+    metrics = {name: row_metrics(row, single) for name, row in judged.items()}
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
     title += f"; means over {len(config.run)} runs" * (len(config.run) > 1)
     show(metrics, title)
     compared = compare_trained(judged)
     for pair, difference in compared.items():
         terminal.line(f"  {pair}: {points(difference)} points, paired by problem")
-    show_changed_graphs(judged)
     left_out = len(problems) - len(single)
     if left_out:
         terminal.line(

@@ -325,10 +325,7 @@ class GraphReward:
         return Scores(rewards, graph_metrics(runs))
 
     def _reward(self, run: Trajectory) -> float | None:
-        if run.error:
-            return None
-        form = self.config.format_reward * isinstance(run.graph, Graph)
-        return float(run.solved(self.config.zero_leaks)) + form
+        return None if run.error else float(run.solved(self.config.zero_leaks))
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -166,7 +166,6 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying():
     cost = floor.ModelCost(
         weight_bytes=1000,
         row_flops=500,
-        head_flops=100,
         layers=2,
         query_width=8,
         cache_bytes_per_token=10,
@@ -176,12 +175,6 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying():
     assert step["memory_seconds"] == (1000 + (20 + 4 * 5) * 10) / 100
     assert step["arithmetic_seconds"] == 4 * (500 + 4 * 2 * 8 * 25) / 1000
     assert (step["seconds"], step["bound"]) == (14.0, "memory")
-    # Two steps of two rows (memory: 1000 + 20 · 10, and 2 · 10 more), one of the longer row.
-    seconds = floor.sampling_seconds(rates, cost, [20], [[2, 3]])
-    assert seconds == (1200 + 1220 + 1220) / 100
-    # 20 + 1 + 2 tokens, of which 5 are predicted; 210 pairs in the prompt, 21, and 21 + 22.
-    flops = 23 * (2 * 400 + 6 * 7) + 5 * 2 * 100 + (210 + 21 + 43) * 12 * 2 * 8
-    assert floor.learning_seconds(rates, cost, 7, [20], [[2, 3]]) == flops / 1000
 
 
 def test_the_cost_of_a_model_counts_each_weight_once():
@@ -190,7 +183,7 @@ def test_the_cost_of_a_model_counts_each_weight_once():
     weights = 2 * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner)
     weights += hidden * vocabulary  # the head
     assert cost.weight_bytes == 4 * weights
-    assert (cost.row_flops, cost.head_flops) == (2 * weights, 2 * hidden * vocabulary)
+    assert cost.row_flops == 2 * weights
     assert cost.cache_bytes_per_token == 2 * 2 * keys * 4
 
 
@@ -318,7 +311,6 @@ def test_arms_train_and_account_for_every_step(step_config, arm):
         result = ours_arm.run_ours(**work, ignore_ends=True)
         assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
         assert result["planned_memory_gb"] > 0
-        assert all(step["floor"][part] > 0 for step in result["steps"] for part in step["floor"])
     else:
         result = trl_arm.run_trl(**work, settings=step_config.trl_settings())
     assert len(result["steps"]) == 2  # one to warm up
@@ -334,7 +326,6 @@ def test_the_adapter_that_ships_is_a_start():
 
 def test_the_first_step_of_a_process_is_not_measured():
     step = {"sample": 1.0, "score": 0.0, "learn": 2.0, "length_mean": 8.0}
-    step["floor"] = {"sample": 0.25, "learn": 1.0}
 
     def run(*totals):
         return {
@@ -348,10 +339,6 @@ def test_the_first_step_of_a_process_is_not_measured():
     assert cell["arms"]["ours"]["runs"] == [1.0]
     assert cell["ratio"] == {"trl": 6.0}
     assert cell["memory_gb"] == {"ours": 2.0, "trl": 12.0}
-    shares = cell["arms"]["ours"]["share_of_floor"]
-    assert {part: share["median"] for part, share in shares.items()} == {
-        "sample": 0.25, "learn": 0.5
-    }  # fmt: skip
 
 
 def test_trl_sees_the_same_prompts_and_one_update_a_step(tokenizer, step_config):
@@ -379,7 +366,6 @@ def test_a_growing_step_is_measured_alone(step_config, monkeypatch, tmp_path, al
     def run_child(module, function, payload):
         asked.append((function, payload["signal"], payload.get("ignore_ends")))
         step = {"sample": 1.0, "score": 0.0, "learn": 1.0, "length_mean": 4.0, "total": 2.0}
-        step["floor"] = {"sample": 0.5, "learn": 0.5}
         memory = {"peak_memory_gb": 1.0, "planned_memory_gb": 1.5}
         return {"steps": [step, step], "between_calls": [1.0], **memory}
 

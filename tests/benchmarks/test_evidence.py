@@ -338,10 +338,9 @@ def in_process():
         right = SimpleNamespace(correct=True, answer="5")
         patch.setattr(training, "grade", lambda *_, **__: right)
         patch.setattr(training, "split_completion", lambda text: ("5 + 0 = 5", "5"))
-        same = [a for a in ARMS if ARMS[a].role == "choice"]
-        few = ("drgrpo", "gspo", "cispo", "topr")  # no more than another loss
-        for arm in {*same, *(a for a in ARMS if ARMS[a].grpo.get("algorithm") in few)}:
-            patch.delitem(ARMS, arm)  # as GRPO, with one option of the trainer changed
+        few = ("drgrpo", "gspo", "cispo", "topr")  # as GRPO, with another loss
+        for arm in [a for a in ARMS if ARMS[a].grpo.get("algorithm") in few]:
+            patch.delitem(ARMS, arm)
         yield
 
 

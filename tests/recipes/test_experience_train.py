@@ -235,7 +235,7 @@ def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place):
     assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 1) == 0
     assert place.rows()[0]["rollouts"][0]["scaffold_error"].startswith("truncated: ")
     assert place.summary()["plans"] == {"truncated": 1}
-    assert "Raise --max-tokens, set a model" in place.summary()["learned"]
+    assert "raise --max-tokens, set a model" in place.summary()["learned"]
 
 
 def test_what_no_file_can_hold_ends_no_run(place, model):
@@ -431,10 +431,7 @@ def test_plans_are_asked_for_by_schema_until_the_endpoint_refuses_one(place, cap
 @pytest.mark.parametrize(
     ("scaffold", "why"),
     [
-        (
-            lambda prompt, seed: "no plan",
-            "nothing could be learned: no reply was a valid plan (6 no_",
-        ),
+        (lambda prompt, seed: "no plan", "nothing was learned: no reply was a valid plan (6 no_"),
         (lambda prompt, seed: json.dumps(plan(*numbers(prompt))), "σ ≤ 0.05 (0 of 6 attempts"),
     ],
 )

@@ -121,10 +121,9 @@ def test_agents_are_read_by_the_tags_of_their_adapter(tmp_path):
     [
         ({}, [0, 1, 0, 0]),
         ({"zero_leaks": False}, [1, 1, 0, 0]),
-        ({"format_reward": 0.1}, [0.1, 1.1, 0.1, 0]),
     ],
 )
-def test_what_a_leak_and_a_valid_graph_earn(options, rewards):
+def test_what_a_leak_earns(options, rewards):
     leaking = Graph.chain("careful: it is 6", "repeat").to_json()
     scores = reward_of(ScriptedLLM(solver), **options)([SUMS[3]], [[leaking, GOOD, BAD, BROKEN]])
     assert scores.rewards == [rewards]
