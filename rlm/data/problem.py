@@ -328,7 +328,8 @@ def parse_row(
     row = read_choices(read_answer(read_chat(row)), first)
     kind, solution = _text(row, "answer_type", default="number"), ""
     if kind not in ANSWER_TYPES:
-        raise ValueError(f"answer_type is not one of {', '.join(ANSWER_TYPES)}: {kind!r}")
+        known = f"{', '.join(ANSWER_TYPES)} (--columns answer_type=number sets it for all rows)"
+        raise ValueError(f"answer_type is not one of {known}: {kind!r}")
     has_none = kind == "open" and all(row.get(name) in (None, "") for name in ANSWER_FIELDS)
     answer = "" if has_none else _text(row, *ANSWER_FIELDS)
     if kind == "number" and "####" in answer:

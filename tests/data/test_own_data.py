@@ -332,6 +332,7 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"answer": "yes"}, None, "--columns answer_type=text"),
         ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
         ({}, None, "--columns answer_type=open"),
+        ({"answer": "5", "answer_type": "Float"}, None, "--columns answer_type=number sets it"),
     ],
 )  # fmt: skip
 def test_answers_that_are_refused_say_what_to_type(row, columns, why, tmp_path):
