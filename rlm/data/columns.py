@@ -157,6 +157,19 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
 
 
+def unread_texts(row: Row, columns: Mapping[str, str]) -> list[str]:
+    """Return the columns of a row with a text of several words that is not shown to the model.
+
+    >>> unread_texts({"question": "Is it?", "passage": "Ice is cold water.", "answer": True}, {})
+    ['passage']
+    """
+    if _chat(renamed := rename_columns(row, columns)) is not None:
+        return []
+    read = {*FIELDS, *QUESTION_FIELDS, *ANSWER_FIELDS, *CHOICE_FIELDS, *_lettered(renamed)}
+    rest = ((name, renamed[name]) for name in row if name in renamed and name not in read)
+    return [name for name, text in rest if isinstance(text, str) and text.count(" ") > 2]
+
+
 def _ends_with_reply(row: Row) -> bool:
     """Return whether a chat in the row ends with an assistant message."""
     chat = _chat(row)

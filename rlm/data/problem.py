@@ -30,6 +30,7 @@ from rlm.data.columns import (
     read_chat,
     read_choices,
     rename_columns,
+    unread_texts,
     without_tags,
 )
 from rlm.grading import (
@@ -130,7 +131,7 @@ def parse_rows(
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
     row: bytes | Row | Problem = {}
-    layout, with_system = "", 0
+    layout, with_system, unread = "", 0, dict[str, None]()
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
@@ -142,6 +143,7 @@ def parse_rows(
                 problems[problem.id] = problem
             if columns is not None and isinstance(row, Mapping):  # a user's list may hold Problems
                 layout = layout or describe_layout(row, columns)
+                unread |= dict.fromkeys(unread_texts(row, columns))
                 with_system += has_system_message(renamed)
         except LeftOut as kind:
             unwanted[str(kind)] += 1
@@ -165,6 +167,11 @@ def parse_rows(
         if with_system:
             said.append(f"{with_system} with a system message, which is not used")
         said += [layout + "; choices are numbered from 1" * (first == 1)] if layout else []
+        if unread:
+            said.append(
+                f"the model does not see {', '.join(unread)} (--columns question=COLUMN+question "
+                "puts a column into the question)"
+            )
         is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)
         level = logging.WARNING if is_odd else logging.INFO
         logger.log(level, "%s: %s", source, "; ".join(said))

@@ -579,6 +579,16 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     )
 
 
+def test_a_text_that_the_model_does_not_see_is_named(tmp_path, caplog):
+    rows = [{"question": f"Is it {i}?", "passage": "It is a number.", "answer": i} for i in (1, 2)]
+    path = write_jsonl(tmp_path / "m.jsonl", [row | {"topic": "sums, and more"} for row in rows])
+    load_problems(path, "test")
+    load_problems(path, "test", columns="question=passage+question")
+    hidden, shown = (record.message for record in caplog.records)
+    assert "the model does not see passage (--columns question=COLUMN+question puts" in hidden
+    assert "does not see" not in shown
+
+
 # A directory laid out as on the hub, and a hub.
 
 HUB_README = """---
