@@ -274,5 +274,13 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
             f"dataset {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
             f"({local} for downloaded files)"
         ) from error
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        raise UsageError(
+            f"dataset {name} has a loading script, which cannot be run; try the hub's Parquet copy "
+            f"of it: hf download {path} --repo-type dataset --revision refs/convert/parquet "
+            "--local-dir DIRECTORY, then --dataset DIRECTORY/CONFIG"
+        ) from error
     finally:
         config.HF_HUB_OFFLINE = was_offline

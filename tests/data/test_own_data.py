@@ -614,6 +614,12 @@ def mirror(folder):
     return str(folder)
 
 
+def test_a_loading_script_is_refused_with_the_way_to_a_parquet_copy(tmp_path):
+    write_jsonl(tmp_path / "mine/data.jsonl", rows_of(3))
+    (tmp_path / "mine/mine.py").touch()
+    assert "--revision refs/convert/parquet --local-dir" in refusal(str(tmp_path / "mine"))
+
+
 def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = mirror(tmp_path / "org" / "name")
