@@ -161,6 +161,8 @@ def merge_adapter(
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
     base = load_base(model, Device("cpu", torch.float32, "merging"))
+    if getattr(base, "is_quantized", False):  # the files on the hub may be of 4 bits
+        base = base.dequantize(torch.float32)
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
     merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
