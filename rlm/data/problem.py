@@ -38,6 +38,7 @@ from rlm.grading import (
     READERS,
     AnswerType,
     gold_from_gsm8k,
+    normalize_answer,
     parse_number,
     split_completion,
 )
@@ -74,6 +75,14 @@ class Problem:
     solution: str = ""  # the worked solution in words; "" if the dataset has no solutions
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # passed to rewards
     answer_type: AnswerType = "number"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the solution contains more than the answer, so that SFT can learn from it."""
+        return bool(self.answer) and normalize_answer(self.solution) not in (
+            None,
+            normalize_answer(self.answer),
+        )
 
 
 def example_questions(problems: Iterable[Problem], count: int = 3, longest: int = 160) -> list[str]:
