@@ -32,6 +32,8 @@ ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 _HASHES = re.compile(r"\n\s*####[^\n]*\Z")
+_PROOF = re.compile(r"\b(?:prove|show) that\b", re.I)
+_STATED = re.compile(r"\\boxed|####|\banswer\b", re.I)
 _SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
@@ -226,7 +228,7 @@ def read_chat(row: Row) -> Row:
     because all rows use the same system prompt. Other rows are returned unchanged.
 
     Raises:
-        LeftOut: the row has several turns, or its completion does not end with a number.
+        LeftOut: the row has several turns, or its completion is a proof or ends without a number.
         ValueError: the messages are malformed.
     """
     if not _has_answer(row) and (answer := _verl_answer(row)) is not None:
@@ -240,7 +242,7 @@ def read_chat(row: Row) -> Row:
     elif isinstance(completion, str | list) and asked is not None:
         prompt, last = [("user", asked)], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and not _has_answer(row):
-        return {**row, **_read_completion(solution, {})}
+        return {**row, **_read_completion(solution, {}, str(asked))}
     else:
         return row
     turns = [text for role, text in prompt if role == "user"]
@@ -248,7 +250,7 @@ def read_chat(row: Row) -> Row:
         raise LeftOut("with several turns, or none")
     used = {*CHAT_FIELDS, "completion", *QUESTION_FIELDS}
     rest = {k: v for k, v in row.items() if k not in used}
-    found = _read_completion(last, rest) if last else {}
+    found = _read_completion(last, rest, turns[0]) if last else {}
     return {"question": turns[0], **found, **{k: v for k, v in rest.items() if v is not None}}
 
 
@@ -482,13 +484,15 @@ def _place_of(
     return lowered.index(text.lower()) if text.lower() in lowered else None
 
 
-def _read_completion(text: str, rest: Row) -> dict[str, str]:
+def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
     """Return the solution in a completion, and the answer if the row itself has no answer."""
     if "####" in text and "<think>" not in text:
         return {"answer": text}  # the format of GSM8K, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
     if not any(rest.get(name) is not None for name in ("answer", "response")):
+        if _PROOF.search(question) and not _STATED.search(text):
+            raise LeftOut("with a proof instead of a final answer")
         verdict = grade(text, None, strict=False)
         if not verdict.is_answer or verdict.answer is None:
             raise LeftOut("with a completion that does not end with a number")

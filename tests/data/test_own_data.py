@@ -15,7 +15,7 @@ from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
 from rlm.data import own_data
-from rlm.data.columns import cut_rows, parse_columns, read_chat, rename_columns, split_slice
+from rlm.data.columns import LeftOut, cut_rows, parse_columns, read_chat, rename_columns, split_slice
 from rlm.data.loaders import is_config, is_hub, load_jsonl, load_problems
 from rlm.data.problem import as_problems
 
@@ -577,6 +577,14 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
         "1 with a completion that does not end with a number; 1 with a message that is not text; "
         "question from messages, answer from the end of messages, solution from messages"
     )
+
+
+def test_the_last_number_of_a_proof_is_no_answer():
+    proof = {"problem": "Prove that n(n + 1)(n + 2) is divisible.", "solution": "So 6 divides it."}
+    with pytest.raises(LeftOut, match="with a proof instead of a final answer"):
+        read_chat(proof)
+    assert read_chat(proof | {"problem": "What divides it?"})["answer"] == "6"
+    assert read_chat(proof | {"solution": r"It is \boxed{6}."})["answer"] == "6"
 
 
 def test_a_text_that_the_model_does_not_see_is_named(tmp_path, caplog):
