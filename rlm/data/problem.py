@@ -324,7 +324,8 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     if value is None:
         raise MissingColumn(f"no field {' or '.join(names)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{name} is neither text nor a number")
+        first = f" (--columns {name}=COLUMN.0 uses the first item of a list)"
+        raise ValueError(f"{name} is neither text nor a number{first * isinstance(value, list)}")
     text = str(value).strip() or default
     if text is None:
         raise ValueError(f"{name} is empty")
