@@ -345,6 +345,10 @@ def read_choices(row: Row, first: int | None = None) -> Row:
     if len(texts) > len(LETTERS):
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
     place = _place_of(answer, labels, texts, first)
+    if place is None and str(answer).strip() in ("", "-1"):
+        raise ValueError(
+            "the row has no answer (many test splits have none; --split validation uses another)"
+        )
     if place is None:
         raise ValueError(f"the answer is not one of the choices: {str(answer)[:40]!r}")
     shown = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
