@@ -286,6 +286,13 @@ def render_prompt(
     return ids
 
 
+def opened_reasoning(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the reasoning tag with which the chat template begins the reply, or ""."""
+    rendered = _render_template(tokenizer, [{"role": "user", "content": "?"}], True)
+    opened = _OPENED.search(rendered)
+    return opened[0].split()[0] if opened else ""
+
+
 def _place_texts(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> tuple[list[str], list[str]]:
