@@ -87,7 +87,8 @@ def load_hub(
     arguments = {"path": path, "name": config, "split": stored}
     bounds = cut if rows and stored == source else bounds
     found = read_dataset(dataset, arguments, partial(choose_rows, bounds=bounds))
-    quiet, prefix = role == "validation" and is_carved, f"{path.rpartition('/')[2]}-{stored}"
+    quiet = role == "validation" and is_carved
+    prefix = "-".join(filter(None, (path.rpartition("/")[2], config, stored)))
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
         limit = POOL  # the validation split must not depend on max_samples

@@ -648,6 +648,8 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
         "(--columns answer_type=text accepts words); "
         "question from ask, answer from target"
     )
+    both = load_problems(f"{folder}:easy+{folder}:hard", columns=COLUMNS)
+    assert len(both) == 36 + 18
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")
     assert {*answers(few)} < {*range(20)}
     assert "has no split 'test'; it has train; --split validation" in refusal(
