@@ -268,6 +268,12 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, httpx2.HTTPError, exceptions.DatasetsError) as error:
         offline = isinstance(error, ConnectionError)
+        if "Config name is missing" in str(error):
+            configs = str(error).partition("[")[2].partition("]")[0].replace("'", "")
+            raise UsageError(
+                f"dataset {name} has several configs: pass --dataset {name}:CONFIG, one of "
+                f"{configs:.1000}"
+            ) from error
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
         local = f"--dataset {name}:PATH" if name in HUB else "--dataset DIRECTORY"
         raise UsageError(

@@ -648,6 +648,9 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
         "(--columns answer_type=text accepts words); "
         "question from ask, answer from target"
     )
+    assert refusal(folder) == (
+        f"dataset {folder} has several configs: pass --dataset {folder}:CONFIG, one of easy, hard"
+    )
     both = load_problems(f"{folder}:easy+{folder}:hard", columns=COLUMNS)
     assert len(both) == 36 + 18
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")
@@ -655,7 +658,6 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert "has no split 'test'; it has train; --split validation" in refusal(
         f"{folder}:hard", "test", columns=COLUMNS
     )
-    assert "Config name is missing" in refusal(folder, columns=COLUMNS)
 
 
 def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):
