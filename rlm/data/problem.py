@@ -231,6 +231,8 @@ def _refusal(
     text = f"{source}: line {number}: {error} ({how_many} lines are invalid: fix them)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
+    if str(error).startswith("duplicate id"):
+        text += "; --columns id=COLUMN+COLUMN joins two columns into an id"
     if isinstance(error, NotAnAnswer):
         text += (
             '; for words or letters, add "answer_type": "text" or "choice" (for all rows: '

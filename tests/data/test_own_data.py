@@ -582,6 +582,13 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     )
 
 
+def test_repeated_ids_are_refused_with_the_way_to_other_ids(tmp_path):
+    rows = [{"question": f"{i}?", "answer": i, "id": i % 2, "instance": i} for i in range(4)]
+    path = write_jsonl(tmp_path / "m.jsonl", rows)
+    assert "--columns id=COLUMN+COLUMN joins two columns" in refusal(path, "test")
+    assert len(load_problems(path, "test", columns="id=id+instance")) == 4
+
+
 def test_the_last_number_of_a_proof_is_no_answer():
     proof = {"problem": "Prove that n(n + 1)(n + 2) is divisible.", "solution": "So 6 divides it."}
     with pytest.raises(LeftOut, match="with a proof instead of a final answer"):
