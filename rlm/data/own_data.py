@@ -147,7 +147,10 @@ def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Prob
         return parse_row(row, default_id, first=first)
     except NotAnAnswer as error:
         reason = str(error).partition(": ")[0]
-        raise LeftOut(f"{reason} (--columns answer_type=text accepts words)") from error
+        raise LeftOut(
+            f"{reason} (--columns answer_type=text accepts words, completion=COLUMN worked steps "
+            "that end with the answer)"
+        ) from error
 
 
 def hold_out(
