@@ -167,8 +167,9 @@ def merge_adapter(
     tokenizer = load_tokenizer(model)
     if tag := opened_reasoning(tokenizer):
         terminal.line(
-            f"warning: the chat template begins the reply with {tag}, which the adapter was trained "
-            f"to write itself: remove {tag} at the end of the template before another program uses it"
+            f"warning: the chat template begins the reply with {tag}, which the adapter was "
+            f"trained to write itself: remove {tag} at the end of the template before another "
+            "program uses it"
         )
     merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
     # Other programs must stop at the same tokens as ours, including the token that ends a turn.

@@ -72,8 +72,8 @@ CONSTANT = (
     "use harder problems or another reward"
 )
 NO_VERDICT = (
-    "all completions of the last {} steps that got a reward have the reward {:g}, and the others got "
-    "none (None or NaN): if these are wrong answers, let the reward return 0 for them"
+    "all completions of the last {} steps that got a reward have the reward {:g}, and the others "
+    "got none (None or NaN): if these are wrong answers, let the reward return 0 for them"
 )
 FLAT = (
     "the reward has not risen in {} steps (from {:.2f} to {:.2f}): try a higher --learning-rate "

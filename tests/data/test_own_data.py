@@ -15,7 +15,14 @@ from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
 from rlm.data import own_data
-from rlm.data.columns import LeftOut, cut_rows, parse_columns, read_chat, rename_columns, split_slice
+from rlm.data.columns import (
+    LeftOut,
+    cut_rows,
+    parse_columns,
+    read_chat,
+    rename_columns,
+    split_slice,
+)
 from rlm.data.loaders import is_config, is_hub, load_jsonl, load_problems
 from rlm.data.problem import as_problems
 

@@ -168,7 +168,7 @@ def test_columns_that_published_rewards_ask_for(capsys):
     assert scorer([problem], [["a", "b"]], None, [[[3, 4], [5]]]).rewards == [[7.0, 5.0]]
     with pytest.raises(
         UsageError,
-        match="requires solution, which the data does not have .a column that --columns renames",
+        match=r"requires solution, which the data does not have \(a column that --columns renames",
     ):
         scorer.check_columns([Problem("1", "1 + 1?", "2", columns={"nums": [1]})])
     own = Scorer(lambda completions, trainer_state: [])
