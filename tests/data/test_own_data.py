@@ -607,6 +607,7 @@ def test_the_last_number_of_a_proof_is_no_answer():
 def test_a_text_that_the_model_does_not_see_is_named(tmp_path, caplog):
     rows = [{"question": f"Is it {i}?", "passage": "It is a number.", "answer": i} for i in (1, 2)]
     path = write_jsonl(tmp_path / "m.jsonl", [row | {"topic": "sums, and more"} for row in rows])
+    caplog.set_level(logging.INFO)
     load_problems(path, "test")
     load_problems(path, "test", columns="question=passage+question")
     hidden, shown = (record.message for record in caplog.records)
@@ -666,8 +667,8 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert refusal(folder) == (
         f"dataset {folder} has several configs: pass --dataset {folder}:CONFIG, one of easy, hard"
     )
-    both = load_problems(f"{folder}:easy+{folder}:hard", columns=COLUMNS)
-    assert len(both) == 36 + 18
+    # The ids contain the config, so several configs can be combined.
+    assert all(problem.id.startswith("name-easy-train-") for problem in train)
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")
     assert {*answers(few)} < {*range(20)}
     assert "has no split 'test'; it has train; --split validation" in refusal(
