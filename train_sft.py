@@ -111,7 +111,7 @@ def train(
     tags = required(config.reasoning_format, "--reasoning-format")
     format = FORMATS[tags].with_prompt(config.system_prompt)
     problems = drop_unsolved(problems, config.dataset)
-    validation = [p for p in validation if p.solution and p.answer]
+    validation = [p for p in validation if p.has_steps]
     examples = to_examples(tokenizer, problems, format, config.max_length)
     held_out = to_examples(tokenizer, validation, format, config.max_length)
     if not examples:

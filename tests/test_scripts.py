@@ -716,6 +716,7 @@ MISTAKES = [
     (train_grpo, ["--train-batch-size", "0"], "at least 1"),
     (train_grpo, ["--reward", "nowhere.py:f"], "nowhere.py does not exist"),
     (train_grpo, ["--reward", "nowhere.py"], "write FILE.py:NAME"),
+    (train_grpo, ["--reward", "steps", "--reward", "steps"], "name a list of them in FILE.py"),
     (train_grpo, ["more.jsonl"], "unknown option more.jsonl: type the name of its option"),
     (
         train_grpo,

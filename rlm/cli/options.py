@@ -199,9 +199,10 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             raise UsageError(f"{name} begins with a long dash: type {option}")
     dashed = [(name.replace("_", "-"), name, *rest) for name, *rest in tokens]
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
-    for name in ("--config", "--preset"):
+    for name in ("--config", "--preset", "--reward"):
         if sum(token[0] == name for token in known) > 1:
-            raise UsageError(f"{name} is given twice")
+            many = ": for several rewards, name a list of them in FILE.py" * (name == "--reward")
+            raise UsageError(f"{name} is given twice{many}")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
         name, said = token.partition("=")[0], ": type the name of its option before it"

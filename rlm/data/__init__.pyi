@@ -32,6 +32,7 @@ from .prompts import drop_long_prompts as drop_long_prompts
 from .prompts import encode_text as encode_text
 from .prompts import end_of_turn_id as end_of_turn_id
 from .prompts import longest_prompts as longest_prompts
+from .prompts import opened_reasoning as opened_reasoning
 from .prompts import read_system_prompt as read_system_prompt
 from .prompts import render_completion as render_completion
 from .prompts import render_problem as render_problem

@@ -32,6 +32,8 @@ ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 _HASHES = re.compile(r"\n\s*####[^\n]*\Z")
+_PROOF = re.compile(r"\b(?:prove|show) that\b", re.I)
+_STATED = re.compile(r"\\boxed|####|\banswer\b", re.I)
 
 
 class LeftOut(Exception):
@@ -156,6 +158,19 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
 
 
+def unread_texts(row: Row, columns: Mapping[str, str]) -> list[str]:
+    """Return the columns of a row with a text of several words that is not shown to the model.
+
+    >>> unread_texts({"question": "Is it?", "passage": "Ice is cold water.", "answer": True}, {})
+    ['passage']
+    """
+    if _chat(renamed := rename_columns(row, columns)) is not None:
+        return []
+    read = {*FIELDS, *QUESTION_FIELDS, *ANSWER_FIELDS, *CHOICE_FIELDS, *_lettered(renamed)}
+    rest = ((name, renamed[name]) for name in row if name in renamed and name not in read)
+    return [name for name, text in rest if isinstance(text, str) and text.count(" ") > 2]
+
+
 def _ends_with_reply(row: Row) -> bool:
     """Return whether a chat in the row ends with an assistant message."""
     chat = _chat(row)
@@ -183,7 +198,7 @@ def read_chat(row: Row) -> Row:
     because all rows use the same system prompt. Other rows are returned unchanged.
 
     Raises:
-        LeftOut: the row has several turns, or its completion does not end with a number.
+        LeftOut: the row has several turns, or its completion is a proof or ends without a number.
         ValueError: the messages are malformed.
     """
     if _given(row, ANSWER_FIELDS) is None and (answer := _verl_answer(row)) is not None:
@@ -197,7 +212,7 @@ def read_chat(row: Row) -> Row:
     elif isinstance(completion, str | list) and asked is not None:
         prompt, last = [("user", asked)], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and _given(row, ANSWER_FIELDS) is None:
-        return {**row, **_read_completion(solution, {})}
+        return {**row, **_read_completion(solution, {}, str(asked))}
     else:
         return row
     turns = [text for role, text in prompt if role == "user"]
@@ -205,7 +220,7 @@ def read_chat(row: Row) -> Row:
         raise LeftOut("with several turns, or none")
     used = {*CHAT_FIELDS, "completion", *QUESTION_FIELDS}
     rest = {k: v for k, v in row.items() if k not in used}
-    found = _read_completion(last, rest) if last else {}
+    found = _read_completion(last, rest, turns[0]) if last else {}
     return {"question": turns[0], **found, **{k: v for k, v in rest.items() if v is not None}}
 
 
@@ -297,6 +312,10 @@ def read_choices(row: Row, first: int | None = None) -> Row:
     if len(texts) > len(LETTERS):
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
     place = _place_of(answer, labels, texts, first)
+    if place is None and str(answer).strip() in ("", "-1"):
+        raise ValueError(
+            "the row has no answer (many test splits have none; --split validation uses another)"
+        )
     if place is None:
         raise ValueError(f"the answer is not one of the choices: {str(answer)[:40]!r}")
     shown = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
@@ -432,13 +451,15 @@ def _place_of(
     return lowered.index(text.lower()) if text.lower() in lowered else None
 
 
-def _read_completion(text: str, rest: Row) -> dict[str, str]:
+def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
     """Return the solution in a completion, and the answer if the row itself has no answer."""
     if "####" in text and "<think>" not in text:
         return {"answer": text}  # the format of GSM8K, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
     if _given(rest, ANSWER_FIELDS) is None:
+        if _PROOF.search(question) and not _STATED.search(text):
+            raise LeftOut("with a proof instead of a final answer")
         verdict = grade(text, None, strict=False)
         if not verdict.is_answer or verdict.answer is None:
             raise LeftOut("with a completion that does not end with a number")

@@ -390,7 +390,8 @@ def load_hub(
     arguments = {"path": path, "name": config, "split": stored}
     bounds = cut if rows and stored == source else bounds
     found = read_dataset(dataset, arguments, partial(choose_rows, bounds=bounds))
-    quiet, prefix = role == "validation" and is_carved, f"{path.rpartition('/')[2]}-{stored}"
+    quiet = role == "validation" and is_carved
+    prefix = "-".join(filter(None, (path.rpartition("/")[2], config, stored)))
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
         limit = POOL  # the validation split must not depend on max_samples
@@ -449,7 +450,10 @@ def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Prob
         return parse_row(row, default_id, first=first)
     except NotAnAnswer as error:
         reason = str(error).partition(": ")[0]
-        raise LeftOut(f"{reason} (--columns answer_type=text accepts words)") from error
+        raise LeftOut(
+            f"{reason} (--columns answer_type=text accepts words, completion=COLUMN worked steps "
+            "that end with the answer)"
+        ) from error
 
 
 def hold_out(

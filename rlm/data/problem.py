@@ -30,6 +30,7 @@ from rlm.data.columns import (
     read_chat,
     read_choices,
     rename_columns,
+    unread_texts,
     without_tags,
 )
 from rlm.grading import (
@@ -37,6 +38,7 @@ from rlm.grading import (
     READERS,
     AnswerType,
     gold_from_gsm8k,
+    normalize_answer,
     parse_number,
     split_completion,
 )
@@ -73,6 +75,14 @@ class Problem:
     solution: str = ""  # the worked solution in words; "" if the dataset has no solutions
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)  # passed to rewards
     answer_type: AnswerType = "number"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the solution contains more than the answer, so that SFT can learn from it."""
+        return bool(self.answer) and normalize_answer(self.solution) not in (
+            None,
+            normalize_answer(self.answer),
+        )
 
 
 def example_questions(problems: Iterable[Problem]) -> list[str]:
@@ -125,7 +135,7 @@ def parse_rows(
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
     row: bytes | Row | Problem = {}
-    used, layout, with_system = 0, "", 0
+    used, layout, with_system, unread = 0, "", 0, dict[str, None]()
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
@@ -140,6 +150,7 @@ def parse_rows(
             used += 1
             if columns is not None and isinstance(row, Mapping):  # a user's list may hold Problems
                 layout = layout or describe_layout(row, columns)
+                unread |= dict.fromkeys(unread_texts(row, columns))
                 with_system += has_system_message(renamed)
         except LeftOut as kind:
             unwanted[str(kind)] += 1
@@ -163,6 +174,11 @@ def parse_rows(
         if with_system:
             said.append(f"{with_system} with a system message, which is not used")
         said += [layout + "; choices are numbered from 1" * (first == 1)] if layout else []
+        if unread:
+            said.append(
+                f"the model does not see {', '.join(unread)} (--columns question=COLUMN+question "
+                "puts a column into the question)"
+            )
         is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)
         level = logging.WARNING if is_odd else logging.INFO
         logger.log(level, "%s: %s", source, "; ".join(said))
@@ -213,6 +229,8 @@ def _refusal(
     text = f"{source}: line {number}: {error} ({how_many} lines are invalid: fix them)"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
+    if str(error).startswith("duplicate id"):
+        text += "; --columns id=COLUMN+COLUMN joins two columns into an id"
     if isinstance(error, NotAnAnswer):
         text += (
             '; for words or letters, add "answer_type": "text" or "choice" (for all rows: '
@@ -306,7 +324,8 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     if value is None:
         raise MissingColumn(f"no field {' or '.join(names)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{name} is neither text nor a number")
+        first = f" (--columns {name}=COLUMN.0 uses the first item of a list)"
+        raise ValueError(f"{name} is neither text nor a number{first * isinstance(value, list)}")
     text = str(value).strip() or default
     if text is None:
         raise ValueError(f"{name} is empty")
@@ -326,7 +345,8 @@ def parse_row(
     row = read_choices(read_answer(read_chat(row)), first)
     kind, solution = _text(row, "answer_type", default="number"), ""
     if kind not in ANSWER_TYPES:
-        raise ValueError(f"answer_type is not one of {', '.join(ANSWER_TYPES)}: {kind!r}")
+        known = f"{', '.join(ANSWER_TYPES)} (--columns answer_type=number sets it for all rows)"
+        raise ValueError(f"answer_type is not one of {known}: {kind!r}")
     has_none = kind == "open" and all(row.get(name) in (None, "") for name in ANSWER_FIELDS)
     answer = "" if has_none else _text(row, *ANSWER_FIELDS)
     if kind == "number" and "####" in answer:

@@ -272,6 +272,13 @@ def render_prompt(
         )
     by_template = [encode_text(tokenizer, piece, special=True) for piece in pieces]
     marks = _marks(tokenizer, {*chain(*by_template)})
+    tag = f"<{format.reasoning_tag}>"
+    if any(mark.special and mark.content == tag for mark in marks.values()):
+        print_once(
+            f"warning: {tag} is a special token of {tokenizer.name_or_path!r}, which is left out "
+            "of the text of completions, so a model that writes this token earns nothing: pass "
+            "another --reasoning-format, or teach the tag as plain text with train_sft.py first"
+        )
     wanted = [token for token in chain(*by_template) if token in marks]
     ids = encode_text(tokenizer, "".join(_alternate(pieces, texts)), special=True)
     if [token for token in ids if token in marks] != wanted:
@@ -284,6 +291,13 @@ def render_prompt(
             f"encode as text: one of {', '.join(mark.content for mark in marks.values()):.200}"
         )
     return ids
+
+
+def opened_reasoning(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the reasoning tag with which the chat template begins the reply, or ""."""
+    rendered = _render_template(tokenizer, [{"role": "user", "content": "?"}], True)
+    opened = _OPENED.search(rendered)
+    return opened[0].split()[0] if opened else ""
 
 
 def _place_texts(

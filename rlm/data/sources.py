@@ -261,11 +261,25 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, httpx2.HTTPError, exceptions.DatasetsError) as error:
         offline = isinstance(error, ConnectionError)
+        if "Config name is missing" in str(error):
+            configs = str(error).partition("[")[2].partition("]")[0].replace("'", "")
+            raise UsageError(
+                f"dataset {name} has several configs: pass --dataset {name}:CONFIG, one of "
+                f"{configs:.1000}"
+            ) from error
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
         local = f"--dataset {name}:PATH" if name in HUB else "--dataset DIRECTORY"
         raise UsageError(
             f"dataset {name}: {reason}; offline, use --dataset word-problems or a JSONL file "
             f"({local} for downloaded files)"
+        ) from error
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        raise UsageError(
+            f"dataset {name} has a loading script, which cannot be run; try the hub's Parquet copy "
+            f"of it: hf download {path} --repo-type dataset --revision refs/convert/parquet "
+            "--local-dir DIRECTORY, then --dataset DIRECTORY/CONFIG"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = was_offline

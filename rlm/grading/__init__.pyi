@@ -7,6 +7,7 @@ from .answers import gold_from_gsm8k as gold_from_gsm8k
 from .answers import grade as grade
 from .answers import majority_score as majority_score
 from .answers import majority_vote as majority_vote
+from .answers import normalize_answer as normalize_answer
 from .answers import read_choice as read_choice
 from .answers import split_completion as split_completion
 from .answers import without_boxes as without_boxes

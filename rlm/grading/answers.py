@@ -47,6 +47,9 @@ _ANOTHER = re.compile(
     re.MULTILINE,
 )
 _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
+_TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
+_SIZE_COMMAND = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)")  # \dfrac, \left(
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def read_choice(text: str) -> str | None:
@@ -75,10 +78,21 @@ def read_choice(text: str) -> str | None:
 def read_text(text: str) -> str | None:
     """Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
+    A number without words is compared by its value, because answers of mathematics mix both.
+
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
+    >>> read_text("1,000") == read_text("1000.0"), read_text("5 cats") == read_text("5 dogs")
+    (True, False)
     """
-    plain = " ".join(unicodedata.normalize("NFKC", text[:1000]).casefold().split()).strip(_EDGES)
+    text = _SIZE_COMMAND.sub("", text[:1000])
+    if "\\boxed" not in text:  # an answer tag must not contain a box
+        text = _TEXT_COMMAND.sub(r"\1", text)
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
+    if not any(map(str.isalpha, _COMMAND.sub("", plain))):
+        for number in (parse_number(text), parse_number(plain)):
+            if number is not None:
+                return str(number)
     return plain or None
 
 
@@ -144,7 +158,6 @@ def normalize_answer(answer: str) -> Fraction | str | None:
 
 _MARKUP = re.compile(r"</?[A-Za-z_]{1,20}>|<\|[a-z_]{1,20}\|>")  # <b>, <|im_end|>, unpaired tags
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
-_TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
 _DIGIT = "\\d¼-¾⅐-⅞"
 _HASHES = re.compile(rf"(?<!#)####(?!#) {{0,3}}([^\nA-Za-z]{{0,20}}[{_DIGIT}][^\n]*)")
 _IS = r"(?:(?<!not )(?<!n't )(?<!n’t )(?<!never )\b(?:is|be|equals)\b|:|=)"  # not "cannot be"

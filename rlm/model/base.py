@@ -43,6 +43,7 @@ PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by s
 LFS_POINTER = b"version https://git-lfs"
 READ_FILES = ("*.safetensors", "tokenizer*")  # model files that may be Git LFS pointers
 WEIGHTS = "model*.safetensors"  # weight files of a model on the hub
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def model_directory(name: str) -> str:
@@ -170,7 +171,7 @@ def load_base(
             this device. The sampler has an attention implementation of its own.
 
     Raises:
-        UsageError: no model can be loaded.
+        UsageError: no model can be loaded, or its weights are stored in fp8.
     """
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
@@ -183,19 +184,23 @@ def load_base(
     if not Path(model_directory(name)).is_dir():
         _download_weights(name)
     directory, where = _hub_arguments(name)
+    # An argument that is None would hide that the stored weights are already quantized.
+    quantized = {"quantization_config": packed} if packed else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             **where,
+            **quantized,
             dtype=device.dtype,
             use_safetensors=True,
-            quantization_config=packed,
             device_map=place,
             attn_implementation=attn,
         )
     except (ImportError, OSError, ValueError, SafetensorError) as error:
         raise UsageError(_cannot_load(name, error)) from error
-    if packed:
+    if any(p.dtype in FLOAT8 for p in model.parameters()):
+        raise UsageError(f"--model {name} is stored in fp8: use the model without quantization")
+    if packed or getattr(model, "is_quantized", False):
         freeze_packed_weights(model)
     model.eval().requires_grad_(False)
     # Older architectures such as GPT-2 contain dropout. An adapter's dropout is set separately.

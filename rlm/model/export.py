@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from rlm.cli import UsageError, command_of, terminal
-from rlm.data import stop_token_ids
+from rlm.data import opened_reasoning, stop_token_ids
 from rlm.model.adapter_info import ADAPTER_FILES, AdapterInfo, check_adapter
 from rlm.model.adapters import check_base, exported_tensors, load_adapter
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
@@ -162,8 +162,16 @@ def merge_adapter(
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
     base = load_base(model, Device("cpu", torch.float32, "merging"))
+    if getattr(base, "is_quantized", False):  # the files on the hub may be of 4 bits
+        base = base.dequantize(torch.float32)
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
+    if tag := opened_reasoning(tokenizer):
+        terminal.line(
+            f"warning: the chat template begins the reply with {tag}, which the adapter was "
+            f"trained to write itself: remove {tag} at the end of the template before another "
+            "program uses it"
+        )
     merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
     # Other programs must stop at the same tokens as ours, including the token that ends a turn.
     merged.generation_config.eos_token_id = sorted(

@@ -354,7 +354,7 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
         known = {"solution", *TRAINERS_OWN}  # never treated as misspellings
         close = difflib.get_close_matches(unknown[0], sorted((there | GIVEN) - known), 1)
         meant = f" (did you mean {close[0]}?)" if close and unknown[0] not in known else ""
-        why = "the data does not have"
+        why = "the data does not have (a column that --columns renames has only the new name)"
         if TRAINERS_OWN.issuperset(unknown):
             why = "only TRL's trainer passes: add a default value, or accept **kwargs instead"
         raise UsageError(

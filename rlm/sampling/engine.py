@@ -81,7 +81,7 @@ class Sampler:
                 tokenizer belongs to another model.
         """
         rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
-        if len(tokenizer) > rows:
+        if len(tokenizer) - len(_unused_tokens(tokenizer, rows)) > rows:
             raise UsageError(
                 f"the tokenizer has {len(tokenizer)} tokens, but the model has only {rows}: they "
                 "do not belong together"
@@ -387,3 +387,15 @@ class Sampler:
         longest = max(len(stop.encode()) for stop in stops)
         tail = self.tokenizer.decode(sequence.ids[-max(STOP_WINDOW, longest) :])
         return any(stop in tail for stop in stops)
+
+
+def _unused_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
+    """Return the special tokens beyond the rows of a model that no prompt of ours contains.
+
+    The tokenizer of Gemma 3 has such a token for images, also for the models without images.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    beyond = [token.content for i, token in added if i >= rows and token.special]
+    return [text for text in beyond if text not in template and text not in roles]

@@ -169,7 +169,8 @@ class GrammarCompiler:
         # `from_tokenizer` raises a ValueError for a tokenizer of any other class.
         tokenizer = cast("PreTrainedTokenizerFast", self._tokenizer)
         try:
-            return from_tokenizer(tokenizer, self._vocabulary, self._stop_ids)
+            size = max(self._vocabulary, len(tokenizer))
+            return from_tokenizer(tokenizer, size, self._stop_ids)
         except ValueError as error:
             raise UsageError(
                 f"structured outputs do not support this model's tokenizer ({error})"

@@ -144,7 +144,7 @@ class Doctor:
         data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
         command = command_of("train_sft", model=config.model, **data)
         write = (
-            "" if any(p.solution for p in problems) else "write `solution` for a dozen rows, then "
+            "" if any(p.has_steps for p in problems) else "write `solution` for a dozen rows, then "
         )
         return f"{write}{command}"
 

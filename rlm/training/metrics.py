@@ -359,6 +359,10 @@ CONSTANT = (
     "all completions of the last {} steps have the reward {:g}, so there is nothing to learn from: "
     "use harder problems or another reward"
 )
+NO_VERDICT = (
+    "all completions of the last {} steps that got a reward have the reward {:g}, and the others "
+    "got none (None or NaN): if these are wrong answers, let the reward return 0 for them"
+)
 FLAT = (
     "the reward has not risen in {} steps (from {:.2f} to {:.2f}): try a higher --learning-rate "
     "(LoRA needs about ten times the rate of full fine-tuning), more problems per step, or "
@@ -411,6 +415,8 @@ def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
     if len(rewards) > 1 or any(row["reward/std"] for row in recent):
         return {}
     (reward,) = rewards
+    if reward and any(row.get("reward/no_verdict") for row in recent):
+        return {"reward": NO_VERDICT.format(RECENT_STEPS, reward)}
     return {"reward": (CONSTANT if reward else NO_REWARD).format(RECENT_STEPS, reward)}
 
 

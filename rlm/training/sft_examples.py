@@ -37,7 +37,7 @@ def drop_unsolved(
     Raises:
         UsageError: no problem has a solution.
     """
-    solved = [problem for problem in problems if problem.solution and problem.answer]
+    solved = [problem for problem in problems if problem.has_steps]
     missing = len(problems) - len(solved)
     if problems and not solved:
         raise UsageError(

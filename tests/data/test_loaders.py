@@ -596,3 +596,9 @@ def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(t
 )
 def test_names_of_data_sets(name, known_as):
     assert dataset_name(name) == known_as
+
+
+def test_a_solution_that_is_only_the_answer_has_no_steps():
+    rows = [("34", "34"), ("34", r"\boxed{34}"), ("B", "b"), ("34", ""), ("34", "30 + 4 = 34")]
+    problems = [Problem("1", "?", answer, solution) for answer, solution in rows]
+    assert [problem.has_steps for problem in problems] == [False] * 4 + [True]

@@ -15,7 +15,7 @@ from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
 from rlm.data import loaders
-from rlm.data.columns import parse_columns, read_chat, rename_columns
+from rlm.data.columns import LeftOut, parse_columns, read_chat, rename_columns
 from rlm.data.loaders import (
     cut_rows,
     is_config,
@@ -339,6 +339,10 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"answer": "yes"}, None, "--columns answer_type=text"),
         ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
         ({}, None, "--columns answer_type=open"),
+        ({"answer": "5", "solution": ["5"]}, None, "--columns solution=COLUMN.0 uses the first"),
+        ({"choices": ["water", "rock"], "label": -1}, "answer=label", "--split validation uses"),
+        ({"choices": ["water", "rock"], "answer": ""}, None, "many test splits have none"),
+        ({"answer": "5", "answer_type": "Float"}, None, "--columns answer_type=number sets it"),
     ],
 )  # fmt: skip
 def test_answers_that_are_refused_say_what_to_type(row, columns, why, tmp_path):
@@ -587,6 +591,32 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     )
 
 
+def test_repeated_ids_are_refused_with_the_way_to_other_ids(tmp_path):
+    rows = [{"question": f"{i}?", "answer": i, "id": i % 2, "instance": i} for i in range(4)]
+    path = write_jsonl(tmp_path / "m.jsonl", rows)
+    assert "--columns id=COLUMN+COLUMN joins two columns" in refusal(path, "test")
+    assert len(load_problems(path, "test", columns="id=id+instance")) == 4
+
+
+def test_the_last_number_of_a_proof_is_no_answer():
+    proof = {"problem": "Prove that n(n + 1)(n + 2) is divisible.", "solution": "So 6 divides it."}
+    with pytest.raises(LeftOut, match="with a proof instead of a final answer"):
+        read_chat(proof)
+    assert read_chat(proof | {"problem": "What divides it?"})["answer"] == "6"
+    assert read_chat(proof | {"solution": r"It is \boxed{6}."})["answer"] == "6"
+
+
+def test_a_text_that_the_model_does_not_see_is_named(tmp_path, caplog):
+    rows = [{"question": f"Is it {i}?", "passage": "It is a number.", "answer": i} for i in (1, 2)]
+    path = write_jsonl(tmp_path / "m.jsonl", [row | {"topic": "sums, and more"} for row in rows])
+    caplog.set_level(logging.INFO)
+    load_problems(path, "test")
+    load_problems(path, "test", columns="question=passage+question")
+    hidden, shown = (record.message for record in caplog.records)
+    assert "the model does not see passage (--columns question=COLUMN+question puts" in hidden
+    assert "does not see" not in shown
+
+
 # A directory laid out as on the hub, and a hub.
 
 HUB_README = """---
@@ -612,6 +642,12 @@ def mirror(folder):
     return str(folder)
 
 
+def test_a_loading_script_is_refused_with_the_way_to_a_parquet_copy(tmp_path):
+    write_jsonl(tmp_path / "mine/data.jsonl", rows_of(3))
+    (tmp_path / "mine/mine.py").touch()
+    assert "--revision refs/convert/parquet --local-dir" in refusal(str(tmp_path / "mine"))
+
+
 def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = mirror(tmp_path / "org" / "name")
@@ -626,15 +662,20 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     [record] = caplog.records
     assert record.message == (
         f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number "
-        "(--columns answer_type=text accepts words); "
+        "(--columns answer_type=text accepts words, completion=COLUMN worked steps that end with "
+        "the answer); "
         "question from ask, answer from target"
     )
+    assert refusal(folder) == (
+        f"dataset {folder} has several configs: pass --dataset {folder}:CONFIG, one of easy, hard"
+    )
+    # The ids contain the config, so several configs can be combined.
+    assert all(problem.id.startswith("name-easy-train-") for problem in train)
     few = load_problems(f"{folder}:easy", columns=COLUMNS, rows="train[:20]")
     assert {*answers(few)} < {*range(20)}
     assert "has no split 'test'; it has train; --split validation" in refusal(
         f"{folder}:hard", "test", columns=COLUMNS
     )
-    assert "Config name is missing" in refusal(folder, columns=COLUMNS)
 
 
 def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):

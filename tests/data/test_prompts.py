@@ -277,6 +277,14 @@ def test_the_ids_are_those_of_the_chat_template(tokenizer):
         assert render_prompt(tokenizer, "Who?", DEEPSEEK, examples=examples) == usual
 
 
+def test_a_tag_that_is_a_special_token_is_reported(capsys):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    for name, said in (("simple", False), ("deepseek", True)):
+        render_prompt(tokenizer, "2 + 3?", FORMATS[name])
+        assert ("<think> is a special token" in "".join(capsys.readouterr())) == said
+
+
 OPENS_THINK = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepSeek-R1, QwQ
 
 

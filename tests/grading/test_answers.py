@@ -404,6 +404,23 @@ def test_tags_and_boxes_with_different_texts_are_wrong() -> None:
     assert grade("<answer>a</answer><answer>b</answer>", None, strict=False, kind="open").is_answer
 
 
+TEXTS = {  # a text gold: answers that are equal, answers that are not
+    "0.5": (["1/2", r"\frac{1}{2}", r"$\dfrac12$", "0.50"], ["1/3", "-0.5", "5"]),
+    "1000": (["1,000", r"1{,}000"], ["100", "1,000 km"]),
+    r"\text{Evelyn}": (["Evelyn", r"\text{Evelyn}", r"\textbf{evelyn}"], ["Eve"]),
+    r"\left(3, \frac{\pi}{2}\right)": ([r"(3, \dfrac{\pi}{2})"], [r"(3, \frac{\pi}{3})"]),
+    "12 cats": (["12 Cats."], ["12 dogs", "12"]),
+}
+
+
+@pytest.mark.parametrize("gold", TEXTS)
+def test_a_text_that_is_a_number_is_compared_by_its_value(gold: str) -> None:
+    for answers, expected in zip(TEXTS[gold], (True, False), strict=True):
+        for answer, strict in product(answers, (True, False)):
+            text = f"<think>x</think><answer>{answer}</answer>"
+            assert grade(text, gold, strict=strict, kind="text").correct == expected, answer
+
+
 @pytest.mark.parametrize("gold", ["", "A", "x", "17, 18", "1/0", "3 + 4", "None", "\ud800"])
 @pytest.mark.parametrize("text", ["", "<think>x</think><answer>{}</answer>", "{}", r"\boxed{{{}}}"])
 def test_an_unreadable_gold_rewards_nothing(gold: str, text: str) -> None:

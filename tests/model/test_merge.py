@@ -7,7 +7,7 @@ from functools import partial
 import gguf
 import pytest
 import torch
-from conftest import byte_tokenizer, exit_code, let_it_speak, tiny_model
+from conftest import CHATML, byte_tokenizer, exit_code, let_it_speak, tiny_model
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model.adapters import load_adapter, new_adapter
 from rlm.model.base import base_model_hash
-from rlm.model.export import save_adapter
+from rlm.model.export import merge_adapter, save_adapter
 from rlm.model.gguf_export import QWEN2_SPLIT, check_convertible, write_gguf
 
 LONG = {"max_new_tokens": 24, "do_sample": False}
@@ -195,3 +195,15 @@ def test_half_a_file_is_not_left(adapter, tmp_path, monkeypatch, capsys):
         assert exported("--adapter", adapter, option, tmp_path / "new") == 2
         assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_template_that_opens_the_reasoning_is_named_for_other_programs(tmp_path, capsys):
+    opens = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepSeek-R1
+    for template, said in ((CHATML, False), (opens, True)):
+        tokenizer = byte_tokenizer(template=template)
+        base, adapter = tmp_path / f"base {said}", tmp_path / f"adapter {said}"
+        tiny_model().save_pretrained(base)
+        tokenizer.save_pretrained(base)
+        save_adapter(new_adapter(tiny_model(), r=4, alpha=8), tokenizer, adapter, {})
+        merge_adapter(adapter, str(base))
+        assert ("begins the reply with <think>" in "".join(capsys.readouterr())) == said

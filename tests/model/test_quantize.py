@@ -17,9 +17,11 @@ import inference
 import train_grpo
 import train_sft
 from rlm.cli.options import UsageError
+from rlm.model import base
 from rlm.model import quantize as quantization
 from rlm.model.adapters import merged_weight, new_adapter
 from rlm.model.base import load_base
+from rlm.model.export import merge_adapter, save_adapter
 from rlm.model.quantize import dequantized_weight, multiplies_int8_exactly
 from rlm.ops import use_fused_layers
 from rlm.sampling import Sampler, SamplingParams
@@ -122,6 +124,30 @@ def test_rows_that_bitsandbytes_unpacks_wrongly_are_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)  # rows of 32 weights: two of them share a block
     with pytest.raises(UsageError, match="rows of 32 weights wrongly on a CPU"):
         load_base(str(tmp_path), CPU, quantize="4bit")
+
+
+def test_a_base_that_is_stored_quantized_is_loaded_as_such_and_merged_unpacked(
+    model_dir, tokenizer, tmp_path
+):
+    load_base(str(model_dir), CPU, quantize="4bit").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    policy = with_adapter(tmp_path / "base", "none")
+    layer = next(iter(packed_layers(policy).values()))
+    assert not layer.support_avx512bf16_for_cpu
+    save_adapter(policy, tokenizer, tmp_path / "adapter", {"base_model": str(tmp_path / "base")})
+    merged, _ = merge_adapter(tmp_path / "adapter")
+    name = next(name for name, _ in merged.named_modules() if name.endswith("q_proj"))
+    wanted = merged_weight(policy.base_model.model.get_submodule(name))
+    assert torch.allclose(merged.get_submodule(name).weight, wanted, atol=1e-5)
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+
+
+def test_a_base_that_is_stored_in_fp8_is_refused(model_dir, monkeypatch):
+    model = tiny_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.float8_e4m3fn))
+    monkeypatch.setattr(base.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    with pytest.raises(UsageError, match="stored in fp8"):
+        load_base(str(model_dir), CPU)
 
 
 @pytest.mark.parametrize("quantize", PACKED)

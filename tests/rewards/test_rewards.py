@@ -179,7 +179,10 @@ def test_columns_that_published_rewards_ask_for(capsys):
     scorer = Scorer(reward)
     check_columns(scorer.reward, [problem])
     assert scorer([problem], [["a", "b"]], None, [[[3, 4], [5]]]).rewards == [[7.0, 5.0]]
-    with pytest.raises(UsageError, match="requires solution, which the data does not have"):
+    with pytest.raises(
+        UsageError,
+        match=r"requires solution, which the data does not have \(a column that --columns renames",
+    ):
         check_columns(scorer.reward, [Problem("1", "1 + 1?", "2", columns={"nums": [1]})])
     own = Scorer(lambda completions, trainer_state: [])
     with pytest.raises(UsageError, match="requires trainer_state, which only TRL's trainer passes"):

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import FAMILIES, kernels, tile_kernels, tiny_model
+from conftest import FAMILIES, byte_tokenizer, kernels, tile_kernels, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
@@ -179,6 +179,16 @@ def test_sampled_logprobs_equal_scored_ones(kind, merged, tokenizer):
             logprobs, _ = token_logprobs(policy, micro, temperature)
         gap = (logprobs - micro.sampler_logprobs)[micro.completion_mask].abs()
         assert gap.max() < 1e-4
+
+
+def test_a_special_token_without_a_row_of_the_model_may_be_one_that_no_prompt_contains():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    assert len(tokenizer) == 260
+    Sampler(tiny_model(), tokenizer)  # 259 rows
+    tokenizer.chat_template += "<image_soft_token>"
+    with pytest.raises(UsageError, match="the tokenizer has 260 tokens"):
+        Sampler(tiny_model(), tokenizer)
 
 
 def test_an_end_token_ends_a_row_and_belongs_to_it(tokenizer):

@@ -78,6 +78,8 @@ def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
     assert "no completion of the last 5 steps earned a reward" in active_alerts(nothing)["reward"]
     everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert "have the reward 1" in active_alerts(everything)["reward"]
+    some = [row | {"reward/no_verdict": 3} for row in everything]
+    assert "let the reward return 0 for them" in active_alerts(some)["reward"]
     changing = [*rows(4, reward__std=0.0), *rows(1, reward__std=0.0, reward__mean=0.5)]
     assert "reward" not in active_alerts(changing)
 
