@@ -122,7 +122,7 @@ def main(config: GRPOStepConfig) -> int:
     settings, cells = config.trl_settings(), []
     for reward in ("all",) if config.alone else config.cells:
         work = {"config": to_dict(config.training()), "signal": reward}
-        asked = {harness.OURS: ("ours_arm", "run_ours", work | {"ignore_ends": config.alone})}
+        asked = {harness.OURS: ("trainers", "run_ours", work | {"ignore_ends": config.alone})}
         if not config.alone:
             asked["trl"] = ("trl_arm", "run_trl", work | {"settings": settings})
         arms = {

@@ -1,4 +1,4 @@
-"""Parts that both trainers' arms share: problems, a scratch folder, a scripted reward.
+"""Our trainer's arm, and what it shares with TRL's: problems, a scratch folder, a reward.
 
 Each arm runs in its own process (`harness.run_child`), so that its peak memory can be measured. The
 task is a `GRPOConfig`, from which TRL's options are derived.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import required
-from rlm.data import FORMATS, Problem, load_problems
-from rlm.training import GRPOConfig
+from torch import Tensor
 
-FORMAT = FORMATS["deepseek"]
+from rlm import GRPOTrainer
+from rlm.cli import required
+from rlm.data import Problem, load_problems
+from rlm.sampling import Sampler
+from rlm.training import Group, GRPOConfig, TrainingRun
 
 
 def problem_pool(config: GRPOConfig) -> list[Problem]:
@@ -72,3 +74,41 @@ class ScriptedReward:
             "steps": [{**s, "total": total} for s, total in zip(steps, totals, strict=True)],
             "between_calls": [after - before for before, after in pairwise(self.calls)],
         }
+
+
+class MeasuredTrainer(GRPOTrainer):
+    """A trainer that keeps each step's seconds and mean length, and the planned memory."""
+
+    def __init__(self, config: GRPOConfig, reward: Callable[..., list[float]]) -> None:
+        super().__init__(required(config.model, "--model"), config, reward_fn=reward)
+        self.steps: list[dict[str, float]] = []
+        self.planned_memory_gb = 0.0  # reported beside the measured peak
+
+    def log(
+        self,
+        run: TrainingRun,
+        metrics: dict[str, float],
+        groups: Sequence[Group],
+        advantages: Tensor,
+    ) -> None:
+        super().log(run, metrics, groups, advantages)
+        seconds = {name: metrics[f"time/{name}"] for name in ("sample", "score", "learn")}
+        self.steps.append(seconds | {"length_mean": metrics["completion/length_mean"]})
+        self.planned_memory_gb = run.memory_plan.peak / 2**30
+
+
+def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) -> dict[str, Any]:
+    """Train with `config`; return each step's seconds (the first is the warm-up).
+
+    Args:
+        signal: the kind of scripted reward.
+        ignore_ends: ignore end tokens, so that every completion has `max_new_tokens` tokens.
+    """
+    with in_scratch(config) as options:
+        reward = ScriptedReward(signal, options.group_size)
+        trainer = MeasuredTrainer(options, reward.score)
+        if ignore_ends:
+            assert isinstance(trainer.sampler, Sampler)  # the config names no server
+            trainer.sampler.stop_ids = frozenset()
+        trainer.train(problem_pool(options))
+    return reward.result(trainer.steps) | {"planned_memory_gb": trainer.planned_memory_gb}

@@ -22,9 +22,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.grpo_config import GRPOConfig as TRLConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from benchmarks.trainers import FORMAT, ScriptedReward, in_scratch, problem_pool
+from benchmarks.trainers import ScriptedReward, in_scratch, problem_pool
 from rlm.cli import required
-from rlm.data import Problem, render_prompt, stop_token_ids
+from rlm.data import FORMATS, Problem, render_prompt, stop_token_ids
 from rlm.model import (
     adapter_tensors,
     base_model_hash,
@@ -199,7 +199,7 @@ def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> 
     """
     rows = []
     for problem in problems:
-        ids = render_prompt(tokenizer, problem.question, FORMAT)
+        ids = render_prompt(tokenizer, problem.question, FORMATS["deepseek"])
         prompt = tokenizer.decode(ids)
         if tokenizer(text=prompt)["input_ids"] != ids:
             raise ValueError(f"TRL encodes the prompt of {problem.id} to other token ids than ours")

@@ -24,12 +24,12 @@ from benchmarks.evidence.plan import (
     read_json,
 )
 from benchmarks.evidence.pools import JudgedSet, judged_sets, pools
-from benchmarks.trainers import FORMAT
-from rlm.data import Problem
+from rlm.data import FORMATS, Problem
 from rlm.evaluation import GRADINGS, Evaluation, evaluate
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
 
+FORMAT = FORMATS["deepseek"]
 SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8 (docs/results)
 
 

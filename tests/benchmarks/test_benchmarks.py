@@ -18,7 +18,6 @@ from benchmarks import (
     floor,
     grpo_step,
     harness,
-    ours_arm,
     rollout,
     samplers,
     serving,
@@ -308,7 +307,7 @@ def test_arms_train_and_account_for_every_step(step_config, arm):
 
     work = {"config": to_dict(step_config.training()), "signal": "half"}
     if arm == "ours":
-        result = ours_arm.run_ours(**work, ignore_ends=True)
+        result = trainers.run_ours(**work, ignore_ends=True)
         assert [step["length_mean"] for step in result["steps"]] == [4.0, 4.0]
         assert result["planned_memory_gb"] > 0
     else:
