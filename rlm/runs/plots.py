@@ -176,7 +176,8 @@ def _draw_metric(
         axes.plot(steps, means, color=ORANGE, lw=2)
     # An axis in per cent extends to at least 5 %, so that noise of 1 % looks small.
     floor = 5 if scale == 100 else 0
-    bottom, top = min(0, *values), max(0, floor, 1.08 * scale * max([*values, *bounds]))
+    ends = [1.08 * scale * value for value in (*values, *bounds)]
+    bottom, top = min(0, *ends), max(0, floor, *ends)
     if top > bottom:
         axes.set_ylim(bottom, top)
     axes.locator_params(axis="x", integer=True)

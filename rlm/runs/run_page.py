@@ -64,6 +64,9 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
     if version == metrics_mark and mark:
         return news
     rows, config = read_log(metrics), _config(path)
+    # A process writes config.json when it begins to train, also if it resumes the run.
+    began = (path / "config.json").stat().st_mtime if config else math.inf
+    trained = max(0.0, state.st_mtime - began) if state else 0.0
     return news | {
         "steps": {
             row["step"]: {k: row[k] for k in OF_A_STEP if _finite(row.get(k)) is not None}
@@ -71,7 +74,7 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
         },
         "curves": {t: _curve(rows, metric) if rows else [] for metric, t in CURVES.items()},
         "total": config.get("steps"),
-        "left": _seconds_left(rows, config),
+        "left": _seconds_left(rows, config, trained),
     }
 
 
@@ -188,15 +191,22 @@ def _of_start(row: Mapping[str, float]) -> dict[str, float]:
     return {name.replace(start, "eval/"): v for name, v in row.items() if name.startswith(start)}
 
 
-def _seconds_left(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> float | None:
-    """Estimate the remaining seconds from the last steps; None before the first step."""
+def _seconds_left(
+    rows: Sequence[Mapping[str, float]], config: Mapping[str, Any], trained: float
+) -> float | None:
+    """Estimate the remaining seconds from the last steps; None before the first step.
+
+    Args:
+        trained: the seconds that the last process of the run has trained, which --max-minutes
+            limits. `rows` may contain steps of earlier processes.
+    """
     took = [sum(v for k, v in row.items() if k.startswith("time/") and v) for row in rows]
     if not (took and config.get("steps")):
         return None
     recent = took[-RECENT_STEPS:]
     left = (config["steps"] - rows[-1]["step"] - 1) * sum(recent) / len(recent)
     if config.get("max_minutes"):
-        left = min(left, max(0.0, 60 * config["max_minutes"] - sum(took)))
+        left = min(left, max(0.0, 60 * config["max_minutes"] - trained))
     return round(left, 1)
 
 

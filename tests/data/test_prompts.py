@@ -18,8 +18,10 @@ from rlm.data.problem import Problem
 from rlm.data.prompts import (
     FORMATS,
     IGNORE_INDEX,
+    drop_long_prompts,
     encode_text,
     end_of_turn_id,
+    longest_prompts,
     render_completion,
     render_problem,
     render_prompt,
@@ -361,6 +363,18 @@ def test_a_template_of_a_processor_is_pointed_to(tmp_path):
 def test_bytes_that_are_no_text_are_one_line(tokenizer):
     with pytest.raises(UsageError, match="not valid UTF-8 text"):
         render_prompt(tokenizer, b"2 \xff".decode(errors="surrogateescape"), DEEPSEEK)
+
+
+def test_lengths_are_planned_for_the_longest_prompts_and_limited_to_the_last_token(capsys):
+    problems = [Problem(str(length), "x" * length, "1") for length in (3, 6, 5)]
+
+    def render(problem):
+        return [*problem.question.encode()]
+
+    assert [len(ids) for ids in longest_prompts(render, problems, count=2)] == [6, 5]
+    kept = drop_long_prompts(problems, render, 5, "a limit")
+    assert [problem.id for problem in kept] == ["3", "5"]
+    assert "1 of 3 problems left out: prompts over 5 tokens (a limit)" in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_eats_tags_is_refused(tokenizer, monkeypatch):

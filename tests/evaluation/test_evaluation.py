@@ -320,6 +320,19 @@ def test_learning_curves_show_what_was_measured_from_zero_on(tmp_path, monkeypat
     assert panels[0].lines[0].get_xydata().tolist() == [[0, 25], [3, 50]]
 
 
+def test_the_band_of_a_reward_is_whole_also_below_zero(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("rlm.runs.plots.save_figure", lambda figure, path: figures.append(figure))
+    interval = {"eval/reward": 0.25, "eval/reward_low": -0.5, "eval/reward_high": 1.0}
+    rows = [{"step": step, "reward/mean": -2.0, **interval} for step in range(2)]
+    learning_curves(rows, tmp_path / "curves.png", "a run")
+    reward, validation = (axes for axes in figures[0].axes if axes.axison)
+    (band,) = (each.get_paths()[0].get_extents() for each in validation.collections)
+    assert (band.y0, band.y1) == (-0.5, 1.0)
+    assert validation.get_ylim() == pytest.approx((-0.54, 1.08))
+    assert reward.get_ylim() == pytest.approx((-2.16, 0.0))
+
+
 @pytest.mark.parametrize("recorded", ["this", "another", None])
 def test_grpo_is_compared_with_sft_only_if_it_was_trained_from_it(recorded, tmp_path, capsys):
     """weights/final_rlm_lora may be the shipped adapter, and weights/sft_lora the user's own."""

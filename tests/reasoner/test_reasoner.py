@@ -127,6 +127,13 @@ def test_a_tool_goes_before_the_budget_unless_it_does_not_fit(tokenizer):
     assert short.text.startswith(SUM[:start] + "\n</think>")
     assert (short.tool_calls, short.status, short.answer) == ([], "forced", "7")
     assert short.reasoning_tokens == thought
+    # Of 56 tokens 14 are for the answer and 18 close the reasoning: two are left for the tool.
+    late = run(tokenizer, SUM, max_new_tokens=56, **tool)
+    told = run(tokenizer, SUM, now_after="<<2+3=", **tool)
+    for row in (late, told):
+        assert row.text.startswith(SUM[:start] + "\n</think>")
+        assert row.tool_calls == []
+    assert run(tokenizer, SUM, max_new_tokens=57, **tool).tool_calls
 
 
 def test_an_end_token_that_an_insertion_replaces_ends_nothing(tokenizer):

@@ -57,11 +57,13 @@ def test_steps_pay_for_a_right_answer_only_if_every_equation_holds():
         write("one and one", "2"),  # no equation, so none that is wrong
         write("1 + 1 = 2", "3"),  # wrong, from right equations
     ]
-    steps, correctness = Scorer(StepsReward())(two, [texts]), Scorer(None)(two, [texts])
+    scorer, correctness = Scorer(StepsReward()), Scorer(None)(two, [texts])
+    steps = scorer(two, [texts])
     assert steps.rewards == [[1.0, 0.0, 0.0, 1.0, 0.0]]
     assert correctness.rewards == [[1.0, 1.0, 1.0, 1.0, 0.0]]
     assert steps.metrics == correctness.metrics
     assert steps.metrics["reward/right_with_wrong_equation_rate"] == 0.4
+    assert scorer(two, [texts]).metrics == steps.metrics  # of the next step, too
     assert steps.metrics["reason/correct"] == 0.8
     assert type(load_reward("steps")) is StepsReward
     both = Scorer([(StepsReward(), 1.0), (CorrectnessReward(), 3.0)])(two, [texts])

@@ -134,6 +134,17 @@ def test_figures_that_are_not_finite_are_left_out():
     assert set(tracking.BACK_ENDS) == set(TRACKER_NAMES) - {"none"}
 
 
+def test_each_figure_has_the_name_that_others_know():
+    back_end = Recorder()
+    ours = {"reward/mean": 0.1, "loss/policy": 0.2, "loss/kl": 0.3, "optim/grad_norm": 0.4}
+    Tracker("wandb", back_end).log({"step": 4, "eval/accuracy": 0.5} | ours)
+    ((_, shown),) = back_end.logged
+    assert {name: shown[name] for name in OTHER_NAMES} == {
+        "rollouts/returns_mean": 0.1, "training/loss": 0.2, "training/kl": 0.3,
+        "training/grad_norm": 0.4, "val/accuracy": 0.5,
+    }  # fmt: skip
+
+
 # --- the tools themselves, offline --------------------------------------------------------------
 
 

@@ -94,6 +94,7 @@ def test_a_reward_that_does_not_rise():
     assert list(active_alerts(climbing(0.0))) == ["flat"]
     assert list(active_alerts(climbing(-0.2))) == ["flat"]
     assert active_alerts(climbing(0.1)) == {}
+    assert active_alerts(climbing(0.03)) == {}  # two points from the first third to the last
     assert active_alerts(climbing(0.0)[1:]) == {}  # too early to say
     assert active_alerts(climbing(0.0, start=0.95)) == {}  # nothing left to rise to
     bad = [row | {"policy/entropy": 0.0} for row in climbing(0.0)]

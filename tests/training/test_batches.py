@@ -136,6 +136,9 @@ def test_prompt_tokens_are_no_targets_and_the_end_token_is():
     assert micro.sources.tolist() == [2, 3, 4, 2, 5]
     assert micro.targets.tolist() == [20, 21, 257, 30, 257]
     assert micro.completion_mask.tolist() == [[True] * 3, [True, True, False]]
+    # Where the six tokens may not be computed at a time, each completion repeats the prompt.
+    apart = [micro.input_ids.tolist() for micro in make_micro_batches(rollouts, 9, 5, "cpu")]
+    assert apart == [[[10, 257, 11, 20, 21]], [[10, 257, 11, 30]]]
 
 
 # --- mini-batches -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from rlm.training.metrics import (
     step_metrics,
     time_left,
 )
+from rlm.training.state import TrainingState
 from rlm.training.trainer import TrainingRun
 
 
@@ -175,6 +177,13 @@ def test_the_time_that_is_left_by_hand(options, expected):
     rows[0]["time/evaluate"], rows[4]["time/evaluate"] = 99.0, 20.0
     assert time_left(rows[:1], GRPOConfig(steps=1), 0.0) == 0
     assert time_left(rows, GRPOConfig(steps=13, **options), minutes=4.5) == expected
+
+
+def test_the_limit_of_a_run_is_in_minutes():
+    state = TrainingState(None, None, "", _began=time.monotonic() - 90)
+    for limit, over in ((1, True), (60, False)):
+        config = GRPOConfig(steps=9, max_minutes=limit)
+        assert state.control_after(0, config, interrupted=False).should_stop is over
 
 
 def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
