@@ -1,8 +1,10 @@
 # make help    this list
+# make install  .venv with everything, and the base weights of the demo; the other commands do it first
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
 # make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
 # make test    everything but the slow tests (2 to 6 minutes on two cores)
+# make test-slow  the exhaustive tests: every seed, every problem type, every config
 # make test-faults  kill runs at every point, and check that they continue (about 6 minutes)
 # make test-isa    tests that depend on arithmetic, as on other CPUs: AVX2, AVX-512, AVX512-BF16, AMX, no compiler
 # make test-gpu    tests that need a CUDA GPU (a minute); make test does not use a GPU

@@ -17,30 +17,31 @@ from rlm.training.logprobs import attention_mask
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 1, 1, -1, -1]])
 
 
-def inputs(dtype, heads, shared):
+def inputs(dtype, heads, shared, width=8):
     """(B, heads, S, D) as transformers hands them over: views of (B, S, heads, D)."""
     torch.manual_seed(0)
-    made = [torch.randn(2, 8, h, 4).to(dtype).transpose(1, 2) for h in (heads, shared, shared)]
+    made = [torch.randn(2, 8, h, width).to(dtype).transpose(1, 2) for h in (heads, shared, shared)]
     return [part.requires_grad_() for part in made]
 
 
-@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (2, 2), (3, 1)])
+# Shapes for which other files compile the kernels, too: each more is a build of seconds.
+@pytest.mark.parametrize(("heads", "shared", "width"), [(6, 2, 64), (2, 2, 8), (3, 1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 128])  # of a block: a last one of two, and all in one
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_attention_and_its_gradients_equal_torchs(
-    heads, shared, dtype, rows, is_compiled, monkeypatch
+    heads, shared, width, dtype, rows, is_compiled, monkeypatch
 ):
     monkeypatch.setattr(fused_layers, "QUERY_BLOCK", rows)
-    made = kernels(dtype, heads // shared, 4) if is_compiled else None
-    ours = inputs(dtype, heads, shared)
+    made = kernels(dtype, heads // shared, width) if is_compiled else None
+    ours = inputs(dtype, heads, shared, width)
     exact = [part.detach().float().requires_grad_() for part in ours]
-    mask = attention_mask(SEGMENTS, dtype)
-    out = fused_layers.block_attention(*ours, mask, 0.3, made)
+    mask, scale = attention_mask(SEGMENTS, dtype), 0.6 * width**-0.5
+    out = fused_layers.block_attention(*ours, mask, scale, made)
     # Rows of padding see nothing: what comes out of them is never read, and must be finite.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
-        *exact, attn_mask=attention_mask(SEGMENTS, torch.float32), scale=0.3, enable_gqa=True
+        *exact, attn_mask=attention_mask(SEGMENTS, torch.float32), scale=scale, enable_gqa=True
     )
     near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
     torch.testing.assert_close((out * seen).float(), wanted * seen, **near)

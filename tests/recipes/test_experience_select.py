@@ -255,7 +255,7 @@ def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
 
 
 def test_library_and_placebo_in_one_table(selected):
-    path, _, _ = selected
+    path, _, server = selected
     library = path / "lib" / "selected_experiences.json"
     extra = json.loads(library.read_text())
     score = extra[0] | {"source_question": problem("score", 1).question, "id": "X"}
@@ -268,3 +268,6 @@ def test_library_and_placebo_in_one_table(selected):
     assert rows["two"]["accuracy"]["mean"] == 1.0
     assert rows["two"]["difference"]["low"] > 0
     assert rows["placebo of two"]["difference"]["points"] <= 0
+    asked = len(server.asked("chat/completions"))  # the same command again asks nothing
+    assert run(selected, evaluate, "--library", path / "two.json", *options) == 0
+    assert len(server.asked("chat/completions")) == asked
