@@ -372,9 +372,10 @@ def test_lengths_are_planned_for_the_longest_prompts_and_limited_to_the_last_tok
         return [*problem.question.encode()]
 
     assert [len(ids) for ids in longest_prompts(render, problems, count=2)] == [6, 5]
-    kept = drop_long_prompts(problems, render, 5, "a limit")
+    kept = drop_long_prompts(problems, render, 8, 3)
     assert [problem.id for problem in kept] == ["3", "5"]
-    assert "1 of 3 problems left out: prompts over 5 tokens (a limit)" in capsys.readouterr().out
+    said = "1 of 3 problems left out: prompts over 5 tokens (the model's window of 8 less"
+    assert said in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_eats_tags_is_refused(tokenizer, monkeypatch):

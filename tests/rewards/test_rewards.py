@@ -93,7 +93,7 @@ def test_a_batch_function_may_require_the_question():
         return [float(len(one)) for one in question]
 
     scorer = Scorer(reward)
-    scorer.check_columns(PROBLEMS)
+    check_columns(scorer.reward, PROBLEMS)
     assert scorer(PROBLEMS, GROUPS).rewards == [[6.0, 6.0], [6.0, 6.0]]
 
 

@@ -240,6 +240,6 @@ def test_a_schema_cannot_make_the_compiler_lenient(sampler):
 
 def test_a_tokenizer_that_cannot_be_read_is_named():
     with pytest.raises(UsageError, match="do not support this model's tokenizer"):
-        GrammarCompiler(object(), frozenset({1}), 10).compile(
+        GrammarCompiler([], frozenset({1}), 10).compile(
             StructuredOutputs(json_object=True), FORMAT
         )

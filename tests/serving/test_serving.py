@@ -125,7 +125,7 @@ OPEN = "the answers are open-ended, and only the training reward could judge the
     [
         ("number", ["0.5", "1/2", "0.25"], {"0.5": 2, "0.25": 1}, "2/4", True),
         ("text", ["XL", "xl.", "XV"], {"XL": 2, "XV": 1}, "xl", True),
-        ("text", ["0.5", "1/2", "1/2"], {"1/2": 2, "0.5": 1}, "0.5", False),
+        ("text", ["half", "1/2", "0.5"], {"1/2": 2, "half": 1}, "half", False),
         ("choice", ["C", "(b)", "B) Rome", "A or B"], {"(b)": 2, "C": 1}, "B", True),
         ("choice", ["C", "C"], {"C": 2}, "Rome", "it is not a choice (answer_type)"),
         ("number", ["3", "3"], {"3": 2}, "three", "it is not a number (answer_type)"),
