@@ -78,7 +78,7 @@ RUNS = {
     "topr": f"{GRPO.replace(' 12 ', ' 2 ')} --sft-adapter SFT --warmup-steps 3 --temperature 0.3",
 }
 # Logged values that only the algorithm, the schedule and the mini-batches decide.
-LOGGED = ("loss/policy", "optim/lr", "optim/grad_norm", "policy/clip_fraction")
+LOGGED = ("loss/policy", "optim/lr", "optim/grad_norm")
 
 
 class Training:

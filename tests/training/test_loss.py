@@ -46,5 +46,10 @@ def test_what_the_loss_counts():
     for advantages, clipped in ((-ADVANTAGES.abs(), (2, 0)), (ADVANTAGES.abs(), (0, 3))):
         _, others = gradient_and_sums(NEW, micro_batch(LENGTHS, OLD, advantages, weights))
         assert (others.clipped_low, others.clipped_high) == clipped
+    # TOPR limits the ratio of wrong completions only, by 1 from above.
+    for advantages, high in ((ADVANTAGES.abs(), 0), (-ADVANTAGES.abs(), 4)):
+        wrong = micro_batch(LENGTHS, OLD, advantages, weights)
+        found = policy_loss(NEW, wrong, ALGORITHMS["topr"])[1]
+        assert (found.clipped_low, found.clipped_high) == (0, high)
     assert sums.kl_total / 9 == pytest.approx(0.025389, abs=1e-6)
     assert gradient[~MASK].abs().max() == 0
