@@ -29,6 +29,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import to_dict
 from rlm.runs.atomic_files import read_log
 from rlm.runs.checkpoints import differences, free_steps
+from rlm.runs.directory import RunDirectory
 from rlm.sampling import Sampler
 from rlm.training import distributed
 from rlm.training.config import GRPOConfig
@@ -286,6 +287,19 @@ def test_a_second_signal_leaves_at_once(runs, undisturbed):
     assert len((runs.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert runs.run("run", "--resume").code == 0
     assert runs.result("run") == undisturbed
+
+
+def test_of_several_processes_none_is_ended_by_a_repeated_signal(tmp_path):
+    """Their launcher repeats what the terminal has sent."""
+
+    def be_told_twice():
+        os.environ["WORLD_SIZE"] = "2"
+        with RunDirectory(tmp_path / "run", resume=False) as run:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+            return 3 if run.interrupted else 0
+
+    assert faults.run(be_told_twice, tmp_path / "said").code == 3
 
 
 @pytest.mark.parametrize("place", some(["rollout", "backward", "save", "export"], []))
@@ -630,6 +644,12 @@ def test_other_options_and_data_are_shown_and_refused(runs, monkeypatch):
 def test_what_is_a_change_and_what_is_none():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
     assert differences(origin, dict(origin), MAY_CHANGE, {}) == []
+    # What a run is called, how long it lasts and how fast it is; of the data a hash is compared.
+    assert {
+        "resume", "model", "dataset", "max_samples", "eval_samples", "run_dir", "output",
+        "save_every", "max_minutes", "tracker", "max_num_seqs", "sampler", "server",
+        "train_batch_size",
+    } == MAY_CHANGE  # fmt: skip
     (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE, {})
     assert "the start adapter: its file has changed" in change
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}

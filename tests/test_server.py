@@ -323,7 +323,8 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     loaded = []
     monkeypatch.setattr("rlm.serving.load_replicas", lambda *given: loaded.append(given))
     options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--max-num-seqs": 2}
-    options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5}
+    options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5, "--tool": "calculator"}
+    options |= {"--nearest": 1}
     service = server._service(config_of(*(word for pair in options.items() for word in pair)), ())
     assert service.limits == Limits(
         prompt_tokens=22, new_tokens=11, requests=3, tokens=3 * (22 + 11), seconds=4.5
@@ -332,6 +333,8 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     service.engine._load()
     assert loaded == [(service.models, service.tokenizer, 2)]
     usual = server._service(config_of("--adapter", weights / "sft.v2"), ())
+    assert [s.models.adapters["sft.v2"].tool is None for s in (service, usual)] == [False, True]
+    assert (service._nearest, usual._nearest) == (1, 3)
     assert usual.limits == Limits(512, 512, 64, 64 * 1024, 120.0)  # docs/reference/serving.md
     public = ["--adapter", weights / "sft.v2", "--ngrok", "--public"]
     assert server._service(config_of(*public), ()).limits.request_tokens == 1024

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 
 import faults
@@ -23,6 +24,7 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
+from rlm.sampling import SamplingParams, prompt_seed
 from rlm.training import logprobs
 from rlm.training import metrics as report
 from rlm.training import state as training_state
@@ -30,6 +32,7 @@ from rlm.training import trainer as training
 from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
+from rlm.training.state import LOG_BYTES
 from rlm.training.validation import Validations, choose_export
 from train_grpo import GRPOTrainer
 
@@ -334,12 +337,27 @@ def test_a_trainer_trains_once(model_dir, tmp_path):
 
 
 def test_validation_gives_a_reward_the_same_columns_as_training(model_dir, tmp_path):
-    def of_length(completions, completion_ids):
-        assert all(completion_ids)
+    asked = []
+
+    def of_length(completions, completion_ids, is_truncated):
+        asked.append(len(completions))
+        assert is_truncated == [ids[-1] != 257 for ids in completion_ids]  # without an end token
         return [float(len(ids)) for ids in completion_ids]
 
     _, summary = train(model_dir, a_config(tmp_path, steps=1), of_length, PROBLEMS[:2])
     assert summary["validation"]["start"]["mean"] > 1
+    # Before, while and after it learns. After a failed assertion each completion is tried alone.
+    assert asked == [16, 16, 16]
+
+
+def test_validation_draws_as_training_does(model_dir, tmp_path):
+    trainer = a_trainer(model_dir, a_config(tmp_path, temperature=0.7, seed=5))
+    drawn = trainer.validator.sample(PROBLEMS[:4], 4, lambda: None).groups
+    prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
+    seeds = [prompt_seed(5, problem.id) for problem in PROBLEMS[:4]]
+    expected = trainer.sampler.sample(prompts, 4, SamplingParams(6, temperature=0.7), seeds)
+    one, two = ([[c.token_ids for c in group] for group in some] for some in (drawn, expected))
+    assert one == two
 
 
 def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, monkeypatch):
@@ -708,7 +726,10 @@ def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path, monk
 def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_path, monkeypatch):
     with ScriptedServer() as server:
         url = server.url
-        config = a_config(tmp_path, steps=2, sampler="vllm", server=url, eval_every=1)
+        config = a_config(
+            tmp_path, steps=2, sampler="vllm", server=url, eval_every=1, max_num_seqs=1
+        )
+        server.delay = 0.01
         trainer = a_trainer(model_dir, config)
         # Writing the adapter asks nobody for the base's config: of a hub model that is a request.
         refuse = classmethod(lambda *_, **__: pytest.fail("asked for the base's config"))
@@ -716,6 +737,7 @@ def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_p
         trainer.train(PROBLEMS, PROBLEMS[:2])
         loaded = [body["lora_path"] for body in server.asked("load_lora_adapter")]
         drawn = [body["model"] for body in server.asked("completions")]
+    assert server.most_in_flight == 1  # as --max-num-seqs says
     assert len(loaded) == 3  # of the start and after each of two steps: nothing else changes it
     assert len(set(drawn)) == 1 + 3  # and the base, asked once whether its log-probabilities fit
     assert all((Path(path) / "adapter_model.safetensors").exists() for path in loaded)
@@ -793,12 +815,40 @@ def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
     assert not (tmp_path / "run.prev").exists()  # the old run stays where it is
 
 
+@pytest.mark.parametrize(
+    ("option", "checkpoints", "logs"), [("--run-dir", 5, LOG_BYTES), ("--output", 1, 0)]
+)
+def test_there_must_be_room_for_a_whole_run(
+    model_dir, tmp_path, monkeypatch, option, checkpoints, logs
+):
+    """A checkpoint is as large as four adapters. There may be the two newest ones, a protected one
+    and one that is being written; the exports have the room of a fifth."""
+    config = a_config(tmp_path, output=tmp_path / "other disk" / "adapter")
+    state = a_trainer(model_dir, config).state
+    adapter = sum(4 * tensor.numel() for tensor in state.adapter.values())
+    needed = checkpoints * 4 * adapter + logs
+
+    def usage(path):
+        is_meant = ("other" in str(path)) == (option == "--output")
+        return shutil._ntuple_diskusage(0, 0, free if is_meant else 2**40)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with RunDirectory(config.run_dir, resume=False) as run:
+        free = needed - 1
+        with pytest.raises(UsageError, match=f"{option} .* MB are needed"):
+            state.begin(run, config, PROBLEMS, ())
+        free = needed
+        state.begin(run, config, PROBLEMS, ())
+
+
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
     assert trainer.run.memory_plan.train_batch_tokens == 512
     # Completions, and the tokens of the prompts beyond what all of them begin with.
     assert trainer.run.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
     assert "memory: about" in capsys.readouterr().out
+    long = Problem("v", "long " * 50, "1")  # that is validated on counts, too
+    assert trainer.prepare(PROBLEMS, [long])[1].longest_prompts[0] == trainer.render(long)
     needed, beside = (
         trainer.run.memory_plan.learning,
         trainer.run.memory_plan.optimizer + trainer.run.memory_plan.kept,

@@ -234,7 +234,11 @@ def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenize
     assert second != first
     with policy.disable_adapter():
         assert drawn() == first
+    copy = [weakref.ref(layer) for layer in merged._weights._layers]
     merged.release()
+    gc.collect()
+    assert copy
+    assert not any(layer() for layer in copy)  # while the trainer learns it needs the memory
     assert drawn() == second
     with torch.no_grad():  # one tensor alone is a change, too
         tensor.normal_(0, 1)
@@ -320,6 +324,10 @@ def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
     answer(sampler, [1, 2, 3], SamplingParams(4), 0)
     cache = weakref.ref(sampler._cache)
     sampler.reset()
+    gc.collect()
+    assert cache() is None
+    for _ in sampler.stream([Request([1, 2, 3], SamplingParams(4), 0)]):
+        cache = weakref.ref(sampler._cache)
     gc.collect()
     assert cache() is None
 

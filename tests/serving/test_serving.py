@@ -356,9 +356,18 @@ def test_the_time_of_a_request_ends_with_its_last_token(tokenizer):
         told = events(server.post(TWO | {"stream": True}).text)
         wait_until(lambda: released and not service.requests)
         seconds = released[0].last_token - released[0].started
+        first = released[0].first_token - released[0].started
+        assert first < seconds
         assert metric(server, "rlm_request_seconds_sum") == pytest.approx(seconds)
+        assert metric(server, "rlm_first_token_seconds_sum") == pytest.approx(first)
         assert metric(server, "rlm_tokens_drawn_total") > 10
-    assert json.loads(told[-1][1])["timings"]["total_ms"] == round(1000 * seconds, 1)
+        assert metric(server, "rlm_thinking_total", status="closed") == 1
+    reply = json.loads(told[-1][1])
+    assert reply["timings"] == {
+        "first_token_ms": round(1000 * first, 1),
+        "total_ms": round(1000 * seconds, 1),
+        "tokens_per_second": round(reply["usage"]["completion_tokens"] / seconds, 1),
+    }
 
 
 def test_every_route_and_method_needs_the_key_but_five(tokenizer):
@@ -586,6 +595,7 @@ def test_what_is_still_being_prepared_has_a_place_in_the_queue(tokenizer, slow_s
         wait_until(lambda: service.requests == 2)
         assert service.tokens == 2 * LIMITS.new_tokens
         assert server.post(TWO).json()["code"] == "queue_full"
+        assert metric(server, "rlm_rejected_total", reason="queue_full") == 1
         slow_schema[0].set()
         assert [reply.result().json()["answer"] for reply in waiting] == ["slow"] * 2
         assert (service.requests, service.tokens) == (0, 0)

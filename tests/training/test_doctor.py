@@ -13,7 +13,7 @@ from rlm.rewards import FormatReward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
-from rlm.training.doctor import Doctor, _reward
+from rlm.training.doctor import Doctor, _reward, _signal
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS
 
@@ -212,6 +212,12 @@ def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
     better = [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     assert found(better, [[1.0, -1.0, -1.0]]) == []
     assert found(better, [[-1.0, -1.0], [-1.0]]) == ["reward sees nothing"]
+
+
+@pytest.mark.parametrize(("share", "faults"), [(0.4, []), (0.9, [False]), (0.98, [True])])
+def test_a_few_groups_without_a_difference_are_usual(share, faults):
+    figures = {"groups with equal rewards": share, "pass@1, strict": 0.3, "reward, mean": 0.3}
+    assert [finding.fault for finding in _signal(figures, GRPOConfig(), "teach")] == faults
 
 
 def test_from_the_command_line(model_dir, tmp_path, monkeypatch, capsys):

@@ -27,7 +27,9 @@ def dry_run_of(trainer, *problems):
     return DryRun(*trainer.prepare(*problems), *parts)
 
 
-@pytest.mark.parametrize("options", [{}, {"kl_weight": 0.1, "sampler": "unmerged"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"kl_weight": 0.1, "sampler": "unmerged", "max_num_seqs": 7}]
+)
 def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatch):
     if options:
         force_checkpointing(monkeypatch)
@@ -44,7 +46,7 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatc
         "GB at the peak",
         "sampling: cpu, float32 (",
         "learning: cpu, float32 (",
-        "max_num_seqs: 16 completions at a time",
+        f"max_num_seqs: {7 if options else 16} completions at a time",
         "3 of 3 steps",
         f"checkpointing {'on' if options else 'off'}",
     ):
@@ -112,3 +114,16 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
     sizes = [len(trainer.render(p)) + 2 * 4 for p in PROBLEMS[8:12] for _ in range(2)]
     assert len(set(sizes)) == 2
     assert found == pytest.approx(3 * 0.25 * sum(sizes) / max(sizes))
+
+
+def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
+    """DAPO may sample the 16 completions of a step four times; a validation has 15."""
+    micro = SimpleNamespace(lengths=[6], input_ids=torch.zeros(1, 9))
+    monkeypatch.setattr(DryRun, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
+    monkeypatch.setattr(DryRun, "time_learning", lambda *_: (3.0, [micro]))
+    trainer = a_trainer(model_dir, a_config(tmp_path, algorithm="dapo"))
+    dry_run_of(trainer, PROBLEMS, PROBLEMS[:3]).show()
+    said = capsys.readouterr().out
+    assert "a step: 75.0 s: sampling 72.0, learning 3.0" in said
+    assert "a validation: 18.0 s" in said
+    assert "total: 4 min 21 s for 3 of 3 steps" in said  # and two validations

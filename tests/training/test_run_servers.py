@@ -11,13 +11,15 @@ import faults
 import psutil
 import pytest
 import torch
+from conftest import tiny_model
 from scripted_server import END, ScriptedServer
 
 from rlm.api_client import APIClient
 from rlm.cli import UsageError
 from rlm.data import Problem
+from rlm.model.adapters import new_adapter
 from rlm.training import Distributed, make_sampler, run_servers
-from rlm.training.run_servers import RunServers
+from rlm.training.run_servers import LONGEST_PROMPT, RunServers
 from tests import test_train_grpo
 from train_grpo import GRPOTrainer
 
@@ -137,6 +139,12 @@ def test_each_card_that_trains_has_a_server(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"only this machine can reach.*--server A,B"):
         RunServers(None, a_config(tmp_path), Distributed(0, 4)).start()
+
+
+def test_a_server_has_room_for_a_prompt_and_its_completion(tmp_path):
+    policy = new_adapter(tiny_model(max_position_embeddings=8192), r=4, alpha=8)
+    command = RunServers(policy, a_config(tmp_path), Distributed())._command()
+    assert command[command.index("--max-model-len") + 1] == str(LONGEST_PROMPT + 6)
 
 
 def test_two_urls_and_a_packed_base(model_dir, tmp_path, tokenizer, capsys):

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -395,25 +396,34 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
         raise MemoryError("allocate memory")
 
     monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
-    at_batch(8, crash)
+    begun = at_batch(8, crash)
     assert sft(*THREE_EPOCHS) != 0
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000004"]
     (folder / "step_000004" / "state.safetensors").write_bytes(b"torn")
     capsys.readouterr()
-    assert sft(*THREE_EPOCHS, "--resume") == 0
+    # From now on a batch takes eight seconds.
+    clock = SimpleNamespace(monotonic=lambda: 8.0 * len(begun))
+    monkeypatch.setattr("rlm.training.sft.time", clock)
+    assert sft(*THREE_EPOCHS, "--resume", "--max-minutes", 2) == 0  # of 80 seconds
     said = capsys.readouterr().out
     assert "checkpoint step_000004 is damaged" in said
     assert "before step 4" in said
+    # Step 4 was the first of the six that were left, and had two batches.
+    assert re.search(r"^step 4/9 .* about 80 s left$", said, re.M)
     assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
 
 
 def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
     # 40 steps of one example: a report of the first, and every other one.
-    whole = ("--epochs", 40, "--max-samples", 1, "--batch-size", 1, "--micro-batch", 1)
+    whole = ("--epochs", 40, "--max-samples", 1, "--batch-size", 1, "--micro-batch", 1,
+             "--learning-rate", 1e-3, "--warmup-share", 0.25)  # fmt: skip
     assert sft(*whole) == 0
     log = tmp_path / "run" / "metrics.jsonl"
-    assert [row["step"] for row in read_lines(log)] == [0, *range(1, 40, 2)]
+    rows = list(read_lines(log))
+    assert [row["step"] for row in rows] == [0, *range(1, 40, 2)]
+    warmup = [row["optim/lr"] for row in rows[:6]]  # the first ten steps, as --warmup-share says
+    assert warmup == pytest.approx([0, 1e-4, 3e-4, 5e-4, 7e-4, 9e-4])
     mean = history(tmp_path / "sft")["loss"]
     monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
     assert sft(*whole) == 0
