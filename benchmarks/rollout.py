@@ -51,6 +51,11 @@ class RolloutConfig(harness.BenchmarkConfig):
         if any(rows % GROUP for rows in self.rows) or not self.rows:
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
 
+    @property
+    def headline_rows(self) -> int:
+        """The rows of the headline cell: HEADLINE_ROWS, or the most rows if --rows lacks them."""
+        return HEADLINE_ROWS if HEADLINE_ROWS in self.rows else max(self.rows)
+
 
 Arms = Mapping[str, samplers.Draw]
 
@@ -149,14 +154,11 @@ def lengths_cell(
 
 
 def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one repetition of the headline cell; `run_child` adds the peak memory.
-
-    If --rows lacks the headline's number of rows, the largest cell runs instead.
-    """
+    """Run one repetition of the headline cell; `run_child` adds the peak memory."""
     prepare_process()
     bench = Bench(RolloutConfig(**config))
-    sizes, sampler = bench.config.rows, bench.ours() if arm == harness.OURS else bench.generate()
-    rows = HEADLINE_ROWS if HEADLINE_ROWS in sizes else max(sizes)
+    rows = bench.config.headline_rows
+    sampler = bench.ours() if arm == harness.OURS else bench.generate()
     prompts, seeds = bench.work(rows // GROUP, 1)
     sampler.draw(prompts, [[bench.config.new_tokens] * GROUP] * len(prompts), seeds, rows)
     return {}
@@ -194,7 +196,7 @@ def main(config: RolloutConfig) -> int:
     for rows in config.rows:
         cells.append(fixed_cell(bench, arms, rows, rates))
         terminal.line(f"{cells[-1]['name']}: {cells[-1]['note']}")
-    headline = next((c for c in cells if c["name"].startswith(f"{HEADLINE_ROWS} rows")), cells[-1])
+    headline = cells[config.rows.index(config.headline_rows)]
     if config.lengths:
         recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))
         cells.append(lengths_cell(bench, arms, recorded["lengths"], recorded["limit"]))

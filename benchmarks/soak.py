@@ -110,7 +110,17 @@ class Training:
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def run(self, end: float) -> None:
-        """Make runs with accidents until `end` (seconds of time.monotonic)."""
+        """Make runs with accidents until `end` (seconds of time.monotonic).
+
+        An exception is recorded as a failure, because it would end only the thread of this method,
+        and the report would contain no failure.
+        """
+        try:
+            self._make_runs(end)
+        except Exception as error:
+            self.failures.append(f"the training stopped: {type(error).__name__}: {error}")
+
+    def _make_runs(self, end: float) -> None:
         if code := self.start("undisturbed").wait():
             self.failures.append(f"the undisturbed run ended with {code}")
             return

@@ -100,8 +100,22 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+# Three query heads for each key-value head, of width 64, as SmolLM2-135M has.
+USUAL_HEADS = {
+    "hidden_size": 96,  # a multiple of the heads, as transformers asks
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+# Rows of 64 weights, which are packed in 4 bits as one block.
+PACKABLE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
 def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
-    """What is compiled for this CPU; that nothing can be is no failure."""
+    """What is compiled for this CPU; that nothing can be is no failure. Each shape is a build of
+    seconds, so tests share those of (3, 64), (2, 8) and (1, 8)."""
     made = load_ops(dtype, queries, width)
     if not isinstance(made, Kernels):
         pytest.skip(made.description)
@@ -128,25 +142,27 @@ TILES = Path(__file__).parent / "ops" / "tiles.h"
 
 
 @functools.cache
-def tile_kernels(queries: int, width: int) -> Kernels:
+def tile_kernels() -> Kernels:
     """Kernels whose bf16 products are of AMX tiles: where the CPU has none, of tiles.h."""
     compiler = os.environ.get("CC") or "cc"
     stand_in = f"{compiler} -include {shlex.quote(str(TILES))}"
     for command in [compiler] * torch.cpu._is_amx_tile_supported() + [stand_in]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CC", command)
-            made = load_ops.__wrapped__(torch.bfloat16, queries, width)
+            made = load_ops.__wrapped__(torch.bfloat16, 3, 64)
         if made.has_tiles:
             return made
     assert not isinstance(made, Kernels), "tiles were asked for and are not there"
     pytest.skip(made.description)
 
 
-# The slowest files, the slowest first: one that starts last would leave the other processes idle.
+# The files of more than ten seconds (pytest --durations=0), the slowest first: one that starts last
+# would leave the other processes idle.
 SLOWEST = (
-    "test_same_prompts", "test_walkthroughs", "test_goldens", "test_ship", "test_configs",
-    "test_same_completions", "test_faults", "test_gpu", "test_evidence", "test_scripts",
-    "test_train_grpo", "test_sft",
+    "test_train_grpo", "test_experience_train", "test_serving", "test_gpu", "test_scripts",
+    "test_engine", "test_faults", "test_evidence", "test_inference", "test_orchestrator_train",
+    "test_same_prompts", "test_sft", "test_server", "test_kernels", "test_walkthroughs",
+    "test_loaders", "test_answers", "test_linear",
 )  # fmt: skip
 
 

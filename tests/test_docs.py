@@ -258,7 +258,7 @@ def test_a_generated_page_is_up_to_date(name: str, made, monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "")  # options_page sets it, and it is put back here
     page = (REFERENCE / name).read_text(encoding="utf-8")
     assert page == made(page), "make reference"
-    assert "`--learning-rate" in page or "0x" not in page
+    assert "0x" not in page  # the address of an object, which is another one each time
 
 
 # --- figures ------------------------------------------------------------------------------------

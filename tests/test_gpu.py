@@ -9,7 +9,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import byte_tokenizer, tiny_model
+from conftest import PACKABLE, byte_tokenizer, tiny_model
 from live_server import live
 from pretended_cards import CONTEXT, card_of, pretended_cards
 from torch.overrides import TorchFunctionMode
@@ -52,7 +52,7 @@ def base(tmp_path_factory) -> Path:
     """A base that can be packed in 4 bits: its rows are whole blocks of 64. It has one layer,
     because a pretended card looks at each operation."""
     path = tmp_path_factory.mktemp("gpu_base")
-    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 264}
+    shape = PACKABLE | {"intermediate_size": 128, "vocab_size": 264}
     tiny_model("qwen2", **shape, num_hidden_layers=1).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     (path / "reward.py").write_text(REWARD)
@@ -79,8 +79,9 @@ def grpo(base, path, *options) -> int:
     return run(
         train_grpo, "--model", base, *DATA, "--sft-adapter", path / "sft", "--output",
         path / "grpo", "--run-dir", path / "run_grpo", "--steps", 1, "--batch-size", 2,
-        "--group-size", 4, "--max-new-tokens", 8, "--eval-samples", 2, "--kl-weight", 0.1,
-        "--updates-per-batch", 2, "--reward", f"{base / 'reward.py'}:letters", *options,
+        "--group-size", 4, "--max-new-tokens", 8, "--max-samples", 40, "--eval-samples", 2,
+        "--kl-weight", 0.1, "--updates-per-batch", 2, "--reward",
+        f"{base / 'reward.py'}:letters", *options,
     )  # fmt: skip
 
 
@@ -104,7 +105,8 @@ def test_every_script_runs(base, tmp_path, card, options):
         assert grpo(base, tmp_path, *options, "--plan") == 0
         assert run(
             evaluate, *DATA, "--model", base, "--adapter", tmp_path / "grpo", "--sft-adapter",
-            tmp_path / "sft", "--max-samples", 2, "--max-new-tokens", 8, "--output", tmp_path / "e",
+            tmp_path / "sft", "--max-samples", 2, "--max-new-tokens", 8, "--few-shot", 0,
+            "--output", tmp_path / "e",
         ) == 0  # fmt: skip
         assert run(inference, "1 + 1?", "--adapter", tmp_path / "grpo", "--max-new-tokens", 8) == 0
         service = server._service(server.ServerConfig(adapter=tmp_path / "grpo"), ())
@@ -152,7 +154,7 @@ def two_ranks(base, path) -> list[faults.Ended]:
 
     def be(rank: int) -> None:
         with pretended_cards(*GB24, count=2) as cards:
-            assert grpo(base, path) == 0
+            assert grpo(base, path, "--updates-per-batch=1", "--group-size=2") == 0
         atexit._run_exitfuncs()
         assert not dist.is_initialized()
         assert cards.peak[1 - rank] == 0, f"rank {rank} has put bytes on the other's card"

@@ -87,7 +87,7 @@ def trained(model_dir, tmp_path_factory):
     assert run(
         train_grpo, *common, "--sft-adapter", path / "sft", "--output", path / "grpo",
         "--run-dir", path / "run_grpo", "--steps", 2, "--batch-size", 2, "--group-size", 2,
-        "--max-new-tokens", 8, "--eval-samples", 4,
+        "--max-new-tokens", 8, "--max-samples", 40, "--eval-samples", 4,
     ) == 0  # fmt: skip
     return path
 
@@ -516,7 +516,8 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
     code = run(
         train_grpo, "--sft-adapter", trained / "sft", "--output", trained / "short",
         "--run-dir", trained / "run_short", "--steps", 500, "--batch-size", 2, "--group-size", 2,
-        "--max-new-tokens", 4, "--eval-samples", 2, "--max-minutes", 0.0001, "--eval-every", 0,
+        "--max-new-tokens", 4, "--max-samples", 40, "--eval-samples", 2, "--max-minutes", 0.0001,
+        "--eval-every", 0,
     )  # fmt: skip
     assert code == 0
     assert "taken from the start adapter" in capsys.readouterr().out
@@ -732,7 +733,7 @@ MISTAKES = [
     (evaluate, ["--base-only", *DATA, "--output", __file__], "--output"),
     (
         train_grpo,
-        [*DATA, "--sft-adapter=none", f"--run-dir={__file__}/run", "--output=x"],
+        [*DATA, "--max-samples=9", "--sft-adapter=none", f"--run-dir={__file__}/run", "--output=x"],
         "written",
     ),
     (inference, ["hi", "--adapter", "nowhere"], "python train_sft.py"),
@@ -850,7 +851,7 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
     (tmp_path / "grpo.yaml").write_text(
         common.replace("samples: 0", "samples: 3")
-        + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\neval_every: 1\n"
+        + "steps: 2\ngroup_size: 2\nmax_new_tokens: 8\neval_every: 1\nmax_samples: 40\n"
     )
     config = demo.DemoConfig(
         output=tmp_path / "demo",

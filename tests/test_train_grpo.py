@@ -875,7 +875,6 @@ def no_signal_for_odd_problems(prompts, completions, **_):
 
 
 REWARDS = {
-    "even": lambda completions, **_: likes_letters(completions),
     "uneven": no_signal_for_odd_problems,
     "mini": no_signal_for_odd_problems,
     "mini KL": lambda completions, **_: likes_letters(completions),
@@ -892,15 +891,14 @@ OPTIONS = {
 def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     """Uneven: one process has no signal, so with dynamic sampling both must agree to refill, and
     none of the validation problems."""
-    options = {"steps": 3, "batch_size": 5, "eval_every": 2, "updates_per_batch": 2}
-    options |= OPTIONS.get(kind, {})
-    config = a_config(folder, name, **options)
+    options = {"steps": 2, "batch_size": 5, "eval_every": 1, "updates_per_batch": 2}
+    config = a_config(folder, name, **options | OPTIONS[kind])
     train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
 
 
 @pytest.fixture(scope="module")
 def two_processes(model_dir, tmp_path_factory) -> Path:
-    """The folder in which two processes have trained with each reward, "two_even", "two_uneven"."""
+    """The folder in which two processes have trained with each reward, "two_uneven", "two_mini"."""
     folder = tmp_path_factory.mktemp("two")
 
     def train_with_each_reward(rank):
@@ -925,7 +923,7 @@ def test_two_processes_learn_what_one_does(model_dir, two_processes, kind, capsy
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-5), name
     one, two = (without_clock(rows(a_config(folder, name))) for name in names)
-    assert len(one) == len(two) == 3  # one process writes
+    assert len(one) == len(two) == 2  # one process writes
     for left, right in zip(one, two, strict=True):
         assert left.keys() == right.keys()
         for key, value in left.items():

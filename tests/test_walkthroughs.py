@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_model
+from conftest import PACKABLE, byte_tokenizer, tiny_model
 from expected_skips import SHARED, needs_shared
 from golden import ROOT
 from live_server import live
@@ -113,7 +113,7 @@ trainer = GRPOTrainer(
 def early_model(tmp_path_factory):
     """Half of the tokens end a completion, so examples with 512 new tokens take seconds."""
     path = tmp_path_factory.mktemp("early")
-    model = tiny_model(hidden_size=64, intermediate_size=128, head_dim=16)  # 4-bit rows of 64
+    model = tiny_model(**PACKABLE, intermediate_size=128)
     model.generation_config.eos_token_id = [*range(128), 257]
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)

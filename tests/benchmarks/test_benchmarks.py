@@ -31,6 +31,15 @@ ROOT = Path(__file__).parents[2]
 PROMPTS, SEEDS = [[10, 11, 12, 13, 14], [10, 11, 20]], [1, 100]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_measurements_of_this_machine():
+    """Its rates are divided by, and not compared with anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floor, "BUFFER_BYTES", {"cpu": 2**20})
+        patch.setattr(floor, "PRODUCTS", {"cpu": ((64, 64, 64), (128, 64, 64))})
+        yield
+
+
 def test_a_bit_that_depends_on_the_batch_is_noticed(model_dir, tmp_path, monkeypatch, capsys):
     report = tmp_path / "report.json"
     config = batch_invariance.BatchInvarianceConfig(
@@ -117,6 +126,7 @@ def test_a_child_returns_its_dict_and_its_peak_memory():
         harness.run_child("json", "loads", {"nonsense": 1})
 
 
+@pytest.mark.slow
 def test_a_child_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
     (tmp_path / "begin_and_end.py").write_text(
         "import os, time\n"
@@ -237,7 +247,7 @@ class _Completions(BaseHTTPRequestHandler):
 def vllm():
     _Completions.asked.clear()
     with HTTPServer(("127.0.0.1", 0), _Completions) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
         yield samplers.VLLM(f"http://127.0.0.1:{http.server_port}/v1")
         http.shutdown()
 
@@ -404,7 +414,7 @@ def test_all_cells_of_the_rollouts_are_measured(model_dir, tmp_path, monkeypatch
     (tmp_path / "lengths.json").write_text('{"lengths": [[1, 9, 2], [4, 1, 3]], "limit": 9}')
     file = tmp_path / "report.json"
     config = rollout.RolloutConfig(
-        model=str(model_dir), rows=(8, 16), new_tokens=4, repeats=1, json=file
+        model=str(model_dir), rows=(16, 8), new_tokens=4, repeats=1, json=file
     )
     assert rollout.main(config) == 0
     report = json.loads(file.read_text())

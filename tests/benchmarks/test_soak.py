@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,16 @@ def test_a_run_that_differs_or_a_server_that_grows_is_a_failure():
     assert soak.summary(SoakConfig(), training, serving)["failures"] == []
     training.failures.append("disturbed_1 differs")
     assert soak.summary(SoakConfig(), training, serving)["failures"] == ["disturbed_1 differs"]
+
+
+def test_what_stops_the_thread_that_trains_is_a_failure(tmp_path, monkeypatch):
+    """A run that ends with 0 and has lost its adapter: the one loss that nothing else reports."""
+    monkeypatch.setattr(Training, "start", lambda *_, **__: SimpleNamespace(wait=lambda *_: 0))
+    training = Training(SoakConfig(run_dir=tmp_path))
+    training.run(end=0.0)
+    (failure,) = training.failures
+    assert failure.startswith("the training stopped: FileNotFoundError: ")
+    assert "undisturbed_adapter" in failure
 
 
 @pytest.mark.slow

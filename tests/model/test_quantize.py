@@ -225,7 +225,7 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(
     assert run(
         train_grpo, "--sft-adapter", sft, "--output", grpo, "--run-dir", tmp_path / "b",
         "--steps", 1, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4,
-        "--eval-samples", 2,
+        "--max-samples", 40, "--eval-samples", 2,
     ) == 0  # fmt: skip
     assert json.loads((grpo / "run.json").read_text())["quantize"] == quantize  # from the adapter
     packed, full = (inference.load_rlm_model(grpo, quantize=q)[0] for q in ("auto", "none"))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import conftest
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import USUAL_HEADS, tiny_model
 from torch import Tensor, nn
 
 from rlm.ops import TorchOps
@@ -19,8 +19,8 @@ KINDS = ("fp32", "bf16", "tiles")  # of products
 def kernels(kind: str) -> Kernels:
     """What multiplies by itself; a CPU that does not is no failure."""
     if kind == "tiles":
-        return conftest.tile_kernels(2, 8)
-    made = conftest.kernels(BF16 if kind == "bf16" else torch.float32, 2, 8)
+        return conftest.tile_kernels()
+    made = conftest.kernels(BF16 if kind == "bf16" else torch.float32)
     if not made.has_linear:
         pytest.skip(made.batch_note)
     return made
@@ -198,7 +198,7 @@ def attention_of_one(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) 
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family, kind):
-    model = tiny_model(family)
+    model = tiny_model(family, **USUAL_HEADS)
     ids, positions = torch.arange(20)[:, None], torch.arange(20)[:, None] % 7
     wanted = UnmergedWeights(model).forward(ids, positions, attention_of_one)
     model.to(BF16)

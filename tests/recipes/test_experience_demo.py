@@ -25,12 +25,15 @@ def test_the_demo_ends_with_a_table_of_the_library(tmp_path, monkeypatch, capsys
         monkeypatch.setattr(demo, "server_process", scripted)
         config = demo.DemoConfig(dataset=str(data), problems=30, run_dir=tmp_path / "run")
         assert demo.main(config) == 0
-        assert demo.main(config) == 0  # replaces an earlier demo
     assert {file.name for file in config.run_dir.iterdir()} <= demo.FILES
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["rows"]
     assert found["selected_experiences"]["accuracy"]["mean"] == 1.0
     assert found["selected_experiences"]["difference"]["low"] > 0
     assert "selected_experiences has no placebo row" in capsys.readouterr().out  # one kind
+    demo.clear_run_dir(config.run_dir)  # as another demo begins: of this one nothing is left
+    assert {file.name: file.read_text() for file in config.run_dir.iterdir()} == {
+        demo.SERVER_LOG: ""
+    }
 
 
 def keys(folder):

@@ -458,10 +458,10 @@ def finished(base, tmp_path_factory):
         code = run(
             recipe, OrchestratorConfig, "--orchestrator-model", base, "--sft-adapter",
             path / "start", "--dataset", "word-problems:1", "--start-questions", 320,
-            "--lora-r", 8, "--steps", 2, "--batch-problems", 2, "--trajectories", 2,
-            "--max-new-tokens", 12, "--agent-max-tokens", 6, "--eval-samples", 2,
-            "--test-samples", 2, "--agent-adapter", a_solver(base, path / "solver"),
-            "--run-dir", path / "run",
+            "--max-samples", 320, "--lora-r", 8, "--steps", 2, "--batch-problems", 2,
+            "--trajectories", 2, "--max-new-tokens", 12, "--agent-max-tokens", 6,
+            "--eval-samples", 2, "--test-samples", 2, "--run-dir", path / "run",
+            "--agent-adapter", a_solver(base, path / "solver"),
         )  # fmt: skip
     assert code == 0
     return path

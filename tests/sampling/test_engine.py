@@ -11,7 +11,14 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import FAMILIES, byte_tokenizer, kernels, tile_kernels, tiny_model
+from conftest import (
+    FAMILIES,
+    USUAL_HEADS,
+    byte_tokenizer,
+    kernels,
+    tile_kernels,
+    tiny_model,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlm.cli.options import UsageError
@@ -130,9 +137,9 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer
     """Nor on the beginning that the prompts of a batch share, nor on the number of threads. Where
     they are not, the sampler says so."""
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    made = tile_kernels(2, 32) if kind == "tiles" else kernels(dtype, 2, 32)
+    made = tile_kernels() if kind == "tiles" else kernels(dtype)
     monkeypatch.setattr(engine, "ops_for", lambda model, dtype=None: made)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes = USUAL_HEADS | {"hidden_size": 192, "intermediate_size": 256}
     model = tiny_model(**sizes).to(dtype)
     beginning = [[], *[list(range(40))] * 5]
     prompts = [b + p for b, p in zip(beginning, some_prompts(6, longest=90), strict=True)]

@@ -240,6 +240,4 @@ def test_a_schema_cannot_make_the_compiler_lenient(sampler):
 
 def test_a_tokenizer_that_cannot_be_read_is_named():
     with pytest.raises(UsageError, match="do not support this model's tokenizer"):
-        GrammarCompiler([], frozenset({1}), 10).compile(
-            StructuredOutputs(json_object=True), FORMAT
-        )
+        GrammarCompiler([], frozenset({1}), 10).compile(StructuredOutputs(json_object=True), FORMAT)

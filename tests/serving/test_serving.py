@@ -237,22 +237,13 @@ def test_a_prompt_at_the_limit_is_answered(server, tokenizer):
     assert "500" in too_long.json()["detail"]
 
 
-JSON = "application/json"
-BODIES = [
-    (b"[]", JSON, 422),
-    (b'"a question"', JSON, 422),
-    (b"null", JSON, 422),
-]
-
-
-@pytest.mark.parametrize(("body", "kind", "status"), BODIES, ids=range(len(BODIES)))
+@pytest.mark.parametrize("body", [b"[]", b'"a question"', b"null"])
 @pytest.mark.parametrize("path", ["/phase1/reasoning", "/v1/chat/completions"])
-def test_bodies_that_are_no_request(server, path, body, kind, status):
+def test_bodies_that_are_no_request(server, path, body):
     with server.client() as client:
-        headers = {} if kind is None else {"Content-Type": kind}
-        response = client.post(path, content=body, headers=headers)
-    assert response.status_code == status, response.text
-    assert response.json()["status"] == status
+        response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422, response.text
+    assert response.json()["status"] == 422
 
 
 def test_prompts_are_only_text(server):
@@ -486,7 +477,7 @@ def test_a_deadline_ends_whole_and_streamed_requests(tokenizer):
 
 def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypatch):
     monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.5)
-    service, sampler = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=2))
+    service, sampler = make_service(tokenizer, SCRIPT, limits=replace(LIMITS, seconds=0.8))
     body = json.dumps({"prompt": "loop", "stream": True}).encode()
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
     path = "/phase1/reasoning"
@@ -578,7 +569,7 @@ def slow_schema(monkeypatch):
 
 
 def test_a_schema_that_takes_for_ever_holds_up_nobody(tokenizer, monkeypatch, slow_schema):
-    monkeypatch.setattr("rlm.serving.service.PREPARE_SECONDS", 3.0)
+    monkeypatch.setattr("rlm.serving.service.PREPARE_SECONDS", 1.0)
     service, _ = make_service(tokenizer, SCRIPT)
     with live(service) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, SLOW)
@@ -720,10 +711,10 @@ def test_a_prompt_that_the_template_refuses_is_the_clients_mistake(server, monke
     ],
 )
 def test_a_silent_stream_is_kept_open_by_comments(tokenizer, monkeypatch, path, body):
-    monkeypatch.setattr("rlm.serving.engine.PING_SECONDS", 0.02)
+    monkeypatch.setattr("rlm.serving.engine.PING_SECONDS", 0.01)
     service, sampler = make_service(tokenizer, SCRIPT)
     with live(service) as server:
-        sampler.pause = 0.1  # a token
+        sampler.pause = 0.05  # a token
         text = server.post(body | {"stream": True}, path).text
         sampler.pause = 0
         quick = server.post(body | {"stream": True}, path).text
@@ -808,8 +799,9 @@ def test_answer_now(tokenizer):
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(tokenizer):
-    service, _ = make_service(tokenizer, SCRIPT, pause=0.01)
+    service, _ = make_service(tokenizer, SCRIPT, pause=0.003)
     with live(service, drain_seconds=60) as server, ThreadPoolExecutor(5) as pool:
+        # Four have a seat, and the fifth waits for one.
         running = [pool.submit(server.post, {"prompt": "long", "seed": i}) for i in range(5)]
         wait_until(lambda: service.requests == 5)
         server.server.handle_exit(signal.SIGTERM, None)

@@ -222,7 +222,7 @@ def test_a_few_groups_without_a_difference_are_usual(share, faults):
 
 def test_from_the_command_line(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    argv = "--doctor --learning_rate 1e-8 --group_size 2 --max_new_tokens 4"
+    argv = "--doctor --learning_rate 1e-8 --group_size 2 --max_new_tokens 4 --max_samples 40"
     assert run(train_grpo, "--model", model_dir, *argv.split()) == 1
     out = capsys.readouterr().out
     assert "FAULT  learning rate too low" in out
