@@ -855,7 +855,9 @@ def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch,
     )
     free = int((0.7 * needed + beside) / HEADROOM)  # for all of it, and what the plan leaves free
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
-    smaller, _ = train(model_dir, a_config(tmp_path, "tight", steps=1, batch_size=8, group_size=8))
+    options = {"steps": 1, "batch_size": 8, "group_size": 8, "max_num_seqs": 7}
+    smaller, _ = train(model_dir, a_config(tmp_path, "tight", **options))
+    assert smaller.run.memory_plan.sampling < trainer.run.memory_plan.sampling  # 7 of 64 at a time
     assert 64 < smaller.run.memory_plan.train_batch_tokens < 512
     assert smaller.run.memory_plan.learning < 0.7 * needed
     for name, tensor in trainer.adapter.items():  # and what is learned does not depend on it
