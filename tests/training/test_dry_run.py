@@ -44,7 +44,7 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatc
         "GB at the peak",
         "sampling: cpu, float32 (",
         "learning: cpu, float32 (",
-        "max_num_seqs: 16 completions at a time",
+        "completions at a time",  # how many are counted in a limited time
         "3 of 3 steps",
         f"checkpointing {'on' if options else 'off'}",
     ):
