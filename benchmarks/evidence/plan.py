@@ -29,7 +29,7 @@ class Arm(NamedTuple):
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
     needs: tuple[str, ...] = ()  # arms of the same seed that must run first
     # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (another
-    # algorithm, as many completions), "choice" (variants of TOPR) or "" (none of these)
+    # algorithm, as many completions), "choice" (one thing changed) or "" (none of these)
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
     rounds: int = 1  # of rejection sampling, each from the previous adapter
@@ -95,8 +95,11 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     ),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
-    "topr_flipped_0.2": topr(", 20 % of the verdicts inverted", flipped=0.2, braked=True),
 }
+for share in (0.05, 0.1, 0.2):  # the arms with a random reward have a share of 0.5
+    title = f"{100 * share:.0f} % of the verdicts inverted"
+    ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
+    ARMS[f"topr_flipped_{share}"] = topr(f", {title}", flipped=share, braked=True)
 
 
 class Cell(NamedTuple):
