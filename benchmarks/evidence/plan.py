@@ -47,6 +47,7 @@ TOPR: dict[str, Any] = {
     "warmup_steps": 5,
     "learning_rate": 3e-4,
 }
+MINI_BATCHES = {name: value for name, value in TOPR.items() if name != "algorithm"}
 BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems of each
 START = "sft"
 OURS = "grpo"  # the arm whose seconds are the rivals' budget
@@ -89,6 +90,9 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "gspo": algorithm("GSPO", "gspo"),
     "cispo": algorithm("CISPO", "cispo"),
     BEST: topr(" in mini-batches"),
+    "grpo_mini_batches": Arm(
+        "GRPO with TOPR's mini-batches and learning rate", "grpo", (START,), "choice", MINI_BATCHES
+    ),
     "topr_random_reward": topr(", control: random reward", "control", flipped=0.5, braked=True),
     "topr_shuffled_golds": topr(
         ", control: shuffled reference answers", "control", shuffled=True, braked=True
@@ -98,7 +102,9 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
 }
 for share in (0.05, 0.1, 0.2):  # the arms with a random reward have a share of 0.5
     title = f"{100 * share:.0f} % of the verdicts inverted"
-    ARMS[f"flipped_{share}"] = Arm(f"GRPO, {title}", "grpo", (START,), "choice", flipped=share)
+    ARMS[f"flipped_{share}"] = Arm(
+        f"GRPO, {title}", "grpo", (START,), "choice", flipped=share, braked=True
+    )
     ARMS[f"topr_flipped_{share}"] = topr(f", {title}", flipped=share, braked=True)
 
 
@@ -247,7 +253,7 @@ class EvidenceConfig:
         }
         if ARMS[cell.arm].braked:
             options |= {"eval_every": BRAKE_EVERY, "eval_samples": BRAKE_PROBLEMS}
-        if ARMS[cell.arm].grpo.get("algorithm") == "topr":
+        if "mini_batch_size" in ARMS[cell.arm].grpo:
             options["steps"] = math.ceil(self.steps / TOPR_STEP)
             options["batch_size"] = TOPR_STEP * self.batch_size
         config = GRPOConfig(**(options | dict(ARMS[cell.arm].grpo)))
