@@ -273,12 +273,32 @@ def test_the_figures_of_the_demo_are_those_of_the_file():
         return f"{100 * verdicts['correct'] / verdicts['total']:.1f}"
 
     assert f"| base | {greedy('base')} | – |" in readme
-    for row, title in (("sft", "after SFT"), ("grpo", "after GRPO")):
+    for row, title in (("sft", "after SFT"), ("grpo", "after GRPO (TOPR)")):
         sampled = 100 * figures["sampled_accuracy"][row]["strict"]["mean"]
         assert f"| {title} | {greedy(row)} | {sampled:.1f} |" in readme
     gain = figures["gain"]
     assert f"gains {gain['points']:+.1f} points" in readme
     assert f"{gain['low']:+.1f} to {gain['high']:+.1f}" in readme
+
+
+def test_the_figures_of_the_shipped_adapter_are_those_of_its_verdicts():
+    """Each verdict is a digit for the SFT adapter and one for the shipped adapter."""
+    readme = text_of(ROOT / "README.md")
+    card = text_of(ROOT / "weights/final_rlm_lora/README.md")
+    verdicts = json.loads((ROOT / "docs/results/shipped/evaluation.json").read_text())["verdicts"]
+    titles = {"gsm8k": "GSM8K", "multiarith": "MultiArith", "singleeq": "SingleEq"}
+    titles["elementary"] = "our generated arithmetic, nearly solved after SFT with the calculator"
+    for name, by_tool in verdicts.items():
+        cells = []
+        for tool in ("calculator", "none"):
+            found = list(by_tool[tool].values())
+            start, shipped = (100 * sum(v[i] == "1" for v in found) / len(found) for i in (0, 1))
+            cells += [f"{shipped:.1f}", f"{shipped - start:+.1f}".replace("-", "−")]
+            (row,) = re.findall(rf"^\| {name} \| {len(found)} \| {tool} \|.*$", card, re.M)
+            assert f"| {shipped:.1f} (" in row
+            assert f"| {shipped - start:+.1f} (" in row
+        if name in titles:
+            assert f"| {titles[name]} | {' | '.join(cells)} |" in readme
 
 
 @pytest.mark.parametrize("grid", ["twenty", "six", "sixty"])

@@ -41,8 +41,9 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Estimate KL(policy ‖ reference) for each sampled token, (n, T).
 
-    The estimate is exp(d) - d - 1, where d = ref_logprobs - logprobs. It is unbiased and never
-    negative (the estimator k3 of Schulman, 2020, as in DeepSeekMath).
+    The estimate is exp(d) - d - 1, where d = ref_logprobs - logprobs (the estimator k3 of Schulman,
+    2020, as in DeepSeekMath). Its value is never negative, and unbiased for tokens that the policy
+    sampled. Its gradient is not: in expectation, it is that of KL(reference ‖ policy).
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
