@@ -80,6 +80,11 @@ HELD_OUT = 200
 POOL = 5000
 SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
 FILE_SPLITS = ("train", "validation", "test")
+# What a user can do about invalid rows of a dataset that others have published.
+OTHER_ROWS = (
+    "take other columns with --columns, another config or --split, or write the valid rows into a "
+    "JSONL file and pass that file"
+)
 ALL_LEVELS, SENTENCES = "1-4", "sentences"  # default levels; word for solutions in sentences
 # Default numbers of generated problems, for train by dataset and for the other splits.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
@@ -395,7 +400,7 @@ def load_hub(
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
         limit = POOL  # the validation split must not depend on max_samples
-    told = {"limit": limit, "quiet": quiet, "columns": columns}
+    told = {"limit": limit, "quiet": quiet, "columns": columns, "remedy": OTHER_ROWS}
     problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
     if not is_carved:
         if role == "train":
@@ -424,7 +429,8 @@ def _without_validation(
     """Remove training problems whose question is also in the published validation split."""
     path, config = split_config(dataset)
     rows = read_dataset(dataset, {"path": path, "name": config, "split": "validation"})
-    validation = parse_rows(rows, dataset, "validation", _parse_hub, quiet=True, columns=columns)
+    told = {"quiet": True, "columns": columns, "remedy": OTHER_ROWS}
+    validation = parse_rows(rows, f"{dataset} validation", "validation", _parse_hub, **told)
     questions = {plain_question(problem.question) for problem in validation}
     kept = [problem for problem in problems if plain_question(problem.question) not in questions]
     if len(kept) < len(problems):

@@ -678,6 +678,21 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     )
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_invalid_rows_of_a_published_dataset_are_refused_with_the_ways_out(
+    split, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("train", "validation"):
+        rows = rows_of(20) + [{"ask": "", "target": "1"}] * 2 * (name == split)
+        write_jsonl(tmp_path / f"set/{name}.jsonl", rows)
+    assert refusal(str(tmp_path / "set"), columns=COLUMNS) == (
+        f"{tmp_path}/set {split}: line 21: question is empty (2 of 22 lines are invalid: take "
+        "other columns with --columns, another config or --split, or write the valid rows into a "
+        "JSONL file and pass that file)"
+    )
+
+
 def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):
     """And what is validated on does not depend on how many are trained on."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
