@@ -36,6 +36,7 @@ CORRUPT_ERRORS = (
     *(FileNotFoundError, IsADirectoryError, NotADirectoryError, SafetensorError),
     *(ValueError, TypeError, KeyError, RecursionError),
 )
+CODE = ("reward", "tool")  # options whose value may name the user's own code, as FILE.py:NAME
 NO_CHECKPOINT = "--resume: no checkpoint in {}; start without --resume"
 
 
@@ -232,7 +233,15 @@ def run_origin(
         "base_hash": base_hash,
         "start": None if start_weights is None else file_hash(start_weights),
         "data": data,
+        "code": _code_hashes(config),
     }
+
+
+def _code_hashes(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the hash of the file of each option in CODE that names one."""
+    named = {name: str(config.get(name)).rpartition(":")[0] for name in CODE}
+    files = {name: Path(file).expanduser() for name, file in named.items() if file}
+    return {name: file_hash(file) for name, file in files.items() if file.is_file()}
 
 
 def resume_run(
@@ -246,6 +255,8 @@ def resume_run(
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check that a checkpoint belongs to this run, and return its tensors and state.
+
+    A warning is printed if the user's own code (--reward, --tool) has changed.
 
     Args:
         loaded: the result of `Checkpoints.load`.
@@ -278,6 +289,13 @@ def resume_run(
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
         raise UsageError(f"{where} was trained on another model or adapter")
     steps, asked = began["config"].get("steps"), origin["config"].get("steps")
+    for name, code in origin["code"].items():
+        if began.get("code", {}).get(name, code) != code:  # a run of an earlier version has none
+            terminal.line(
+                f"warning: the file of --{name} {origin['config'][name]} has changed since the "
+                "last start: its new code is used from now on; to keep the old code, stop and "
+                "restore the file"
+            )
     longer = f"; {asked} steps instead of {steps}" if asked != steps else ""
     terminal.line(f"resumed {run_dir} before step {state['step'] + 1}{longer}")
     return tensors, state
