@@ -220,7 +220,8 @@ def run_origin(
 ) -> dict[str, Any]:
     """Describe the inputs of a run. Each checkpoint stores this description.
 
-    A resumed run must have the same inputs.
+    A resumed run must have the same inputs, except that the "inputs" may change: they are described
+    in words, with their hashes, and a change is a warning.
 
     Args:
         config: the options of the run.
@@ -233,15 +234,20 @@ def run_origin(
         "base_hash": base_hash,
         "start": None if start_weights is None else file_hash(start_weights),
         "data": data,
-        "code": _code_hashes(config),
+        "inputs": _code_hashes(config),
     }
 
 
 def _code_hashes(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the hash of the file of each option in CODE that names one."""
-    named = {name: str(config.get(name)).rpartition(":")[0] for name in CODE}
-    files = {name: Path(file).expanduser() for name, file in named.items() if file}
-    return {name: file_hash(file) for name, file in files.items() if file.is_file()}
+    """Return the hash of the file that each option in CODE names, by a description of the file."""
+    specs = {f"the file of --{name} {spec}": spec for name in CODE if (spec := config.get(name))}
+    files = {w: Path(str(s).rpartition(":")[0]).expanduser() for w, s in specs.items()}
+    return {what: file_hash(file) for what, file in files.items() if file.is_file()}
+
+
+def changed_inputs(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the inputs whose hashes differ; an input that was not recorded has not changed."""
+    return [what for what, value in now.items() if was.get(what, value) != value]
 
 
 def resume_run(
@@ -256,7 +262,8 @@ def resume_run(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check that a checkpoint belongs to this run, and return its tensors and state.
 
-    A warning is printed if the user's own code (--reward, --tool) has changed.
+    A warning is printed if one of the `inputs` of the origin has changed, such as the user's own
+    code (--reward, --tool).
 
     Args:
         loaded: the result of `Checkpoints.load`.
@@ -289,13 +296,11 @@ def resume_run(
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
         raise UsageError(f"{where} was trained on another model or adapter")
     steps, asked = began["config"].get("steps"), origin["config"].get("steps")
-    for name, code in origin["code"].items():
-        if began.get("code", {}).get(name, code) != code:  # a run of an earlier version has none
-            terminal.line(
-                f"warning: the file of --{name} {origin['config'][name]} has changed since the "
-                "last start: its new code is used from now on; to keep the old code, stop and "
-                "restore the file"
-            )
+    for what in changed_inputs(began.get("inputs", {}), origin["inputs"]):
+        terminal.line(
+            f"warning: {what} has changed since the last start, and the run goes on with the new "
+            "version: compare the metrics before and after with care"
+        )
     longer = f"; {asked} steps instead of {steps}" if asked != steps else ""
     terminal.line(f"resumed {run_dir} before step {state['step'] + 1}{longer}")
     return tensors, state

@@ -605,6 +605,7 @@ class TrainingRun:
             "quantize": config.quantize,
             "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
             "start_adapter_hash": self.start_hash,
+            "inputs": state.origin["inputs"],
             "dataset": config.dataset,
             "answer_types": list(data.answer_types),
             "questions": example_questions(data.eval_problems or data.problems),
