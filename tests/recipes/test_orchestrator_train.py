@@ -649,7 +649,7 @@ def test_several_runs_are_averaged(finished, tmp_path, capsys):
     means = [rows[evaluate.TRAINED]["accuracy"]["mean"] for rows in (one, two)]
     assert means[0] == means[1]
     assert results[0]["compared"] == results[1]["compared"]
-    assert "means over 2 runs" in results[1]["title"]
+    assert "; means over 2 runs, intervals over the problems alone" in results[1]["title"]
     shutil.copytree(finished / "run", tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"agent_max_tokens": 7}))
