@@ -163,8 +163,7 @@ def parse_rows(
     left_out = len(bad) + unwanted.total()
     total = used + left_out
     if len(bad) > MAX_BAD_SHARE * total:
-        how_many = f"{len(bad)} of {total} lines are invalid: {remedy}"
-        raise UsageError(_refusal(source, *bad[0], how_many, row))
+        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", remedy, row))
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
         empty = "it is empty; write a row for each problem, with a question and an answer"
@@ -223,13 +222,18 @@ def plain_question(question: str) -> str:
 
 
 def _refusal(
-    source: str, number: int, error: Exception, how_many: str, row: bytes | Row | Problem
+    source: str,
+    number: int,
+    error: Exception,
+    how_many: str,
+    remedy: str,
+    row: bytes | Row | Problem,
 ) -> str:
     """Return the one-line error message for a file with too many invalid rows.
 
     If a required column is missing, the message lists the columns of the file.
     """
-    text = f"{source}: line {number}: {error} ({how_many})"
+    text = f"{source}: line {number}: {error} ({how_many} lines are invalid: {remedy})"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
     if str(error).startswith("duplicate id"):
