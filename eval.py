@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlm.cli import Interrupted, UsageError, required, run_main, terminal, to_dict
-from rlm.data import Problem, drop_long_prompts, load_problems, render_problem
+from rlm.data import (
+    Problem,
+    describe_other_forms,
+    drop_long_prompts,
+    load_problems,
+    render_problem,
+)
 from rlm.evaluation import (
     EvaluateConfig,
     Evaluation,
@@ -223,6 +229,8 @@ def main(config: EvaluateConfig) -> int:
     split = required(config.split, "--split")
     choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
     problems = load_problems(dataset, split, **choice)
+    if other_forms := describe_other_forms(problems, config.format):
+        terminal.line(f"warning: {other_forms}")
     tool, scorer = load_tool(config.tool), make_scorer(config, problems)
     from rlm.model import (  # imports torch, so the checks above come first
         EMBEDDED_MODEL,

@@ -32,6 +32,7 @@ from rlm.data import (
     FORMATS,
     Problem,
     answer_types,
+    describe_other_forms,
     example_questions,
     load_problems,
     own_files,
@@ -111,6 +112,8 @@ def train(
     tags = required(config.reasoning_format, "--reasoning-format")
     format = FORMATS[tags].with_prompt(config.system_prompt)
     problems = drop_unsolved(problems, config.dataset)
+    if other_forms := describe_other_forms(problems, format):
+        terminal.line(f"warning: {other_forms}")
     validation = [p for p in validation if p.has_steps]
     examples = to_examples(tokenizer, problems, format, config.max_length)
     held_out = to_examples(tokenizer, validation, format, config.max_length)

@@ -271,6 +271,29 @@ def test_evaluate_refuses_a_reward_before_a_model_is_loaded(
     assert said in capsys.readouterr().err
 
 
+def test_every_stage_warns_of_questions_that_ask_for_another_form(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question": f"{i}? Put the answer after ####.", "answer": i} for i in range(20)]
+    file.write_text("\n".join(json.dumps(row | {"solution": "It is said."}) for row in rows))
+    said = "questions ask for another form of the answer than the system prompt (answer after ####)"
+    common = ("--model", model_dir, "--dataset", file)
+    assert run(train_sft, *common, "--dry-run", 1) == 0
+    assert f"warning: 18 of 18 {said}" in capsys.readouterr().out
+
+    config = train_grpo.GRPOConfig(sft_adapter=None, lora_r=4, max_new_tokens=4)
+    train_grpo.GRPOTrainer(model_dir, config).prepare(load_problems(str(file)), None)
+    assert f"warning: 18 of 18 {said}" in capsys.readouterr().out
+
+    def stop(name):
+        raise UsageError("enough")
+
+    monkeypatch.setattr("rlm.model.base_model_hash", stop)
+    assert run(evaluate, *common, "--base-only", "--split", "test") == 2
+    assert f"warning: 20 of 20 {said}" in capsys.readouterr().out
+
+
 def test_evaluate_writes_its_files(trained, capsys):
     code = run(
         evaluate, "--sft-adapter", trained / "sft", "--adapter", trained / "grpo",

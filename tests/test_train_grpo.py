@@ -330,6 +330,22 @@ def test_another_measure_begins_a_new_comparison(model_dir, tmp_path, monkeypatc
     assert summary["step"] == 4
 
 
+def test_a_resumed_run_says_that_the_code_of_its_reward_has_changed(model_dir, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def letters(completions): ...\n")
+    said = f"warning: the file of --reward {file}:letters has changed since the last start"
+
+    def run(steps, **options):
+        train(model_dir, a_config(tmp_path, steps=steps, reward=f"{file}:letters", **options))
+        return said in capsys.readouterr().out
+
+    assert not run(1)
+    assert not run(2, resume=True)
+    file.write_text("def letters(completions, answer): ...\n")
+    assert run(3, resume=True)
+    assert not run(4, resume=True)  # it is said once
+
+
 def test_a_trainer_trains_once(model_dir, tmp_path):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1))
     with pytest.raises(RuntimeError, match="has already trained; make a new GRPOTrainer"):

@@ -23,10 +23,10 @@ from typing import Any
 from recipes.experience.agent import Agent
 from recipes.experience.plan import ReplyError, find_object
 from rlm.api_client import APIError
-from rlm.cli import UsageError
+from rlm.cli import UsageError, terminal
 from rlm.data import Problem, load_experiences
 from rlm.grading import numbers_in, parse_number
-from rlm.runs import replace_json
+from rlm.runs import replace_file, replace_json
 
 LIBRARIES = Path("data/grpo_experiences")
 PREFIXES = {"generator_1": "G1", "generator_2": "G2", "generator_3": "G3", "critic": "C"}
@@ -63,6 +63,23 @@ def read_questions(library: Path) -> list[str] | None:
     ):
         raise UsageError(f"{path} is not a JSON list of questions")
     return questions
+
+
+def replace_library(library: Path, items: Sequence[Lesson], questions: Sequence[str]) -> None:
+    """Write a library, and the questions of the problems that it was made and tested with.
+
+    An earlier library with other lessons is kept as NAME.prev.json, and its questions beside it.
+    """
+    text = json.dumps(items, indent=2, ensure_ascii=False) + "\n"
+    if library.exists() and library.read_text(encoding="utf-8", errors="replace") != text:
+        kept = library.with_suffix(".prev.json")
+        problems_file(kept).unlink(missing_ok=True)
+        if problems_file(library).exists():
+            problems_file(library).replace(problems_file(kept))
+        library.replace(kept)
+        terminal.line(f"the earlier library {library} was moved to {kept}")
+    replace_json(problems_file(library), questions)
+    replace_file(library, text)
 
 
 class Library:

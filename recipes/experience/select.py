@@ -45,7 +45,7 @@ from recipes.experience.answers import (
     run_all,
     tokens_of,
 )
-from recipes.experience.library import LIBRARIES, problems_file, reveals_gold, shorten
+from recipes.experience.library import LIBRARIES, replace_library, reveals_gold, shorten
 from recipes.experience.train import RUN_DIR, load_problem_set
 from rlm.api_client import ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
@@ -308,8 +308,7 @@ def main(config: SelectConfig) -> int:
         item["id"] = f"S-{number:03d}"
     library = config.library_dir / LIBRARY
     seen = [problem.question for problem in (*practise, *held_out)]
-    replace_json(problems_file(library), seen)
-    replace_json(library, items)
+    replace_library(library, items, seen)
     record = {"config": to_dict(config), "model": asker.model, "seen": seen, "tried": rows}
     replace_json(config.run_dir / RECORD, record)
     show(config.kinds, rows)

@@ -4,7 +4,9 @@ All rows use the same agents and the same token limit per problem, which is the 
 replies: a single agent may use it in one reply, and two agents share it. The tokens that the
 orchestrator writes are not part of this limit and have a separate column. In the row with a vote,
 the single agent writes about as many tokens as the orchestrator and its agents together. Rows are
-paired by problem, so a problem on which an agent's API failed is left out of all rows.
+paired by problem, so a problem on which an agent's API failed is left out of all rows. The
+confidence intervals are over the problems: with several runs, they do not contain the differences
+between the seeds.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
     python -m recipes.orchestrator.evaluate --run runs/seed_0,runs/seed_1     # means over the runs
@@ -286,7 +288,8 @@ def main(config: EvaluateConfig) -> int:
     single = judged["single agent"]
     metrics = {name: row_metrics(row, single) for name, row in judged.items()}
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
-    title += f"; means over {len(config.run)} runs" * (len(config.run) > 1)
+    if len(config.run) > 1:
+        title += f"; means over {len(config.run)} runs, intervals over the problems alone"
     show(metrics, title)
     compared = compare_trained(judged)
     for pair, difference in compared.items():

@@ -19,10 +19,11 @@ from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import parse_graph
 from recipes.orchestrator.runner import Call, LocalLLM, RemoteLLM, Runner, Trajectory
 from rlm.api_client import APIClient
-from rlm.cli import UsageError, command_of, parse, required
+from rlm.cli import UsageError, command_of, parse, required, terminal
 from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.model import (
     AdapterInfo,
+    adapter_hash,
     base_model_hash,
     check_adapter,
     check_base,
@@ -32,6 +33,7 @@ from rlm.model import (
     pick_device,
     using_adapter,
 )
+from rlm.runs import changed_inputs
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 from rlm.tools import load_tool
 
@@ -90,6 +92,20 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
         check_adapter(config.agent_adapter, f"run: {command_of('train_grpo')}")
     name = config.agent_model or required(config.model, "--model")
     return AgentModel(name, config.agent_adapter, config.quantize)
+
+
+def identify_agents(agents: AgentModel | RemoteLLM) -> dict[str, str]:
+    """Return a description of the agents and a hash of their weights; {} if no hash is known.
+
+    Of the servers, only this project's own publishes hashes.
+    """
+    weights: list[str] = []
+    if isinstance(agents, RemoteLLM):
+        weights += map(str, agents.client.served_weights(agents.model).items())
+    if isinstance(agents, AgentModel):
+        weights.append(base_model_hash(agents.name))
+        weights += [adapter_hash(agents.adapter)] if agents.adapter else []
+    return {f"the model of the agents ({agents})": " ".join(weights)} if weights else {}
 
 
 def load_agents(
@@ -176,7 +192,14 @@ class Orchestrator:
             check_adapter(config.sft_adapter, "the run was started from this adapter")
             load_adapter(policy, config.sft_adapter, trainable=False, name="start")
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
-        return cls(config, choose_agents(config), policy, tokenizer, sampler)
+        loaded = cls(config, agents := choose_agents(config), policy, tokenizer, sampler)
+        trained = AdapterInfo.load(output).run.get("inputs", {})
+        for what in changed_inputs(trained, identify_agents(agents)):
+            terminal.line(
+                f"warning: {what} has changed since {run_dir} was trained with it: the results are "
+                "those of the new version"
+            )
+        return loaded
 
     def render(self, problem: Problem) -> list[int]:
         """Render the orchestrator's prompt for a problem as token ids."""

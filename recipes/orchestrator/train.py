@@ -24,7 +24,13 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.cold_start import cold_start_dir, train_start_adapter
 from recipes.orchestrator.config import DEFAULT_START, Config, OrchestratorConfig
-from recipes.orchestrator.orchestrator import AgentModel, Orchestrator, choose_agents, render
+from recipes.orchestrator.orchestrator import (
+    AgentModel,
+    Orchestrator,
+    choose_agents,
+    identify_agents,
+    render,
+)
 from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, required, run_main, terminal
@@ -105,6 +111,7 @@ class OrchestratorTrainer(GRPOTrainer):
         models = (self.policy, self.tokenizer, self.sampler)
         self.orchestrator = Orchestrator(self.config, agents, *models)
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
+        self.state.inputs = identify_agents(agents)
         self._val_acc: float | None = None  # the last validation accuracy that was measured
 
     def load_model(
@@ -292,9 +299,14 @@ def run_grpo_training(
 ) -> list[Log]:
     """Train the orchestrator once, and return the rows of its train_logs.csv."""
     config = cfg.to_options() if isinstance(cfg, Config) else cfg
-    config = replace(config, seed=seed, **orchestrator.origin)
+    # The run records the agents that are passed, which `Orchestrator.load` loads again.
     if isinstance(agent_model, AgentModel):
+        agents: dict[str, Any] = {"agent_model": agent_model.name, "agent_url": None}
+        agents |= {"agent_adapter": agent_model.adapter, "agent_key": None}
         agent_model = replace(agent_model, tokenizer=agent_tokenizer)
+    else:
+        agents = {"agent_model": agent_model.model, "agent_url": agent_model.client.url}
+    config = replace(config, seed=seed, **orchestrator.origin, **agents)
     loaded = (orchestrator_tokenizer, orchestrator)
     trainer = OrchestratorTrainer(config, agent_model, loaded=loaded)
     return trainer.train_and_test(ds_train, ds_val, ds_test)[0]

@@ -331,7 +331,8 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
 
-# Maps options of other programs to our option for the same purpose and the unit of its value.
+# Maps options of other programs to our option for the same purpose and the form of its value
+# (docs/how-to/coming-from.md).
 OTHER_UNITS = {
     "warmup_ratio": ("warmup_steps", "a number of updates"),
     "warmup_steps": ("warmup_share", "a share of the steps"),
@@ -342,6 +343,12 @@ OTHER_UNITS = {
     "gradient_accumulation_steps": ("batch_size", "all samples of an update"),
     "val_size": ("eval_samples", "a number of problems"),
     "val_set_size": ("eval_samples", "a number of problems"),
+    "per_device_train_batch_size": ("train_batch_size", "a number of completions"),
+    "loss_type": ("algorithm", "such as dapo or drgrpo"),
+    "importance_sampling_level": ("algorithm", "with the value gspo"),
+    "scale_rewards": ("advantage", "with the value std or centred"),
+    "use_vllm": ("sampler", "with the value vllm"),
+    "bf16": ("dtype", "with the value bfloat16"),
 }
 CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 

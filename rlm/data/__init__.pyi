@@ -28,6 +28,7 @@ from .prompts import IGNORE_INDEX as IGNORE_INDEX
 from .prompts import ChatTemplateError as ChatTemplateError
 from .prompts import Format as Format
 from .prompts import backend_tokenizer as backend_tokenizer
+from .prompts import describe_other_forms as describe_other_forms
 from .prompts import drop_long_prompts as drop_long_prompts
 from .prompts import encode_text as encode_text
 from .prompts import end_of_turn_id as end_of_turn_id

@@ -78,8 +78,15 @@ HELD_OUT = 200
 # larger split of any dataset on the hub, unless --max-samples is larger. Train is a sample of these
 # problems, and a validation split that is not published is held out of them.
 POOL = 5000
+# Endings of other files, whose names are not taken for datasets on the hub.
+OTHER_FILES = (".gz", ".zip", ".txt", ".xlsx", ".xls", ".ods", ".arrow", ".feather")
 SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
 FILE_SPLITS = ("train", "validation", "test")
+# What a user can do about invalid rows of a dataset that others have published.
+OTHER_ROWS = (
+    "take other columns with --columns, another config or --split, or write the valid rows into a "
+    "JSONL file and pass that file"
+)
 ALL_LEVELS, SENTENCES = "1-4", "sentences"  # default levels; word for solutions in sentences
 # Default numbers of generated problems, for train by dataset and for the other splits.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
@@ -180,6 +187,8 @@ def check_dataset(dataset: str) -> None:
             there = [name for name in there if name.lower().endswith((*READERS,))]
             close = difflib.get_close_matches(Path(part).name, there, 1) or there[:3]
             others = f"; the folder contains {', '.join(close)}" if close else f" (in {Path.cwd()})"
+            if not part.lower().removesuffix(".gz").endswith((*READERS,)):
+                others += f"; the supported suffixes are {', '.join(READERS)}, each also with .gz"
             raise UsageError(f"--dataset {part}: the file does not exist{others}")
         if not (is_named(part) or is_local_file(part) or is_hub(part)):
             raise _unknown(part)
@@ -221,13 +230,16 @@ def is_named(dataset: str) -> bool:
 
 
 def is_local_file(dataset: str) -> bool:
-    """Return whether `dataset` is the user's own file, whose test split is the whole file."""
+    """Return whether `dataset` is the user's own file, whose test split is the whole file.
+
+    A name with the ending of a file is one, even if the file does not exist.
+    """
     if is_named(dataset):
         return False
     if Path(dataset).is_file():  # an existing file takes precedence over a hub name
         return True
     is_one = "+" not in dataset or dataset_parts(dataset) == [dataset]
-    return is_one and dataset.lower().removesuffix(".gz").endswith((*READERS,))
+    return is_one and dataset.lower().endswith((*READERS, *OTHER_FILES))
 
 
 def is_hub(dataset: str) -> bool:
@@ -395,7 +407,7 @@ def load_hub(
     limit = None if max_samples is None else max(max_samples, POOL)
     if quiet:
         limit = POOL  # the validation split must not depend on max_samples
-    told = {"limit": limit, "quiet": quiet, "columns": columns}
+    told = {"limit": limit, "quiet": quiet, "columns": columns, "remedy": OTHER_ROWS}
     problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
     if not is_carved:
         if role == "train":
@@ -424,7 +436,8 @@ def _without_validation(
     """Remove training problems whose question is also in the published validation split."""
     path, config = split_config(dataset)
     rows = read_dataset(dataset, {"path": path, "name": config, "split": "validation"})
-    validation = parse_rows(rows, dataset, "validation", _parse_hub, quiet=True, columns=columns)
+    told = {"quiet": True, "columns": columns, "remedy": OTHER_ROWS}
+    validation = parse_rows(rows, f"{dataset} validation", "validation", _parse_hub, **told)
     questions = {plain_question(problem.question) for problem in validation}
     kept = [problem for problem in problems if plain_question(problem.question) not in questions]
     if len(kept) < len(problems):

@@ -109,6 +109,7 @@ def parse_rows(
     limit: int | None = None,
     quiet: bool = False,
     columns: Mapping[str, str] | None = None,
+    remedy: str = "fix them",
 ) -> list[Problem]:
     """Parse numbered rows to problems, and log how many rows were left out and why.
 
@@ -124,6 +125,7 @@ def parse_rows(
         columns: field → column in a user's own data (`rename_columns`). If given, the report also
             names the columns used, the repeated questions and the unused system messages, and
             `parse` receives the number of the first choice as `first`.
+        remedy: what the user can do about invalid rows, for the error message.
 
     Raises:
         UsageError: no row is valid, or the share of invalid rows is above MAX_BAD_SHARE.
@@ -161,7 +163,7 @@ def parse_rows(
     left_out = len(bad) + unwanted.total()
     total = used + left_out
     if len(bad) > MAX_BAD_SHARE * total:
-        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", row))
+        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", remedy, row))
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
         empty = "it is empty; write a row for each problem, with a question and an answer"
@@ -220,13 +222,18 @@ def plain_question(question: str) -> str:
 
 
 def _refusal(
-    source: str, number: int, error: Exception, how_many: str, row: bytes | Row | Problem
+    source: str,
+    number: int,
+    error: Exception,
+    how_many: str,
+    remedy: str,
+    row: bytes | Row | Problem,
 ) -> str:
     """Return the one-line error message for a file with too many invalid rows.
 
     If a required column is missing, the message lists the columns of the file.
     """
-    text = f"{source}: line {number}: {error} ({how_many} lines are invalid: fix them)"
+    text = f"{source}: line {number}: {error} ({how_many} lines are invalid: {remedy})"
     if isinstance(error, MissingColumn) and isinstance(row, Mapping):
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
     if str(error).startswith("duplicate id"):

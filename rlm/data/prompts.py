@@ -42,6 +42,13 @@ STRFTIME_NOW = (
 )
 MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text, not a file name
 IGNORE_INDEX = -100  # label of tokens that PyTorch's cross-entropy leaves out of the loss
+# Matches a request for another form of the answer than an answer tag. An "Answer:" that only begins
+# the reply, at the end of a question, is none.
+_OTHER_FORM = re.compile(
+    r"\banswer\b[^\n]{0,60}?(?:####|\\boxed\b)|(?:####|\\boxed\{\})[^\n]{0,40}?\banswer\b"
+    r"|\b(?:form|format|after|as|with|write)\b[^\n.?!]{0,20}?\banswer: ?\S",
+    re.IGNORECASE,
+)
 # The answer that the system prompt requests, by answer type.
 ASKED_FOR: dict[AnswerType, str] = {
     "number": "final number",
@@ -117,6 +124,28 @@ class Format:
             f"<{self.reasoning_tag}>\n{without_boxes(reasoning).strip()}\n</{self.reasoning_tag}>\n"
             f"<{self.answer_tag}>{answer.strip()}</{self.answer_tag}>"
         )
+
+
+def describe_other_forms(problems: Sequence[Problem], format: Format) -> str:
+    """Describe how many questions ask for another form of the answer than the system prompt.
+
+    Returns:
+        The description, with an example and what to do; "" if there are no such questions, or if
+        the user's own system prompt does not ask for the answer tag.
+    """
+    tag, end = format.answer_tags
+    if tag not in format.system_prompt:
+        return ""
+    matches = (_OTHER_FORM.search(p.question) for p in problems if tag not in p.question)
+    found = [match[0] for match in matches if match]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} of {len(problems)} questions ask for another form of the answer than the "
+        f"system prompt ({found[0]}): remove this request from the questions, because the answer "
+        f"is expected in {tag}{end}; or, if your --reward reads the other form, pass "
+        '--system-prompt ""'
+    )
 
 
 class ChatTemplateError(UsageError):

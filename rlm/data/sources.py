@@ -268,6 +268,9 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
                 f"{configs:.1000}"
             ) from error
         reason = "the hub is out of reach" if offline else " ".join(str(error).split())[:200]
+        folder = Path(path).parent
+        if "/" in path and folder.is_dir() and not Path(path).exists():  # a mistyped path?
+            reason += f" (the folder {folder} contains no {Path(path).name})"
         local = f"--dataset {name}:PATH" if name in HUB else "--dataset DIRECTORY"
         raise UsageError(
             f"dataset {name}: {reason}; offline, use --dataset word-problems or a JSONL file "

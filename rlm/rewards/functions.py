@@ -24,13 +24,17 @@ from rlm.grading import Verdict, has_wrong_equation, parse_number, split_complet
 from rlm.rewards.base import (
     EXTRAS,
     FunctionReward,
+    PlainReward,
     Reward,
     RewardFunction,
     adapt_reward,
     named_columns,
 )
 
-GIVEN = {"prompts", "completions", "completion", "answer", "reference_answer", "prompt"}
+# Arguments that a reward receives in addition to the columns: a function of all completions, and a
+# function of one completion.
+GIVEN_TO_BATCH = {"answer", "completions", "prompts"}
+GIVEN_TO_ONE = {"answer", "completion", "prompt", "reference_answer"}
 # Arguments that only TRL's trainer passes to rewards.
 TRAINERS_OWN = {"trainer_state", "log_extra", "log_metric", "environments"}
 # Columns that the scorer adds to the columns of the data.
@@ -345,36 +349,40 @@ def check_columns(reward: RewardFunction, problems: Sequence[Problem]) -> None:
     there = COLUMNS.union(*(problem.columns for problem in problems))
     if any(problem.solution for problem in problems):
         there.add("solution")
-    for name, function in _functions(reward):
+    for name, function, given in _functions(reward):
         parameters = inspect.signature(function).parameters.values()
         named = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
-        unknown = [one for one in named if one not in there | GIVEN]
+        unknown = [one for one in named if one not in there | given]
         if not unknown:
             continue
         known = {"solution", *TRAINERS_OWN}  # never treated as misspellings
-        close = difflib.get_close_matches(unknown[0], sorted((there | GIVEN) - known), 1)
+        word = "answer" if unknown[0] == "reference_answer" and given else unknown[0]
+        close = difflib.get_close_matches(word, sorted((there | given) - known), 1)
         meant = f" (did you mean {close[0]}?)" if close and unknown[0] not in known else ""
         why = "the data does not have (a column that --columns renames has only the new name)"
         if TRAINERS_OWN.issuperset(unknown):
             why = "only TRL's trainer passes: add a default value, or accept **kwargs instead"
+        elif unknown[0] in GIVEN_TO_BATCH | GIVEN_TO_ONE:
+            why = "a reward of this form does not receive"
         raise UsageError(
             f"the reward {name} requires {', '.join(unknown)}{meant}, which {why}; available "
-            f"columns: answer, {', '.join(sorted(there))}"
+            f"columns: {', '.join([*sorted(given), *sorted(there)])}"
         )
 
 
-def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any]]]:
-    """Return the name and the callable of each user-defined function or `__call__` in a reward.
+def _functions(reward: RewardFunction) -> list[tuple[str, Callable[..., Any], set[str]]]:
+    """Return each user-defined function or `__call__` in a reward: name, callable and arguments.
 
-    The first two arguments of a `__call__` are bound, because these parameters are positional and
-    may have any name.
+    The arguments are those that it receives in addition to the columns. The first two arguments of
+    a `__call__` are bound, because these parameters are positional and may have any name.
     """
-    found: list[tuple[str, Callable[..., Any]]] = []
+    found: list[tuple[str, Callable[..., Any], set[str]]] = []
     if isinstance(reward, FunctionReward):
         if inspect.isroutine(reward.function):
-            found = [(reward.function.__name__, reward.function)]
+            given = GIVEN_TO_BATCH if isinstance(reward, PlainReward) else GIVEN_TO_ONE
+            found = [(reward.function.__name__, reward.function, given)]
     elif not is_built_in(reward) and type(reward).__call__ is not RewardFunction.__call__:
-        found = [(type(reward).__name__, partial(reward.__call__, "", ""))]
+        found = [(type(reward).__name__, partial(reward.__call__, "", ""), set())]
     return found + [function for part in parts_of(reward) for function in _functions(part)]
 
 

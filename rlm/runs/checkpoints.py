@@ -36,6 +36,7 @@ CORRUPT_ERRORS = (
     *(FileNotFoundError, IsADirectoryError, NotADirectoryError, SafetensorError),
     *(ValueError, TypeError, KeyError, RecursionError),
 )
+CODE = ("reward", "tool")  # options whose value may name the user's own code, as FILE.py:NAME
 NO_CHECKPOINT = "--resume: no checkpoint in {}; start without --resume"
 
 
@@ -219,7 +220,8 @@ def run_origin(
 ) -> dict[str, Any]:
     """Describe the inputs of a run. Each checkpoint stores this description.
 
-    A resumed run must have the same inputs.
+    A resumed run must have the same inputs, except that the "inputs" may change: they are described
+    in words, with their hashes, and a change is a warning.
 
     Args:
         config: the options of the run.
@@ -232,7 +234,20 @@ def run_origin(
         "base_hash": base_hash,
         "start": None if start_weights is None else file_hash(start_weights),
         "data": data,
+        "inputs": _code_hashes(config),
     }
+
+
+def _code_hashes(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the hash of the file that each option in CODE names, by a description of the file."""
+    specs = {f"the file of --{name} {spec}": spec for name in CODE if (spec := config.get(name))}
+    files = {w: Path(str(s).rpartition(":")[0]).expanduser() for w, s in specs.items()}
+    return {what: file_hash(file) for what, file in files.items() if file.is_file()}
+
+
+def changed_inputs(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the inputs whose hashes differ; an input that was not recorded has not changed."""
+    return [what for what, value in now.items() if was.get(what, value) != value]
 
 
 def resume_run(
@@ -246,6 +261,9 @@ def resume_run(
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check that a checkpoint belongs to this run, and return its tensors and state.
+
+    A warning is printed if one of the `inputs` of the origin has changed, such as the user's own
+    code (--reward, --tool).
 
     Args:
         loaded: the result of `Checkpoints.load`.
@@ -278,6 +296,11 @@ def resume_run(
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
         raise UsageError(f"{where} was trained on another model or adapter")
     steps, asked = began["config"].get("steps"), origin["config"].get("steps")
+    for what in changed_inputs(began.get("inputs", {}), origin["inputs"]):
+        terminal.line(
+            f"warning: {what} has changed since the last start, and the run goes on with the new "
+            "version: compare the metrics before and after with care"
+        )
     longer = f"; {asked} steps instead of {steps}" if asked != steps else ""
     terminal.line(f"resumed {run_dir} before step {state['step'] + 1}{longer}")
     return tensors, state

@@ -275,7 +275,10 @@ class GRPOConfig:
         100, "number of validation problems, the same at each validation; 0: none", min=0
     )
     save_every: int = flag(
-        10, "steps between checkpoints (the last two are kept); 0: only at the end", min=0
+        10,
+        "steps between checkpoints (the last two are kept), in addition to those before step 1 and "
+        "at the end; 0: only these two",
+        min=0,
     )
     max_minutes: float | None = flag(
         None,

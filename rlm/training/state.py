@@ -86,6 +86,7 @@ class TrainingState:
     updated: bool = False  # whether the current step has changed the weights
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # the config and the data of the run
+    inputs: dict[str, str] = field(default_factory=dict)  # further inputs of a recipe → their hash
     _began: float = field(default_factory=time.monotonic)
     _seconds_before: float = 0.0  # seconds of the run before it was resumed
 
@@ -130,6 +131,7 @@ class TrainingState:
             for split, listed in (("training", problems), ("validation", eval_problems))
         }
         self.origin = run_origin(to_dict(config), self.base_hash, start_weights, **data)
+        self.origin["inputs"] |= self.inputs
         self._compare_origins()
         if config.resume:
             step = self.restore(run, to_dict(type(config)()))

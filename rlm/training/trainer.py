@@ -20,10 +20,12 @@ from torch import Tensor
 
 from rlm.cli import UsageError, command_of, required, terminal, to_dict
 from rlm.data import (
+    FORMATS,
     Format,
     Problem,
     answer_types,
     as_problems,
+    describe_other_forms,
     drop_long_prompts,
     example_questions,
     load_problems,
@@ -296,6 +298,10 @@ class TrainingData:
                 "the accuracy on these problems does not measure how well new problems are solved; "
                 "remove these problems from one of the two sets"
             )
+        tags = required(config.reasoning_format, "--reasoning-format")
+        format = FORMATS[tags].with_prompt(config.system_prompt)
+        if other_forms := describe_other_forms(problems, format):
+            warnings.append(other_forms)
         is_strict = isinstance(getattr(scorer, "reward", None), CorrectnessReward)
         if is_strict and config.sft_adapter is None:
             warnings.append(
@@ -599,6 +605,7 @@ class TrainingRun:
             "quantize": config.quantize,
             "start_adapter": str(config.sft_adapter) if config.sft_adapter else None,
             "start_adapter_hash": self.start_hash,
+            "inputs": state.origin["inputs"],
             "dataset": config.dataset,
             "answer_types": list(data.answer_types),
             "questions": example_questions(data.eval_problems or data.problems),

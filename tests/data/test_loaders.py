@@ -557,6 +557,14 @@ def test_a_failure_of_the_hub_is_one_line_that_names_the_ways_out(hub, error, re
     assert not hub.config.HF_HUB_OFFLINE
 
 
+def test_a_path_that_may_be_mistyped_is_named_with_its_folder(hub, tmp_path, monkeypatch):
+    hub.rows = ConnectionError("Couldn't reach it")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai").mkdir()
+    said = "the hub is out of reach (the folder openai contains no gsm8k); offline, use"
+    assert said in refusal("gsm8k")
+
+
 def test_a_bug_behind_the_hub_keeps_its_traceback(hub):
     hub.rows = TypeError("load_dataset() got an unexpected argument")
     with pytest.raises(TypeError):

@@ -17,6 +17,7 @@ from rlm.cli import UsageError
 from rlm.data import loaders
 from rlm.data.columns import LeftOut, parse_columns, read_chat, rename_columns
 from rlm.data.loaders import (
+    check_dataset,
     cut_rows,
     is_config,
     is_hub,
@@ -450,6 +451,13 @@ def test_what_is_on_the_disk_is_no_name_on_the_hub(tmp_path, monkeypatch):
     for path in ("data/train.txt", "data/train.xlsx"):
         assert not is_hub(path)
         assert "the supported suffixes are .jsonl" in refusal(path, columns=COLUMNS)
+    for path in ("data/missing.xlsx", "data/missing.jsonl.gz", "data/missing.foo.gz"):
+        assert not is_hub(path)
+        assert "No such file or directory" in refusal(path)
+        with pytest.raises(UsageError, match=f"--dataset {path}: the file does not exist") as error:
+            check_dataset(path)
+        is_read = path.endswith("jsonl.gz")
+        assert ("; the supported suffixes are .jsonl, " in str(error.value)) is not is_read
     write_jsonl(tmp_path / "main", [{"question": "?", "answer": "#### 1"}])
     assert [is_config("gsm8k", rest) for rest in ("main", "socratic", "data")] == [
         False,
@@ -675,6 +683,21 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert {*answers(few)} < {*range(20)}
     assert "has no split 'test'; it has train; --split validation" in refusal(
         f"{folder}:hard", "test", columns=COLUMNS
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_invalid_rows_of_a_published_dataset_are_refused_with_the_ways_out(
+    split, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("train", "validation"):
+        rows = rows_of(20) + [{"ask": "", "target": "1"}] * 2 * (name == split)
+        write_jsonl(tmp_path / f"set/{name}.jsonl", rows)
+    assert refusal(str(tmp_path / "set"), columns=COLUMNS) == (
+        f"{tmp_path}/set {split}: line 21: question is empty (2 of 22 lines are invalid: take "
+        "other columns with --columns, another config or --split, or write the valid rows into a "
+        "JSONL file and pass that file)"
     )
 
 

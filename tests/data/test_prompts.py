@@ -18,6 +18,7 @@ from rlm.data.problem import Problem
 from rlm.data.prompts import (
     FORMATS,
     IGNORE_INDEX,
+    describe_other_forms,
     drop_long_prompts,
     encode_text,
     end_of_turn_id,
@@ -363,6 +364,29 @@ def test_a_template_of_a_processor_is_pointed_to(tmp_path):
 def test_bytes_that_are_no_text_are_one_line(tokenizer):
     with pytest.raises(UsageError, match="not valid UTF-8 text"):
         render_prompt(tokenizer, b"2 \xff".decode(errors="surrogateescape"), DEEPSEEK)
+
+
+@pytest.mark.parametrize(
+    ("question", "shown"),
+    [
+        ('Think, and output the final answer after "####".', 'answer after "####'),
+        (r"Put your final answer within \boxed{}.", r"answer within \boxed"),
+        (r"Use \boxed{} for the final answer.", r"\boxed{} for the final answer"),
+        ("The last line is of the form Answer: $Answer (no quotes).", "form Answer: $"),
+        ("Finish with “Answer: X”.", "with “Answer: X"),
+        ("Is it 5?\nAnswer:", None),  # the question's own end, not a request
+        ("Is it in line with 3 + 4? Answer: ", None),
+        ("Ann wrote 48 letters. In April she answered 5, and #4 after 3 days.", None),
+        (r"What is x in $\boxed{\phantom{0}} + 3 = 5$?", None),
+        (r"Put the answer within \boxed{} inside <answer></answer>.", None),
+    ],
+)
+def test_questions_that_ask_for_another_form_are_counted(question, shown):
+    problems = [Problem("a", question, "5"), Problem("b", "What is 2 + 3?", "5")]
+    said = describe_other_forms(problems, DEEPSEEK)
+    start = "1 of 2 questions ask for another form of the answer than the system prompt"
+    assert said.startswith(f"{start} ({shown}): remove") if shown else said == ""
+    assert describe_other_forms(problems, DEEPSEEK.with_prompt("Think.")) == ""
 
 
 def test_lengths_are_planned_for_the_longest_prompts_and_limited_to_the_last_token(capsys):

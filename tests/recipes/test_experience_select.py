@@ -12,6 +12,7 @@ from scripted_server import ScriptedServer
 from recipes.experience import evaluate, select
 from recipes.experience.agent import Endpoint
 from recipes.experience.answers import announce_cost, format_attempt, tokens_of
+from recipes.experience.library import read_questions, replace_library
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
 from rlm.api_client import ChatReply
 from rlm.cli.options import UsageError
@@ -217,6 +218,19 @@ def test_only_what_helped_is_kept(selected):
     before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT) == 0  # goes on where it was: nothing is asked again
     assert len(server.asked("chat/completions")) == before
+
+
+def test_an_earlier_library_is_kept_unless_it_is_the_same(tmp_path, capsys):
+    library = tmp_path / "selected.json"
+    replace_library(library, [{"content": "first"}], ["1 + 1?"])
+    replace_library(library, [{"content": "first"}], ["1 + 1?"])
+    assert capsys.readouterr().out == ""
+    replace_library(library, [{"content": "second"}], ["2 + 2?"])
+    kept = tmp_path / "selected.prev.json"
+    assert f"the earlier library {library} was moved to {kept}" in capsys.readouterr().out
+    for path, content, question in ((kept, "first", "1 + 1?"), (library, "second", "2 + 2?")):
+        assert json.loads(path.read_text()) == [{"content": content}]
+        assert read_questions(path) == [question]
 
 
 def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys):

@@ -29,9 +29,11 @@ from recipes.orchestrator.orchestrator import (
     AgentModel,
     Orchestrator,
     choose_agents,
+    identify_agents,
 )
-from recipes.orchestrator.runner import LocalLLM, Reply, Trajectory
+from recipes.orchestrator.runner import LocalLLM, RemoteLLM, Reply, Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
+from rlm.api_client import APIClient
 from rlm.cli import resolve_config
 from rlm.cli.options import UsageError, parse
 from rlm.data.loaders import load_problems
@@ -515,6 +517,25 @@ def test_no_config_makes_its_start_inside_its_run(config):
     assert resolved.run_dir not in resolved.sft_adapter.parents
 
 
+def test_agents_with_other_weights_are_said(base, finished, tmp_path, monkeypatch, capsys):
+    agents = AgentModel(str(base), a_solver(base, tmp_path / "solver"))
+    [(what, before)] = identify_agents(agents).items()
+    with (tmp_path / "solver" / "adapter_model.safetensors").open("ab") as stream:
+        stream.write(b" ")
+    assert identify_agents(agents)[what] != before
+    with ScriptedServer() as server:  # not this project's: it publishes no hashes
+        assert identify_agents(RemoteLLM(APIClient(server.url), "theirs")) == {}
+
+    def others(agents):
+        return dict.fromkeys(identify_agents(agents), "another hash")
+
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.identify_agents", others)
+    Orchestrator.load(finished / "run")
+    model, run = f"{base} + {finished / 'solver'}", finished / "run"
+    said = f"warning: the model of the agents ({model}) has changed since {run} was trained"
+    assert said in capsys.readouterr().out
+
+
 def test_the_table_has_every_row(finished, capsys):
     assert run(
         evaluate, evaluate.EvaluateConfig, "--run", finished / "run", "--max-samples", 3,
@@ -537,7 +558,9 @@ def test_the_table_has_every_row(finished, capsys):
     assert 0 < single["written"] <= 12  # the length of two replies
     traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
     assert {trace["row"] for trace in traces} == set(rows)
-    assert "asked twice" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "asked twice" in said
+    assert "has changed since" not in said  # the agents are those of the training
 
 
 def write_rows(path):
@@ -626,7 +649,7 @@ def test_several_runs_are_averaged(finished, tmp_path, capsys):
     means = [rows[evaluate.TRAINED]["accuracy"]["mean"] for rows in (one, two)]
     assert means[0] == means[1]
     assert results[0]["compared"] == results[1]["compared"]
-    assert "means over 2 runs" in results[1]["title"]
+    assert "; means over 2 runs, intervals over the problems alone" in results[1]["title"]
     shutil.copytree(finished / "run", tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"agent_max_tokens": 7}))
@@ -778,6 +801,9 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
     assert set(names["logs"][0]) == set(LOGS)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["seed"], config["batch_size"], config["group_size"]) == (42, 4, 4)
+    # The agents that were passed, not the default ones
+    passed = names["agent_model"].name, None
+    assert (config["agent_model"], config["agent_adapter"]) == passed
     assert (tmp_path / "run" / "adapters_lora" / "adapter_config.json").exists()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test"]["total"] == 3

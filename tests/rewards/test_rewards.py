@@ -123,6 +123,14 @@ def test_a_parameter_that_is_no_column_is_said_before_anything_is_sampled():
 
     with pytest.raises(UsageError, match="the reward Coloured requires colour"):
         check_columns(as_reward([CorrectnessReward(), Coloured()]), PROBLEMS)
+    with pytest.raises(UsageError, match=r"reference_answer \(did you mean answer\?\), which a"):
+        check_columns(as_reward(lambda completions, reference_answer: []), PROBLEMS)
+    with pytest.raises(UsageError, match=r"requires prompt \(did you mean prompts\?\), .* receive"):
+        check_columns(as_reward(lambda prompt, completions: []), PROBLEMS)
+    with pytest.raises(UsageError, match=r"requires prompts \(did you mean prompt\?\)"):
+        check_columns(as_reward(lambda prompts, completion: 0.0), PROBLEMS)
+    check_columns(as_reward(lambda prompts, completions, answer, completion_ids: []), PROBLEMS)
+    check_columns(as_reward(lambda prompt, completion, answer: 0.0), PROBLEMS)
     check_columns(as_reward(lambda completion, reference_answer, level: 0.0), PROBLEMS)
     check_columns(as_reward(lambda prompts, completions, **columns: []), PROBLEMS)
 
