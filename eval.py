@@ -67,7 +67,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
             columns=config.columns,
             calculator_marks=config.tool == Calculator.name,
         )
-        usable = [p for p in train if p.solution and p.question not in evaluated]
+        usable = [p for p in train if p.has_steps and p.question not in evaluated]
         if len(usable) < config.few_shot:
             raise UsageError(f"--dataset {config.dataset} has too few worked examples")
     except UsageError as error:

@@ -49,6 +49,7 @@ def test_recorded_answers_are_all_of_one_run_or_none():
     assert len(recorded) == (len(REQUESTS) if BOOK["model"] else 0)
     for entry in recorded:
         assert json.loads(shlex.split(entry["curl"])[-1]) == entry["request"]
+        assert f"{RecordConfig().url}/" in entry["curl"]
 
 
 def test_right_answers_come_first_and_are_counted():

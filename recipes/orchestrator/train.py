@@ -321,11 +321,15 @@ def refuse_overlap(run_dir: Path, start: Path) -> None:
     Raises:
         UsageError: one of the folders contains the other.
     """
-    run, place = run_dir.resolve(), start.resolve()
-    if place.is_relative_to(run) or cold_start_dir(run).is_relative_to(place):
+    run, place, cold = run_dir.resolve(), start.resolve(), cold_start_dir(run_dir.resolve())
+    other = f"pass another folder, such as --sft-adapter {run_dir}_start"
+    if place.is_relative_to(run):
         raise UsageError(
-            f"--sft-adapter {start} and --run-dir {run_dir} overlap, but the folder of the run is "
-            f"reserved for the run: pass another folder, such as --sft-adapter {run_dir}_start"
+            f"--sft-adapter {start} is in --run-dir {run_dir}, which belongs to the run: {other}"
+        )
+    if cold.is_relative_to(place):
+        raise UsageError(
+            f"--sft-adapter {start} contains {cold}, the run of the cold start: {other}"
         )
 
 

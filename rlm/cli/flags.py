@@ -349,6 +349,7 @@ OTHER_UNITS = {
     "scale_rewards": ("advantage", "with the value std or centred"),
     "use_vllm": ("sampler", "with the value vllm"),
     "bf16": ("dtype", "with the value bfloat16"),
+    **dict.fromkeys(("use_8bit", "load_in_8bit"), ("quantize", "with the value 8bit")),
 }
 CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 

@@ -32,7 +32,12 @@ ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 _HASHES = re.compile(r"\n\s*####[^\n]*\Z")
-_PROOF = re.compile(r"\b(?:prove|show) that\b", re.I)
+# Matches a request for a proof, but not "Surveys show that …".
+_PROOF = re.compile(
+    r"(?:(?:^|[.!?:;,])\s*|\b(?:and|to|please)\s+)(?:prove|show) that\b",
+    re.IGNORECASE | re.MULTILINE,
+)
+_ASKS = re.compile(r"\?|\b(?:find|compute|determine|calculate|evaluate|how many|how much)\b", re.I)
 _STATED = re.compile(r"\\boxed|####|\banswer\b", re.I)
 
 
@@ -143,7 +148,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     names = {**{column: column for column in row}, **columns}  # our field → column of the row
     solution = names.get("solution")
     chat = next((name for name in CHAT_FIELDS if row.get(name) is not None), None)
-    question = chat or _first(names, QUESTION_FIELDS)
+    question = chat or question_column(names)
     if chat is None and _ends_with_reply(rename_columns(row, columns)):
         chat = question
     worked = chat or names.get("completion", solution)
@@ -156,6 +161,15 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
         "choices": choices,
     }
     return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
+
+
+def question_column(columns: Mapping[str, str]) -> str | None:
+    """Return the column that contains the question.
+
+    Args:
+        columns: our field → column, and the other columns of the row under their own names.
+    """
+    return _first(columns, QUESTION_FIELDS)
 
 
 def unread_texts(row: Row, columns: Mapping[str, str]) -> list[str]:
@@ -212,7 +226,7 @@ def read_chat(row: Row) -> Row:
     elif isinstance(completion, str | list) and asked is not None:
         prompt, last = [("user", asked)], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and _given(row, ANSWER_FIELDS) is None:
-        return {**row, **_read_completion(solution, {}, str(asked))}
+        return {**row, **_read_completion(solution, row, str(asked))}
     else:
         return row
     turns = [text for role, text in prompt if role == "user"]
@@ -457,8 +471,9 @@ def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
         return {"answer": text}  # the format of GSM8K, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
-    if _given(rest, ANSWER_FIELDS) is None:
-        if _PROOF.search(question) and not _STATED.search(text):
+    if _given(rest, ANSWER_FIELDS) is None and rest.get("answer_type") != "open":
+        is_proof = _PROOF.search(question) and not _ASKS.search(question)
+        if is_proof and not _STATED.search(text):
             raise LeftOut("with a proof instead of a final answer")
         verdict = grade(text, None, strict=False)
         if not verdict.is_answer or verdict.answer is None:

@@ -135,6 +135,10 @@ def load_problems(
     parts = dataset_parts(dataset)
     if len(parts) > 1:
         load = partial(load_problems, max_samples=max_samples, seed=seed, **options)
+        if all(map(is_named, parts)) and (rows or split_slice(split)[0] != split):
+            raise UsageError(
+                f"--split {rows or split}: slices are for files and hub datasets, not for {dataset}"
+            )
         mixed = [
             load(part, split_slice(split)[0])
             if is_named(part)

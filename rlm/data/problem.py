@@ -26,6 +26,7 @@ from rlm.data.columns import (
     describe_layout,
     first_number,
     has_system_message,
+    question_column,
     read_answer,
     read_chat,
     read_choices,
@@ -137,7 +138,7 @@ def parse_rows(
     problems: dict[str, Problem] = {}
     unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
     row: bytes | Row | Problem = {}
-    used, layout, with_system, unread = 0, "", 0, dict[str, None]()
+    used, layout, with_system, unread, asked = 0, "", 0, dict[str, None](), "question"
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
@@ -153,6 +154,7 @@ def parse_rows(
             if columns is not None and isinstance(row, Mapping):  # a user's list may hold Problems
                 layout = layout or describe_layout(row, columns)
                 unread |= dict.fromkeys(unread_texts(row, columns))
+                asked = question_column({**{name: name for name in row}, **columns}) or asked
                 with_system += has_system_message(renamed)
         except LeftOut as kind:
             unwanted[str(kind)] += 1
@@ -178,7 +180,7 @@ def parse_rows(
         said += [layout + "; choices are numbered from 1" * (first == 1)] if layout else []
         if unread:
             said.append(
-                f"the model does not see {', '.join(unread)} (--columns question=COLUMN+question "
+                f"the model does not see {', '.join(unread)} (--columns question=COLUMN+{asked} "
                 "puts a column into the question)"
             )
         is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)

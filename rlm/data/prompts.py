@@ -305,8 +305,8 @@ def render_prompt(
     if any(mark.special and mark.content == tag for mark in marks.values()):
         print_once(
             f"warning: {tag} is a special token of {tokenizer.name_or_path!r}, which is left out "
-            "of the text of completions, so a model that writes this token earns nothing: pass "
-            "another --reasoning-format, or teach the tag as plain text with train_sft.py first"
+            "of the text of completions: unless train_sft.py has taught the model to write the tag "
+            "as plain text, pass another --reasoning-format"
         )
     wanted = [token for token in chain(*by_template) if token in marks]
     ids = encode_text(tokenizer, "".join(_alternate(pieces, texts)), special=True)

@@ -279,10 +279,14 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
+        remedy = (
+            f"try the hub's Parquet copy of it: hf download {path} --repo-type dataset "
+            "--revision refs/convert/parquet --local-dir DIRECTORY, then --dataset DIRECTORY/CONFIG"
+        )
+        if Path(path).is_dir():
+            remedy = f"remove {Path(path).name}.py from the directory, or pass one of its files"
         raise UsageError(
-            f"dataset {name} has a loading script, which cannot be run; try the hub's Parquet copy "
-            f"of it: hf download {path} --repo-type dataset --revision refs/convert/parquet "
-            "--local-dir DIRECTORY, then --dataset DIRECTORY/CONFIG"
+            f"dataset {name} has a loading script, which cannot be run; {remedy}"
         ) from error
     finally:
         config.HF_HUB_OFFLINE = was_offline

@@ -85,6 +85,10 @@ def _measured(run: Mapping[str, Any]) -> str:
 
     The text warns that the result is biased if it was used to select the adapter.
     """
+    if run.get("average"):  # its validation was that of the adapter before averaging
+        return (
+            "No result of these averaged weights is recorded. Run `python eval.py` to measure it."
+        )
     if (found := run.get("validation")) and run.get("exported"):
         return _validated(found, found[run["exported"]], run)
     accuracy, total = run.get("accuracy"), run.get("validated_on")

@@ -78,18 +78,22 @@ def read_choice(text: str) -> str | None:
 def read_text(text: str) -> str | None:
     """Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
-    A number without words is compared by its value, because answers of mathematics mix both.
+    A number without words is compared by its value, because answers of mathematics mix both. A
+    number with a leading zero and a pair in brackets remain texts.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
     >>> read_text("1,000") == read_text("1000.0"), read_text("5 cats") == read_text("5 dogs")
     (True, False)
+    >>> read_text("007") == read_text("7"), read_text("(100,200)") == read_text("100200")
+    (False, False)
     """
     text = _SIZE_COMMAND.sub("", text[:1000])
     if "\\boxed" not in text:  # an answer tag must not contain a box
         text = _TEXT_COMMAND.sub(r"\1", text)
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
-    if not any(map(str.isalpha, _COMMAND.sub("", plain))):
+    is_text = re.match(r"0\d", plain) or re.search(r"[(\[][^)\]]*,", text)
+    if not is_text and not any(map(str.isalpha, _COMMAND.sub("", plain))):
         for number in (parse_number(text), parse_number(plain)):
             if number is not None:
                 return str(number)

@@ -178,7 +178,7 @@ def load_base(
     packed, place = quantization_config(quantize, device.dtype), None
     if device.type == "cuda":  # load directly onto the GPU: host memory may be smaller
         place = {"": torch.cuda.current_device()}
-    elif packed:
+    elif packed or torch.cuda.is_available():  # weights stored in 4 bits would go to the GPU
         place = {"": device.type}
     _check_downloaded(name)
     if not Path(model_directory(name)).is_dir():

@@ -330,7 +330,8 @@ class GRPOConfig:
             if is_so:
                 raise ValueError(reason)
         if not looks:  # --plan and --doctor write nothing
-            check_output_place(self.output, self.run_dir, self.sft_adapter, "--sft-adapter")
+            option, start = "--sft-adapter", self.sft_adapter
+            check_output_place(self.output, self.run_dir, start, option, resume=self.resume)
 
     def _refused_by_backend(self) -> dict[str, bool]:
         """Return the errors for --backend tinker: message → whether the error applies."""

@@ -58,32 +58,46 @@ def resolve(
     return values
 
 
-def check_output_place(output: Path, run_dir: Path, start: Path | None, option: str) -> None:
-    """Check that the exported adapter replaces neither the start adapter nor files of the run.
+def check_output_place(
+    output: Path, run_dir: Path, start: Path | None, option: str, *, resume: bool
+) -> None:
+    """Check that the run replaces neither its start adapter nor its own files.
+
+    What is at `output` is moved to NAME.prev, and an earlier NAME.prev is deleted. Unless the run
+    is resumed, an earlier run in `run_dir` is moved and deleted in the same way.
 
     Args:
         start: the start adapter, which `option` names.
 
     Raises:
-        ValueError: --output would replace one of them.
+        ValueError: the run would replace one of them.
     """
     place, run = output.resolve(), run_dir.resolve()
-    if start and place == start.resolve():
+    replaced, put_away = _with_previous(place), _with_previous(run)
+    if any(run.is_relative_to(moved) for moved in replaced):
+        raise ValueError(
+            f"--output {output} would replace --run-dir {run_dir} and all files of the run; type "
+            f"another folder, such as --output {run_dir / 'adapter'}"
+        )
+    if start and any(start.resolve().is_relative_to(moved) for moved in replaced):
         raise ValueError(
             f"--output would overwrite {option}; type another folder, such as --output "
             "runs/mine/adapter"
         )
-    # `save_adapter` moves what is at `place` to NAME.prev, and deletes an earlier NAME.prev.
-    if any(run.is_relative_to(moved) for moved in (place, place.with_name(f"{place.name}.prev"))):
+    if start and not resume and any(start.resolve().is_relative_to(moved) for moved in put_away):
         raise ValueError(
-            f"--output {output} would replace --run-dir {run_dir} and all files of the run; type "
-            f"another folder, such as --output {run_dir / 'adapter'}"
+            f"{option} {start} is in --run-dir {run_dir}, which a new run replaces, or in the "
+            "earlier run beside it; type another --run-dir"
         )
     written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
     if any(place.is_relative_to(run / name) for name in written):
         raise ValueError(
             f"--output {output} is a folder that the run itself writes; name another folder"
         )
+
+
+def _with_previous(path: Path) -> tuple[Path, Path]:
+    return path, path.with_name(f"{path.name}.prev")
 
 
 def check_start(

@@ -146,7 +146,8 @@ class SFTConfig:
                 "input"
             )
         if not self.dry_run:  # --dry-run writes nothing
-            check_output_place(self.output, self.run_dir, self.adapter, "--adapter")
+            option, start = "--adapter", self.adapter
+            check_output_place(self.output, self.run_dir, start, option, resume=self.resume)
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:

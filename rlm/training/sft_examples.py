@@ -42,12 +42,12 @@ def drop_unsolved(
     if problems and not solved:
         raise UsageError(
             f"--dataset {dataset}: none of {len(problems)} {what} has a solution to learn from; "
-            "write a `solution` (the reasoning, in words) for a dozen of the rows"
+            "write a `solution` (the reasoning in words, not only the answer) for a dozen rows"
         )
     if missing:
         terminal.line(
-            f"{missing} of {len(problems)} {what} have no solution: SFT learns from the other "
-            f"{len(solved)}"
+            f"{missing} of {len(problems)} {what} have no solution with steps: SFT learns from "
+            f"the other {len(solved)}"
         )
     return solved
 

@@ -519,6 +519,8 @@ def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
     assert len(mixed) == 10
     mixture, choice = f"elementary:1+{path}", {"max_samples": 5, "columns": COLUMNS}
     assert len(load_problems(mixture, "validation[:10]", **choice)) == 5 + 1
+    with pytest.raises(UsageError, match="slices are for files and hub datasets"):
+        load_problems("elementary:1+word-problems:1", "validation[:10]")
 
 
 # Chat rows.
@@ -611,6 +613,9 @@ def test_the_last_number_of_a_proof_is_no_answer():
     with pytest.raises(LeftOut, match="with a proof instead of a final answer"):
         read_chat(proof)
     assert read_chat(proof | {"problem": "What divides it?"})["answer"] == "6"
+    for asked in ("Records show that it is 6. Double it.", "Show that 2 divides it. Find it."):
+        assert read_chat(proof | {"problem": asked})["answer"] == "6"
+    assert read_chat(proof | {"answer_type": "open"})["solution"] == "So 6 divides it."
     assert read_chat(proof | {"solution": r"It is \boxed{6}."})["answer"] == "6"
 
 
@@ -653,7 +658,7 @@ def mirror(folder):
 def test_a_loading_script_is_refused_with_the_way_to_a_parquet_copy(tmp_path):
     write_jsonl(tmp_path / "mine/data.jsonl", rows_of(3))
     (tmp_path / "mine/mine.py").touch()
-    assert "--revision refs/convert/parquet --local-dir" in refusal(str(tmp_path / "mine"))
+    assert "remove mine.py from the directory" in refusal(str(tmp_path / "mine"))
 
 
 def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):

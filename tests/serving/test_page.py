@@ -125,8 +125,8 @@ def test_what_a_tool_wrote_is_drawn_as_a_calculation(page, server):
     pieces = [reasoning("cost: <<72"), reasoning("/9=")]
     pieces += [reasoning(delta, tool=True) for delta in ("8", ">", ">")]
     pieces += [reasoning(" so\n2 < 3 "), reasoning("<b>", tool=True)]  # no call of the calculator
-    other = "<<1+1=2>>2"  # of several samples, another one wins
-    won = done(other, details={"format": "strict", "tool_calls": [{}]}, votes=["19"])
+    other = "<<1+1=2>>2 and <<10/3=3>>"  # of several samples, another one wins
+    won = done(other, details={"format": "strict", "tool_calls": [{"text": "2>>"}]}, votes=["19"])
     server.script(stream(start(), *pieces, answer("19"), done(text)), stream(start(), won))
     visit(page, server)
     ask(page)
@@ -137,8 +137,20 @@ def test_what_a_tool_wrote_is_drawn_as_a_calculation(page, server):
     expect(shown.locator("ins")).to_have_text(["8", "<b>"])
     expect(page.locator("#result .legend")).to_be_visible()
     ask(page)
-    expect(shown).to_have_text("1 + 1 = 22")
-    expect(shown.locator(".calculation")).to_have_text(["1 + 1 = 2"])
+    expect(shown).to_have_text("1 + 1 = 22 and 10 ÷ 3 = 3")
+    expect(shown.locator(".calculation")).to_have_text(["1 + 1 = 2", "10 ÷ 3 = 3"])
+    expect(shown.locator("ins")).to_have_text(["2"])  # the model wrote the other result
+
+
+@browser_test
+def test_a_calculation_that_the_tool_refused_is_drawn_without_marks(page, server):
+    text = "each: <<10/3=3>> apples"
+    server.script(stream(start(), reasoning(text[:9]), reasoning(text[9:]), done(text)))
+    visit(page, server)
+    ask(page)
+    shown = page.locator("#result .reasoning")
+    expect(shown).to_have_text("each: 10 ÷ 3 = 3 apples")
+    expect(shown.locator("ins")).to_have_count(0)
 
 
 @browser_test

@@ -236,6 +236,22 @@ def test_the_adapter_never_replaces_the_run_that_made_it(config, tmp_path, monke
         assert config(output=output, run_dir=Path("link")).output == output
 
 
+@pytest.mark.parametrize(
+    ("config", "option"), [(GRPOConfig, "sft_adapter"), (SFTConfig, "adapter")]
+)
+def test_a_run_never_replaces_the_adapter_that_it_starts_from(config, option, tmp_path):
+    """A new run moves an earlier one to NAME.prev, and deletes an earlier NAME.prev."""
+    run = tmp_path / "x"
+    with pytest.raises(ValueError, match="--output would overwrite"):
+        config(output=tmp_path / "a", run_dir=run, **{option: tmp_path / "a.prev"})
+    for start in (run / "adapter_last", tmp_path / "x.prev" / "adapter_best"):
+        there = {"output": tmp_path / "b", "run_dir": run, option: start}
+        with pytest.raises(ValueError, match="type another --run-dir"):
+            config(**there)
+        config(**there, resume=True)
+    config(output=tmp_path / "b", run_dir=run, **{option: tmp_path / "x_sft"})
+
+
 def test_no_start_adapter_is_not_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="would replace --run-dir"):

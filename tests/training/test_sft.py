@@ -201,7 +201,9 @@ def test_a_dozen_solutions_of_ones_own_are_enough(
     argv = ("--model", model_dir, "--dataset", "my sums.jsonl", "--output", "sft", *more)
     assert run(train_sft, *argv) == 0
     out = capsys.readouterr().out
-    assert re.search(r"1\d of 27 problems have no solution: SFT learns from the other 1\d\n", out)
+    assert re.search(
+        r"1\d of 27 problems have no solution with steps: SFT learns from the other 1\d\n", out
+    )
     assert f"steps: {steps}" in out
     assert (said or "done") in out
     assert ("warning" in out) == (said is not None)

@@ -223,11 +223,27 @@ function addReasoning(panel, delta, tool) {
   show(panel.byTool.element, panel.byTool.text.replace(panel.byTool.end ?? "", ""));
 }
 
-function redraw(panel, text, hasTool) {
+const MARK = /(<<[^<>\n]*>>)/;
+
+/** Draws finished reasoning. Only the results of the tool's calls are marked as the tool's: the model
+ * also writes calculations that the tool refuses, such as <<10/3=3>>. */
+function redraw(panel, text, calls) {
   Object.assign(panel, { text: "", words: null, byTool: null });
   panel.reasoning.replaceChildren();
-  const parts = hasTool ? text.split(/(?<=<<[^<>\n]*=)([^<>\n=]*>>)/) : [text];
-  parts.forEach((part, i) => part && addReasoning(panel, part, i % 2 === 1));
+  const results = calls.map((call) => call.text);
+  for (const part of text.split(MARK)) {
+    const at = part.lastIndexOf("=") + 1;
+    if (MARK.test(part) && part.slice(at) !== results[0]) {
+      panel.text += part;
+      panel.words = null;
+      panel.reasoning.append(make("span", "calculation", readable(part.slice(2, -2))));
+    } else if (MARK.test(part)) {
+      addReasoning(panel, part.slice(0, at), false);
+      addReasoning(panel, results.shift(), true);
+    } else if (part) {
+      addReasoning(panel, part, false);
+    }
+  }
 }
 
 /** Fills a description list; each row is a term and its texts or elements. */
@@ -333,7 +349,9 @@ const THOUGHT = {
 
 function showResult(panel, result) {
   const { reasoning, answer: prose, final_answer: final, thinking, vote, verifier, details } = result;
-  if ((reasoning ?? "") !== panel.text) redraw(panel, reasoning ?? "", details.tool_calls?.length); // the winner is not the streamed sample
+  const hasMark = [...panel.reasoning.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && MARK.test(node.data));
+  const isOther = (reasoning ?? "") !== panel.text; // the winner of a vote is not the streamed sample
+  if (isOther || hasMark) redraw(panel, reasoning ?? "", details.tool_calls ?? []);
   show(panel.thought, THOUGHT[thinking.status] ?? thinking.status);
   show(panel.final, final);
   panel.final.classList.toggle("long", (final ?? "").length > 40);
