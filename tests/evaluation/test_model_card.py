@@ -67,6 +67,12 @@ def test_a_reward_is_not_said_to_be_in_a_format(tmp_path):
     info = AdapterInfo(tmp_path, base_model="smollm2-135m", run=run)
     said = model_card(tmp_path, info, merged=False)
     assert "0.500 (95 % interval 0.250 to 0.750), with 1 sampled completion of each of 80" in said
+    averaged = AdapterInfo(
+        tmp_path, base_model="smollm2-135m", run=run | {"average": {"weight": 0.75}}
+    )
+    said = model_card(tmp_path, averaged, merged=True)
+    assert "No result of these averaged weights is recorded" in said
+    assert "0.500" not in said
 
 
 @pytest.mark.parametrize(
