@@ -26,6 +26,7 @@ from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import (
+    LARGE,
     LONGEST,
     MAX_NEW_TOKENS,
     check_output_place,
@@ -43,7 +44,7 @@ VLLM_COMMAND = "vllm serve"
 # Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-# Defaults for a model that was selected by the GPU's memory and that trains on GSM8K.
+# Defaults for a large model on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default number of steps on the command line
 REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups with equal rewards
@@ -201,7 +202,7 @@ class GRPOConfig:
         None,
         "number of training steps",
         min=1,
-        default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if the model is selected for a GPU",
+        default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} on a GPU {LARGE}",
     )
     batch_size: int = flag(20, "problems per step", min=1)
     group_size: int = flag(
@@ -244,8 +245,7 @@ class GRPOConfig:
         None,
         "peak learning rate; for LoRA about ten times that of full fine-tuning",
         min=0,
-        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} if the model is "
-        "selected for a GPU",
+        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} {LARGE}",
     )
     lr_schedule: str = flag(
         "linear",

@@ -18,18 +18,20 @@ from typing import Any
 from torch import Tensor
 
 from rlm.cli import command_of, required, terminal
-from rlm.model import pick_device
+from rlm.model import parameter_count, pick_device
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
-from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
+from rlm.training.config import GPU_DEFAULTS, USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
+from rlm.training.resolve import LARGE, LARGE_MODEL
 from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
 RECENT_STEPS = 5  # number of steps over which a rule averages, and that estimate the time left
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
+LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
 FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat
 FLAT_CEILING = 0.9  # a higher reward is not reported, because it cannot rise much further
@@ -80,6 +82,11 @@ def announce_run(
     )
     if problem := judge_learning_rate(config.learning_rate):
         terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
+    elif config.learning_rate > LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
+        terminal.line(
+            f"warning: learning rate {config.learning_rate:g} is usual for a model of 135M "
+            f"parameters; {LARGE}, start with {GPU_DEFAULTS['learning_rate']:g}"
+        )
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
