@@ -22,6 +22,7 @@ from .logprobs import reference_logprobs as reference_logprobs
 from .logprobs import score_tokens as score_tokens
 from .logprobs import set_constant_logprobs as set_constant_logprobs
 from .logprobs import token_logprobs as token_logprobs
+from .loss import LossSums as LossSums
 from .loss import policy_loss as policy_loss
 from .memory_plan import micro_batch_tokens as micro_batch_tokens
 from .memory_plan import plan_memory as plan_memory
