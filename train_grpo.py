@@ -63,6 +63,7 @@ from rlm.training import (
     TrainingState,
     Validator,
     check_arguments,
+    copies_above_mean,
     draw_problems,
     group_advantages,
     has_signal,
@@ -81,7 +82,6 @@ from rlm.training import (
     summary_card,
     timer,
     validation_measure,
-    without_copies,
 )
 
 if TYPE_CHECKING:
@@ -188,9 +188,8 @@ class GRPOTrainer:
                 rewards = reward_tensor(groups)  # (P, G), as returned by the reward function
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
-                if algorithm.distinct:
-                    scored = without_copies(groups, scored)
-                advantages = group_advantages(scored, *algorithm.scaling)
+                copies = copies_above_mean(groups, scored) if algorithm.distinct else None
+                advantages = group_advantages(scored, *algorithm.scaling, copies)
                 kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
                 advantages[~kept] = 0.0  # log dropped groups with advantage 0
 

@@ -1,9 +1,9 @@
 from .advantages import Group as Group
+from .advantages import copies_above_mean as copies_above_mean
 from .advantages import group_advantages as group_advantages
 from .advantages import has_signal as has_signal
 from .advantages import overlong_penalties as overlong_penalties
 from .advantages import reward_tensor as reward_tensor
-from .advantages import without_copies as without_copies
 from .algorithms import PRESETS as PRESETS
 from .algorithms import algorithms_help as algorithms_help
 from .batches import MicroBatch as MicroBatch

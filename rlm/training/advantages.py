@@ -36,7 +36,9 @@ def reward_tensor(groups: Sequence[Group]) -> Tensor:
     return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
 
 
-def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -> Tensor:
+def group_advantages(
+    rewards: Tensor, kind: str, negative_weight: float = 1.0, copies: Tensor | None = None
+) -> Tensor:
     """Compute the advantage of each rollout over its group from the rewards: (P, G) → (P, G).
 
     `kind` selects the formula:
@@ -53,6 +55,9 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
     is left out of the group's mean and std, and its advantage is 0. In a group with fewer than two
     verdicts or with equal rewards, all advantages are exactly 0.
 
+    `copies`, (P, G) of bool, selects rollouts that count in the mean and the std, but whose
+    advantage is 0 (see `copies_above_mean`).
+
     >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), "centred")
     tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
     """
@@ -66,7 +71,9 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
     elif kind == "mean":
         lowest = rewards.nan_to_num(nan=torch.inf).amin(1, keepdim=True).clamp(max=0)
         advantages = advantages / (mean - lowest)  # 0 only where all rewards are equal
-    elif kind == "share":
+    if copies is not None:
+        advantages = advantages.masked_fill(copies, 0.0)
+    if kind == "share":
         above, below = (advantages * sign > 0 for sign in (1, -1))
         sums = [(advantages * side).sum(1, keepdim=True).abs() for side in (above, below)]
         advantages = rewards.shape[1] * advantages / torch.where(above, *sums)
@@ -74,22 +81,20 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
     return torch.where((count >= 2) & has_signal(rewards)[:, None], advantages, 0.0)
 
 
-def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
-    """Mask the rewards of repeated completions that are above the group's mean: (P, G) → (P, G).
+def copies_above_mean(groups: Sequence[Group], rewards: Tensor) -> Tensor:
+    """Find the completions with rewards above the group's mean that repeat an earlier completion.
 
-    The first of several equal completions keeps its reward. The rewards of its repetitions become
-    NaN, so their advantages are 0.
+    Returns:
+        Whether each completion is such a copy, (P, G) of bool.
     """
-    mean = rewards.nanmean(1)
-    rewards = rewards.clone()
+    copies = rewards > rewards.nanmean(1, keepdim=True)
     for place, group in enumerate(groups):
         seen: set[tuple[int, ...]] = set()
         for row, completion in enumerate(group.completions):
             tokens = tuple(completion.token_ids)
-            if rewards[place, row] > mean[place] and tokens in seen:
-                rewards[place, row] = math.nan
+            copies[place, row] &= tokens in seen
             seen.add(tokens)
-    return rewards
+    return copies
 
 
 def has_signal(rewards: Tensor) -> Tensor:
