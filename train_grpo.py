@@ -199,7 +199,9 @@ class GRPOTrainer:
                     learn_metrics = self._learn(run, batches, step)
                 self.state.restore_if_diverged(run.directory, step)
 
-                metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
+                metrics = {"step": step} | step_metrics(
+                    groups, rewards, penalties, kept, seconds, algorithm.advantage
+                )
                 metrics |= reward_metrics | learn_metrics
                 metrics |= run.start_metrics if step == 0 else {}
                 control = run.control_after(step)

@@ -17,6 +17,9 @@ from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation of the rewards, as in TRL
+# With "share", rewards that differ by less count as equal. The shares do not depend on the size of
+# the differences, so without this tolerance a rounding error would weigh as much as a right answer.
+SHARE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ def group_advantages(
                  group are first shifted up until the lowest is 0.         MaxRL
         share    G · (r - mean) / Σ |r - mean|, summed over the rollouts on the same side of the
                  mean. With rewards 0 and 1, each of K right rollouts gets +G / K and each of W
-                 wrong ones -G / W.                                        TOPR
+                 wrong ones -G / W. Every group has the same total weight, however
+                 small the differences of its rewards are; rewards that differ by
+                 less than 1e-3 count as equal.                            TOPR
 
     Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
     is left out of the group's mean and std, and its advantage is 0. In a group with fewer than two
@@ -78,7 +83,7 @@ def group_advantages(
         sums = [(advantages * side).sum(1, keepdim=True).abs() for side in (above, below)]
         advantages = rewards.shape[1] * advantages / torch.where(above, *sums)
     advantages = torch.where(advantages < 0, negative_weight * advantages, advantages)
-    return torch.where((count >= 2) & has_signal(rewards)[:, None], advantages, 0.0)
+    return torch.where((count >= 2) & has_signal(rewards, kind)[:, None], advantages, 0.0)
 
 
 def copies_above_mean(groups: Sequence[Group], rewards: Tensor) -> Tensor:
@@ -97,8 +102,10 @@ def copies_above_mean(groups: Sequence[Group], rewards: Tensor) -> Tensor:
     return copies
 
 
-def has_signal(rewards: Tensor) -> Tensor:
+def has_signal(rewards: Tensor, kind: str = "") -> Tensor:
     """Return whether each group contains two different rewards: (P,) of bool.
+
+    With the kind "share" of `group_advantages`, they must differ by at least SHARE_TOLERANCE.
 
     A group with equal rewards has no gradient. This function compares the rewards instead of the
     advantages, because rounding in the mean can produce an advantage of 1e-9 in a group whose
@@ -106,7 +113,7 @@ def has_signal(rewards: Tensor) -> Tensor:
     """
     high = rewards.nan_to_num(nan=-torch.inf).amax(1)
     low = rewards.nan_to_num(nan=torch.inf).amin(1)
-    return high - low > 1e-8
+    return high - low >= SHARE_TOLERANCE if kind == "share" else high - low > 1e-8
 
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:

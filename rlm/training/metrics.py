@@ -141,6 +141,7 @@ def step_metrics(
     penalties: Tensor,
     kept: Tensor,
     seconds: Mapping[str, float],
+    kind: str = "",
 ) -> dict[str, float]:
     """Return the metrics of the rewards, the completions and the times of a step.
 
@@ -154,11 +155,13 @@ def step_metrics(
         kept: whether each group is used for training, (P,) of bool. Dynamic sampling drops the
             other groups.
         seconds: the duration of each phase: "sample", "score" and "learn".
+        kind: the kind of the advantages (see `has_signal`).
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     judged = rewards[~rewards.isnan()]
-    teaches = has_signal(rewards + penalties) & kept  # penalties may differ where rewards do not
+    # Penalties may differ where rewards do not.
+    teaches = has_signal(rewards + penalties, kind) & kept
     zero_signal = int((~teaches).sum())
     metrics = {
         "reward/mean": judged.mean().item() if len(judged) else 0.0,
