@@ -51,6 +51,9 @@ REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups wi
 LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per validation problem
 LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
+# Without this number of warmup steps, a rate above the first value broke two of three runs
+# (docs/how-to/training-guide.md).
+COLD_RATE, WARM = 5e-4, 5
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 ALGORITHMS_OWN = "set by --algorithm"
 
@@ -530,7 +533,7 @@ def start_info(
     return start
 
 
-def judge_learning_rate(rate: float) -> tuple[str, str] | None:
+def judge_learning_rate(rate: float, warmup_steps: int) -> tuple[str, str] | None:
     """Judge a learning rate for GRPO with LoRA.
 
     Returns:
@@ -540,4 +543,8 @@ def judge_learning_rate(rate: float) -> tuple[str, str] | None:
     slow, fast = LORA_RATES
     if rate < slow:
         return "too low", f"{rate:g} hardly moves a LoRA adapter"
-    return ("too high", f"{rate:g} breaks a policy within a few steps") if rate > fast else None
+    if rate > fast:
+        return "too high", f"{rate:g} breaks a policy within a few steps"
+    if rate > COLD_RATE and warmup_steps < WARM:
+        return "too high", f"{rate:g} may break a policy without --warmup-steps {WARM}"
+    return None

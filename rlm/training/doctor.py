@@ -30,7 +30,7 @@ from rlm.grading import find_equations, parse_number
 from rlm.model import context_window
 from rlm.rewards import Scorer, check_columns
 from rlm.training.advantages import has_signal
-from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
+from rlm.training.config import LORA_RATES, USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.state import Learner
 from rlm.training.trainer import Render, StepScorer, Validator
@@ -319,9 +319,10 @@ def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterat
 
 
 def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
-    if problem := judge_learning_rate(config.learning_rate):
-        is_slow = problem[0] == "too low" and config.learning_rate >= NO_MOVE
-        yield Finding(f"learning rate {problem[0]}", problem[1], USUAL_RATES, fault=not is_slow)
+    rate = config.learning_rate
+    if problem := judge_learning_rate(rate, config.warmup_steps):
+        fault = not NO_MOVE <= rate <= LORA_RATES[1]
+        yield Finding(f"learning rate {problem[0]}", problem[1], USUAL_RATES, fault=fault)
     if metrics["truncated"] > NOTABLE_SHARE:
         yield Finding(
             "truncation",

@@ -80,7 +80,7 @@ def announce_run(
             ),
         },
     )
-    if problem := judge_learning_rate(config.learning_rate):
+    if problem := judge_learning_rate(config.learning_rate, config.warmup_steps):
         terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
     elif config.learning_rate > LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
         terminal.line(
