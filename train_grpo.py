@@ -54,6 +54,8 @@ from rlm.training import (
     Distributed,
     Group,
     LearnMetrics,
+    LossSums,
+    MicroBatch,
     Rollout,
     StepScorer,
     TrainingData,
@@ -61,6 +63,7 @@ from rlm.training import (
     TrainingState,
     Validator,
     check_arguments,
+    copies_above_mean,
     draw_problems,
     group_advantages,
     has_signal,
@@ -79,7 +82,6 @@ from rlm.training import (
     summary_card,
     timer,
     validation_measure,
-    without_copies,
 )
 
 if TYPE_CHECKING:
@@ -186,20 +188,20 @@ class GRPOTrainer:
                 rewards = reward_tensor(groups)  # (P, G), as returned by the reward function
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
-                if algorithm.distinct:
-                    scored = without_copies(groups, scored)
-                advantages = group_advantages(scored, *algorithm.scaling)
+                copies = copies_above_mean(groups, scored) if algorithm.distinct else None
+                advantages = group_advantages(scored, *algorithm.scaling, copies)
                 kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
                 advantages[~kept] = 0.0  # log dropped groups with advantage 0
 
                 # 4. learn from rollouts whose loss is not exactly zero, one update per mini-batch
                 batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
-                    learn = partial(self._learn, run, batches, step)
-                    learn_metrics = run.repeat_if_out_of_memory(learn)
+                    learn_metrics = self._learn(run, batches, step)
                 self.state.restore_if_diverged(run.directory, step)
 
-                metrics = {"step": step} | step_metrics(groups, rewards, penalties, kept, seconds)
+                metrics = {"step": step} | step_metrics(
+                    groups, rewards, penalties, kept, seconds, algorithm.advantage
+                )
                 metrics |= reward_metrics | learn_metrics
                 metrics |= run.start_metrics if step == 0 else {}
                 control = run.control_after(step)
@@ -253,27 +255,27 @@ class GRPOTrainer:
         Returns:
             The training metrics of the step.
         """
-        config, algorithm = run.config, run.config.resolved_algorithm
+        config = run.config
         updates = [run.micro_batches(rollouts) for rollouts in batches]
+
+        def split_again() -> None:
+            updates[:] = map(run.micro_batches, batches, updates)
+
         metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
-        differs = set_constant_logprobs(
-            self.policy, self.weights.token_logprobs, config, updates, self.sampler.matches_trainer
+        score, matches = self.weights.token_logprobs, self.sampler.matches_trainer
+        differs = run.repeat_if_out_of_memory(
+            split_again, set_constant_logprobs, self.policy, score, config, updates, matches
         )
 
         lr = self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
-        for update, micro_batches in enumerate(updates * config.updates_per_batch):
+        for update in range(count):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
             lr = self._set_learning_rate(lr)
-            for micro in micro_batches:
-                logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
-                if micro.old_logprobs is None:  # first update: old = current
-                    micro.old_logprobs = logprobs.detach()
-                loss, sums = policy_loss(
-                    logprobs, micro, algorithm, correct_sampler=differs, kl_weight=config.kl_weight
-                )
-                (loss * self.weights.loss_scale).backward()
-                self.weights.accumulate()
-                metrics.add(update, micro, logprobs.detach(), entropy, sums)
+            learned = run.repeat_if_out_of_memory(
+                split_again, self._accumulate_gradient, updates, update % len(updates), differs
+            )
+            for part in learned:
+                metrics.add(update, *part)
             metrics.grad_norms.append(self._optimizer_step())
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are unchanged, so another pass would fail again
@@ -281,6 +283,31 @@ class GRPOTrainer:
         release_memory()  # frees memory for sampling
         made = {"optim/lr": lr, "optim/skipped": self.state.skipped_total}
         return metrics.as_dict(self.distributed) | made
+
+    def _accumulate_gradient(
+        self, updates: Sequence[Sequence[MicroBatch]], index: int, differs: bool
+    ) -> list[tuple[MicroBatch, Tensor, Tensor, LossSums]]:
+        """Accumulate the gradient of the mini-batch `updates[index]`.
+
+        Returns:
+            Each micro-batch with its log-probabilities, its entropies and its sums.
+        """
+        config, learned = self.config, []
+        for micro in updates[index]:
+            logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
+            if micro.old_logprobs is None:  # first update: old = current
+                micro.old_logprobs = logprobs.detach()
+            loss, sums = policy_loss(
+                logprobs,
+                micro,
+                config.resolved_algorithm,
+                correct_sampler=differs,
+                kl_weight=config.kl_weight,
+            )
+            (loss * self.weights.loss_scale).backward()
+            self.weights.accumulate()
+            learned.append((micro, logprobs.detach(), entropy, sums))
+        return learned
 
     def _set_learning_rate(self, lr: float) -> float:
         lr *= self.state.lr_scale
@@ -293,7 +320,6 @@ class GRPOTrainer:
 
         The optimizer step is skipped if the gradient norm is not finite.
         """
-        self.state.begin_update()
         self.distributed.all_reduce(self.adapter.values())
         clipped = torch.nn.utils.clip_grad_norm_(self.adapter.values(), self.config.max_grad_norm)
         norm = clipped.item()

@@ -339,14 +339,23 @@ def test_where_the_longest_completion_does_not_fit_activations_are_computed_twic
         assert "may not fit" not in said
 
 
+@pytest.mark.parametrize(
+    ("calls", "options"),
+    [
+        (2, {"updates_per_batch": 2}),  # in the first update, after one micro-batch
+        (-2, {"mini_batch_size": 2}),  # in the last update; old_logprobs are those of the sampler
+        (-2, {"mini_batch_size": 2, "updates_per_batch": 2, "kl_weight": 0.1}),
+    ],
+)
 def test_where_memory_runs_out_the_update_is_repeated_in_halves(
-    base, tmp_path, capsys, monkeypatch
+    base, tmp_path, capsys, monkeypatch, calls, options
 ):
     """From its beginning, and gives the same adapter; the second time it ends the run."""
-    calls_left = []  # before memory runs out
+    calls_left, made = [], []  # the calls before memory runs out; one 1 for each call
     device = Device("cuda", torch.float32, "test")  # in 16 bits sums depend on their order
 
     def fails(*arguments):
+        made.append(1)
         if calls_left:
             calls_left[0] -= 1
             if calls_left[0] == 0:
@@ -358,9 +367,10 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
     adapters = []
     with pretended_cards(*GB8):
         for name in ("whole", "halves"):
-            config = a_config(tmp_path, name, steps=2, updates_per_batch=2)
+            config = a_config(tmp_path, name, steps=2, **options)
             trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device=device)
-            calls_left[:] = [2] if name == "halves" else []  # one micro-batch is learned from
+            last = len(made) + calls + 1 if calls < 0 else calls  # one micro-batch is learned from
+            calls_left[:] = [last] if name == "halves" else []
             trainer.train(PROBLEMS)
             adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})
         assert trainer.run.memory_plan.train_batch_tokens == 128
@@ -368,6 +378,6 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
         calls_left[:] = [1]
         assert trainer.run.memory_plan.halved
         with pytest.raises(torch.OutOfMemoryError):
-            trainer.run.repeat_if_out_of_memory(fails)
+            trainer.run.repeat_if_out_of_memory(lambda: None, fails)
     for name, tensor in adapters[0].items():
         assert torch.allclose(tensor, adapters[1][name], atol=1e-3), name

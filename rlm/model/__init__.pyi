@@ -44,6 +44,7 @@ from .hardware import default_values as default_values
 from .hardware import hub_base as hub_base
 from .hardware import licence_of as licence_of
 from .hardware import model_download as model_download
+from .hardware import parameter_count as parameter_count
 from .hardware import peak_memory_gb as peak_memory_gb
 from .hardware import pick_device as pick_device
 from .hardware import pick_quantization as pick_quantization

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import resource
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import torch
+from safetensors import SafetensorError, safe_open
 
 from rlm.cli import terminal
 from rlm.model.adapter_info import AdapterInfo
@@ -157,6 +159,21 @@ def model_download(name: str) -> str:
     return "licence {}; a one-time download of {} GB".format(*known[name]) if name in known else ""
 
 
+def parameter_count(model: str) -> float:
+    """Count the parameters of a model; infinity if the model is not in a folder on this machine."""
+    if model in (EMBEDDED_MODEL, EMBEDDED_HUB_ID):
+        return 135e6
+    count = 0
+    for file in Path(model).glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt") as weights:
+                shapes = [weights.get_slice(name).get_shape() for name in weights.offset_keys()]
+        except SafetensorError:  # such as a Git LFS pointer, which `load_base` reports
+            return math.inf
+        count += sum(map(math.prod, shapes))
+    return count or math.inf
+
+
 def hub_base(info: AdapterInfo) -> str:
     """Return the base model's name on the hub."""
     return EMBEDDED_HUB_ID if info.base_model == EMBEDDED_MODEL else str(info.base_model)
@@ -169,9 +186,7 @@ def licence_of(name: str) -> str:
     return known.get(name, "")
 
 
-def default_values(
-    given: Mapping[str, Any], start: AdapterInfo | None, gpu_defaults: Mapping[str, Any]
-) -> dict[str, Any]:
+def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[str, Any]:
     """Select a model and data if none are given, print the reasons, and add them to the values.
 
     Args:
@@ -179,7 +194,6 @@ def default_values(
             the fields model, dataset and quantize.
         start: the adapter from which training starts; its model and dataset take precedence over
             the defaults of this machine.
-        gpu_defaults: the defaults of other options that apply if a model for a GPU is selected.
     """
     values: dict[str, Any] = {
         k: v for k, v in given.items() if v is not None or k not in ("model", "dataset")
@@ -197,9 +211,6 @@ def default_values(
     chosen = {"model": setup.model, "dataset": setup.dataset}
     if "model" not in values or start:
         chosen["quantize"] = setup.quantize
-    gpu_models = [name for name, *_ in GPU_MODELS.values()]
-    if setup.model in gpu_models and values.get("model", setup.model) == setup.model:
-        chosen |= gpu_defaults
     new = [name for name in ("model", "dataset") if name not in values]
     named = ", ".join(f"{name} {chosen[name]}" for name in new)
     about = {"model": setup.about_model, "dataset": setup.about_dataset}

@@ -1,9 +1,9 @@
 from .advantages import Group as Group
+from .advantages import copies_above_mean as copies_above_mean
 from .advantages import group_advantages as group_advantages
 from .advantages import has_signal as has_signal
 from .advantages import overlong_penalties as overlong_penalties
 from .advantages import reward_tensor as reward_tensor
-from .advantages import without_copies as without_copies
 from .algorithms import PRESETS as PRESETS
 from .algorithms import algorithms_help as algorithms_help
 from .batches import MicroBatch as MicroBatch
@@ -22,6 +22,7 @@ from .logprobs import reference_logprobs as reference_logprobs
 from .logprobs import score_tokens as score_tokens
 from .logprobs import set_constant_logprobs as set_constant_logprobs
 from .logprobs import token_logprobs as token_logprobs
+from .loss import LossSums as LossSums
 from .loss import policy_loss as policy_loss
 from .memory_plan import micro_batch_tokens as micro_batch_tokens
 from .memory_plan import plan_memory as plan_memory

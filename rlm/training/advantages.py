@@ -17,6 +17,9 @@ from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation of the rewards, as in TRL
+# With "share", rewards that differ by less count as equal. The shares do not depend on the size of
+# the differences, so without this tolerance a rounding error would weigh as much as a right answer.
+SHARE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ def reward_tensor(groups: Sequence[Group]) -> Tensor:
     return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
 
 
-def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -> Tensor:
+def group_advantages(
+    rewards: Tensor, kind: str, negative_weight: float = 1.0, copies: Tensor | None = None
+) -> Tensor:
     """Compute the advantage of each rollout over its group from the rewards: (P, G) → (P, G).
 
     `kind` selects the formula:
@@ -47,11 +52,16 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
                  group are first shifted up until the lowest is 0.         MaxRL
         share    G · (r - mean) / Σ |r - mean|, summed over the rollouts on the same side of the
                  mean. With rewards 0 and 1, each of K right rollouts gets +G / K and each of W
-                 wrong ones -G / W.                                        TOPR
+                 wrong ones -G / W. Every group has the same total weight, however
+                 small the differences of its rewards are; rewards that differ by
+                 less than 1e-3 count as equal.                            TOPR
 
     Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
     is left out of the group's mean and std, and its advantage is 0. In a group with fewer than two
     verdicts or with equal rewards, all advantages are exactly 0.
+
+    `copies`, (P, G) of bool, selects rollouts that count in the mean and the std, but whose
+    advantage is 0 (see `copies_above_mean`).
 
     >>> group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), "centred")
     tensor([[ 0.5000, -0.5000, -0.5000,  0.5000]])
@@ -66,34 +76,36 @@ def group_advantages(rewards: Tensor, kind: str, negative_weight: float = 1.0) -
     elif kind == "mean":
         lowest = rewards.nan_to_num(nan=torch.inf).amin(1, keepdim=True).clamp(max=0)
         advantages = advantages / (mean - lowest)  # 0 only where all rewards are equal
-    elif kind == "share":
+    if copies is not None:
+        advantages = advantages.masked_fill(copies, 0.0)
+    if kind == "share":
         above, below = (advantages * sign > 0 for sign in (1, -1))
         sums = [(advantages * side).sum(1, keepdim=True).abs() for side in (above, below)]
         advantages = rewards.shape[1] * advantages / torch.where(above, *sums)
     advantages = torch.where(advantages < 0, negative_weight * advantages, advantages)
-    return torch.where((count >= 2) & has_signal(rewards)[:, None], advantages, 0.0)
+    return torch.where((count >= 2) & has_signal(rewards, kind)[:, None], advantages, 0.0)
 
 
-def without_copies(groups: Sequence[Group], rewards: Tensor) -> Tensor:
-    """Mask the rewards of repeated completions that are above the group's mean: (P, G) → (P, G).
+def copies_above_mean(groups: Sequence[Group], rewards: Tensor) -> Tensor:
+    """Find the completions with rewards above the group's mean that repeat an earlier completion.
 
-    The first of several equal completions keeps its reward. The rewards of its repetitions become
-    NaN, so their advantages are 0.
+    Returns:
+        Whether each completion is such a copy, (P, G) of bool.
     """
-    mean = rewards.nanmean(1)
-    rewards = rewards.clone()
+    copies = rewards > rewards.nanmean(1, keepdim=True)
     for place, group in enumerate(groups):
         seen: set[tuple[int, ...]] = set()
         for row, completion in enumerate(group.completions):
             tokens = tuple(completion.token_ids)
-            if rewards[place, row] > mean[place] and tokens in seen:
-                rewards[place, row] = math.nan
+            copies[place, row] &= tokens in seen
             seen.add(tokens)
-    return rewards
+    return copies
 
 
-def has_signal(rewards: Tensor) -> Tensor:
+def has_signal(rewards: Tensor, kind: str = "") -> Tensor:
     """Return whether each group contains two different rewards: (P,) of bool.
+
+    With the kind "share" of `group_advantages`, they must differ by at least SHARE_TOLERANCE.
 
     A group with equal rewards has no gradient. This function compares the rewards instead of the
     advantages, because rounding in the mean can produce an advantage of 1e-9 in a group whose
@@ -101,7 +113,7 @@ def has_signal(rewards: Tensor) -> Tensor:
     """
     high = rewards.nan_to_num(nan=-torch.inf).amax(1)
     low = rewards.nan_to_num(nan=torch.inf).amin(1)
-    return high - low > 1e-8
+    return high - low >= SHARE_TOLERANCE if kind == "share" else high - low > 1e-8
 
 
 def overlong_penalties(groups: Sequence[Group], config: GRPOConfig) -> Tensor:

@@ -288,6 +288,23 @@ def make_micro_batches(
     return micro_batches
 
 
+def copy_constant_logprobs(source: Sequence[MicroBatch], target: Sequence[MicroBatch]) -> None:
+    """Copy `old_logprobs` and `ref_logprobs` to other micro-batches of the same mini-batch.
+
+    They are copied to a micro-batch only if they are known for all of its rollouts.
+    """
+    for name in ("old_logprobs", "ref_logprobs"):
+        known: dict[int, Tensor] = {}
+        for micro in source:
+            if (logprobs := getattr(micro, name)) is not None:
+                known |= zip(micro.rows, logprobs, strict=True)
+        for micro in target:
+            if known.keys() >= set(micro.rows):
+                rows = zip(micro.rows, micro.lengths, strict=True)
+                values = [known[row][:length] for row, length in rows]
+                setattr(micro, name, pad_sequence(values, batch_first=True))
+
+
 def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
     # The last token of a completion predicts nothing, so it is a target but not an input.
     return len(rollouts[rows[0]].prompt) + sum(len(rollouts[i].completion) - 1 for i in rows)

@@ -26,6 +26,7 @@ from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
 from rlm.training.resolve import (
+    LARGE,
     LONGEST,
     MAX_NEW_TOKENS,
     check_output_place,
@@ -43,13 +44,16 @@ VLLM_COMMAND = "vllm serve"
 # Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-# Defaults for a model that was selected by the GPU's memory and that trains on GSM8K.
+# Defaults for a large model on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default number of steps on the command line
 REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups with equal rewards
 LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per validation problem
 LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
+# Without this number of warmup steps, a rate above the first value broke two of three runs
+# (docs/how-to/training-guide.md).
+COLD_RATE, WARM = 5e-4, 5
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 ALGORITHMS_OWN = "set by --algorithm"
 
@@ -201,7 +205,7 @@ class GRPOConfig:
         None,
         "number of training steps",
         min=1,
-        default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} if the model is selected for a GPU",
+        default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} on a GPU {LARGE}",
     )
     batch_size: int = flag(20, "problems per step", min=1)
     group_size: int = flag(
@@ -244,8 +248,7 @@ class GRPOConfig:
         None,
         "peak learning rate; for LoRA about ten times that of full fine-tuning",
         min=0,
-        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} if the model is "
-        "selected for a GPU",
+        default_text=f"{ALGORITHMS_OWN}, or {GPU_DEFAULTS['learning_rate']:g} {LARGE}",
     )
     lr_schedule: str = flag(
         "linear",
@@ -534,7 +537,7 @@ def start_info(
     return start
 
 
-def judge_learning_rate(rate: float) -> tuple[str, str] | None:
+def judge_learning_rate(rate: float, warmup_steps: int) -> tuple[str, str] | None:
     """Judge a learning rate for GRPO with LoRA.
 
     Returns:
@@ -544,4 +547,8 @@ def judge_learning_rate(rate: float) -> tuple[str, str] | None:
     slow, fast = LORA_RATES
     if rate < slow:
         return "too low", f"{rate:g} hardly moves a LoRA adapter"
-    return ("too high", f"{rate:g} breaks a policy within a few steps") if rate > fast else None
+    if rate > fast:
+        return "too high", f"{rate:g} breaks a policy within a few steps"
+    if rate > COLD_RATE and warmup_steps < WARM:
+        return "too high", f"{rate:g} may break a policy without --warmup-steps {WARM}"
+    return None

@@ -30,7 +30,7 @@ from rlm.grading import find_equations, parse_number
 from rlm.model import context_window
 from rlm.rewards import Scorer, check_columns
 from rlm.training.advantages import has_signal
-from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
+from rlm.training.config import LORA_RATES, USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.state import Learner
 from rlm.training.trainer import Render, StepScorer, Validator
@@ -122,7 +122,7 @@ class Doctor:
         with terminal.progress("sampling", len(problems) * config.group_size) as advance:
             drawn = self.validator.sample(problems, config.group_size, advance)
         rewards = drawn.score(self.scorer)
-        metrics = _metrics(drawn, rewards)
+        metrics = _metrics(drawn, rewards, config.advantage)
         teach = self._teach_the_format(problems)
         findings = [
             *_template(self.validator.tokenizer, self.format),
@@ -163,7 +163,9 @@ def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> l
     return [replace(rows[place][1], name=name) for name, place in places.items()]
 
 
-def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
+def _metrics(
+    drawn: Evaluation, rewards: Sequence[Sequence[float | None]], kind: str
+) -> dict[str, float]:
     values = torch.tensor([[math.nan if r is None else r for r in row] for row in rewards])
     lenient = [g.lenient.is_answer for g in drawn.completions]
     k = drawn.k
@@ -173,7 +175,7 @@ def _metrics(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> di
         "pass@1, lenient": drawn.pass_at(1, False)["mean"],
         f"pass@{k}, strict": drawn.pass_at(k, True)["mean"],
         f"pass@{k}, lenient": drawn.pass_at(k, False)["mean"],
-        "groups with equal rewards": (~has_signal(values)).float().mean().item(),
+        "groups with equal rewards": (~has_signal(values, kind)).float().mean().item(),
         "answer in the right tags": drawn.format_rate,
         "answer anywhere": sum(lenient) / len(lenient),
         "truncated": drawn.truncated_rate,
@@ -317,9 +319,10 @@ def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterat
 
 
 def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]:
-    if problem := judge_learning_rate(config.learning_rate):
-        is_slow = problem[0] == "too low" and config.learning_rate >= NO_MOVE
-        yield Finding(f"learning rate {problem[0]}", problem[1], USUAL_RATES, fault=not is_slow)
+    rate = config.learning_rate
+    if problem := judge_learning_rate(rate, config.warmup_steps):
+        fault = not NO_MOVE <= rate <= LORA_RATES[1]
+        yield Finding(f"learning rate {problem[0]}", problem[1], USUAL_RATES, fault=fault)
     if metrics["truncated"] > NOTABLE_SHARE:
         yield Finding(
             "truncation",

@@ -18,18 +18,20 @@ from typing import Any
 from torch import Tensor
 
 from rlm.cli import command_of, required, terminal
-from rlm.model import pick_device
+from rlm.model import parameter_count, pick_device
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
-from rlm.training.config import USUAL_RATES, GRPOConfig, judge_learning_rate
+from rlm.training.config import GPU_DEFAULTS, USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
+from rlm.training.resolve import LARGE, LARGE_MODEL
 from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
 RECENT_STEPS = 5  # number of steps over which a rule averages, and that estimate the time left
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
+LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
 FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat
 FLAT_CEILING = 0.9  # a higher reward is not reported, because it cannot rise much further
@@ -78,8 +80,13 @@ def announce_run(
             ),
         },
     )
-    if problem := judge_learning_rate(config.learning_rate):
+    if problem := judge_learning_rate(config.learning_rate, config.warmup_steps):
         terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
+    elif config.learning_rate > LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
+        terminal.line(
+            f"warning: learning rate {config.learning_rate:g} is usual for a model of 135M "
+            f"parameters; {LARGE}, start with {GPU_DEFAULTS['learning_rate']:g}"
+        )
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
@@ -134,6 +141,7 @@ def step_metrics(
     penalties: Tensor,
     kept: Tensor,
     seconds: Mapping[str, float],
+    kind: str = "",
 ) -> dict[str, float]:
     """Return the metrics of the rewards, the completions and the times of a step.
 
@@ -147,11 +155,13 @@ def step_metrics(
         kept: whether each group is used for training, (P,) of bool. Dynamic sampling drops the
             other groups.
         seconds: the duration of each phase: "sample", "score" and "learn".
+        kind: the kind of the advantages (see `has_signal`).
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     judged = rewards[~rewards.isnan()]
-    teaches = has_signal(rewards + penalties) & kept  # penalties may differ where rewards do not
+    # Penalties may differ where rewards do not.
+    teaches = has_signal(rewards + penalties, kind) & kept
     zero_signal = int((~teaches).sum())
     metrics = {
         "reward/mean": judged.mean().item() if len(judged) else 0.0,

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlm.cli import terminal
 from rlm.data import Problem, check_dataset, dataset_name, dataset_parts, peek_problems
 from rlm.tools import load_tool
 
@@ -22,6 +23,8 @@ GENERATED = {"word-problems", "elementary"}  # generated data, with solutions of
 MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
+LARGE_MODEL = 300_000_000  # parameters; the usual defaults were measured with 135M parameters
+LARGE = f"for a model of more than {LARGE_MODEL // 10**6}M parameters"
 KEPT_AS = {"best": "adapter_best", "last": "adapter_last"}  # folders in --run-dir
 
 
@@ -38,13 +41,14 @@ def resolve(
     Args:
         given: the options that the user has set, field → value.
         start: the metadata of the start adapter, if there is a start adapter.
-        gpu_defaults: the defaults that replace the usual defaults if the model is selected by the
-            GPU's memory. If None, as in calls from Python, no model and no data are selected.
+        gpu_defaults: the defaults that replace the usual defaults for a large model on a GPU. If
+            None, as in calls from Python, no model and no data are selected.
     """
     from rlm.model import AdapterInfo, default_values, pick_quantization
 
     if gpu_defaults is not None:
-        values = default_values(given, start, gpu_defaults)
+        values = default_values(given, start)
+        values = defaults_by_size(values, gpu_defaults) | values
     else:
         values = {**given, "quantize": pick_quantization(given.get("quantize", "none"))}
     if start is not None:
@@ -56,6 +60,29 @@ def resolve(
     values["reasoning_format"] = known.resolve_format(given.get("reasoning_format"))
     values["system_prompt"] = known.resolve_system_prompt(given.get("system_prompt"))
     return values
+
+
+def defaults_by_size(values: Mapping[str, Any], gpu_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the missing options whose defaults differ for a large model, and print the reason.
+
+    The learning rate depends only on the model, and the other options also on a GPU. A hub model
+    other than the embedded one counts as large, because its size is unknown before the download.
+    """
+    import torch
+
+    from rlm.model import parameter_count
+
+    on_gpu = torch.cuda.is_available()
+    chosen = {
+        name: value
+        for name, value in gpu_defaults.items()
+        if name not in values and (on_gpu or name == "learning_rate")
+    }
+    if not chosen or parameter_count(values["model"]) <= LARGE_MODEL:
+        return {}
+    named = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+    terminal.line(f"chosen: {named} ({LARGE}{' on a GPU' if on_gpu else ''})")
+    return chosen
 
 
 def check_output_place(

@@ -14,13 +14,13 @@ from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
 from rlm.training.config import SWITCHES, start_info
-from rlm.training.resolve import check_output_place, check_start, resolve
+from rlm.training.resolve import LARGE, check_output_place, check_start, resolve
 
 MAX_SAMPLES = 400  # default, except for the user's own data files
 # Number of steps after which a small data set has been learned: with 11 examples, a model learned
 # nothing in one step, but it learned a text task in twenty steps.
 ENOUGH_STEPS = 20
-# Defaults for a model that was selected by the GPU's memory and that trains on GSM8K.
+# Defaults for a large model on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
@@ -57,7 +57,8 @@ class SFTConfig:
         MAX_SAMPLES,
         "train on at most this many examples of each dataset; none: all",
         min=1,
-        default_text=f"{MAX_SAMPLES}; all, if every dataset is a file of yours",
+        default_text=f"{MAX_SAMPLES}, or {GPU_DEFAULTS['max_samples']} on a GPU {LARGE}; all, if "
+        "every dataset is a file of yours",
     )
     keep_code: bool = flag(False, "OpenMathInstruct: keep solutions that contain code blocks")
     reasoning_format: str | None = flag(
@@ -84,13 +85,17 @@ class SFTConfig:
         default_text=f"1; for your own file, as many as needed for {ENOUGH_STEPS} steps",
     )
     batch_size: int = flag(16, "examples per optimizer step", min=1)
-    micro_batch: int = flag(8, "examples per forward pass", min=1)
+    micro_batch: int = flag(
+        8,
+        "examples per forward pass",
+        min=1,
+        default_text=f"8, or {GPU_DEFAULTS['micro_batch']} on a GPU {LARGE}",
+    )
     learning_rate: float = flag(
         1e-3,
         "peak learning rate; for LoRA about ten times that of full fine-tuning",
         above=0,
-        default_text=f"0.001, or {GPU_DEFAULTS['learning_rate']:g} if the model is selected for a "
-        "GPU",
+        default_text=f"0.001, or {GPU_DEFAULTS['learning_rate']:g} {LARGE}",
     )
     warmup_share: float = flag(
         0.05,
@@ -157,7 +162,7 @@ class SFTConfig:
         """
         values = resolve(given, start_info(given.get("adapter")), GPU_DEFAULTS)
         data = values["dataset"]
-        if "max_samples" not in values and len(own_files(data)) == len(dataset_parts(data)):
+        if "max_samples" not in given and len(own_files(data)) == len(dataset_parts(data)):
             values["max_samples"] = None
         return values
 

@@ -176,18 +176,15 @@ class TrainingState:
         save = interrupted or due(config.save_every)
         return StepControl(due(config.eval_every), save, last, interrupted)
 
-    def begin_update(self) -> None:
-        """Count an update. A step whose first update has begun cannot be repeated."""
-        self.updates += 1
-
     def count_update(self, *, skipped: bool) -> None:
-        """Count the updates that were skipped, in all and in a row.
+        """Count the updates, and those that were skipped, in all and in a row.
 
         A skipped update does not count as skipped in a row if the loss scale may have caused it.
 
         Args:
             skipped: whether the update was skipped because its gradient was not finite.
         """
+        self.updates += 1
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
             self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0

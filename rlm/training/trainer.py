@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,13 @@ from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
-from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, shard_rollouts
+from rlm.training.batches import (
+    MicroBatch,
+    Rollout,
+    copy_constant_logprobs,
+    make_micro_batches,
+    shard_rollouts,
+)
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
@@ -82,6 +88,7 @@ if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Render = Callable[[Problem], list[int]]  # renders the prompt of a problem as token ids
 # (problems, k, callback) → the mean score of each problem over k completions, for "accuracy" or
 # "reward". The callback is called after each completion.
@@ -479,28 +486,46 @@ class TrainingRun:
                     terminal.line(f"start: validation {name} {mean}, {samples}")
         return metrics | seconds
 
-    def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
-        """Split this process's share of a mini-batch into micro-batches that fit into memory."""
+    def micro_batches(
+        self, rollouts: Sequence[Rollout], before: Sequence[MicroBatch] = ()
+    ) -> list[MicroBatch]:
+        """Split this process's share of a mini-batch into micro-batches that fit into memory.
+
+        Args:
+            before: the larger micro-batches of the same mini-batch, if it is split again. Their
+                constant log-probabilities are kept.
+        """
         mine = shard_rollouts(rollouts, self.distributed)
-        return make_micro_batches(
+        made = make_micro_batches(
             mine,
             max_rows=self.config.train_batch_size or len(mine),
             max_tokens=self.memory_plan.train_batch_tokens,
             device=next(iter(self.state.adapter.values())).device.type,
         )
+        copy_constant_logprobs(before, made)
+        return made
 
-    def repeat_if_out_of_memory(self, learn: Callable[[], T]) -> T:
-        """Call `learn`, the training pass of a step, and repeat the call if GPU memory runs out.
+    def repeat_if_out_of_memory(
+        self,
+        split_again: Callable[[], None],
+        compute: Callable[P, T],
+        *args: P.args,
+        **kw: P.kwargs,
+    ) -> T:
+        """Call `compute`, and repeat the call if GPU memory runs out.
 
         The call is repeated at most once per run. From then on, the run uses half the micro-batch
-        and gradient checkpointing. Once the first update of a step has begun, the call is not
-        repeated: the update might be applied twice, and other processes have already made it.
+        and gradient checkpointing.
+
+        Args:
+            split_again: splits the mini-batches of the step into the smaller micro-batches.
+            compute: computes the gradient of an update, and changes nothing else: it must neither
+                apply the gradient nor exchange it with other processes.
         """
-        before = self.state.updates
         try:
-            return learn()
+            return compute(*args, **kw)
         except torch.OutOfMemoryError:
-            if self.state.updates > before or self.memory_plan.halved:
+            if self.memory_plan.halved:
                 raise
         # This is outside of `except`, because the exception keeps tensors alive.
         weights = self.state.weights
@@ -514,7 +539,8 @@ class TrainingRun:
             f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
             "updates use the same settings"
         )
-        return learn()
+        split_again()
+        return compute(*args, **kw)
 
     def control_after(self, step: int) -> StepControl:
         """Decide which actions are due after a step."""

@@ -31,7 +31,7 @@ MUTATIONS = {
         torch.Tensor, "sqrt", lambda x: x**0.5 * 0.866
     ),
     "a group without a difference by its advantages": lambda patch: patch.setattr(
-        advantages, "has_signal", lambda rewards: torch.ones(len(rewards), dtype=torch.bool)
+        advantages, "has_signal", lambda rewards, kind: torch.ones(len(rewards), dtype=torch.bool)
     ),
     "clip on the wrong side": lambda patch: patch.setattr(
         loss, "torch", SimpleNamespace(minimum=torch.maximum, zeros=torch.zeros, where=torch.where)

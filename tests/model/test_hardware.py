@@ -1,6 +1,7 @@
 """What a script starts with where no flag says it."""
 
 import json
+import struct
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -79,14 +80,15 @@ def test_the_reason_is_that_of_what_was_chosen(having, capsys, typed, said):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        # Only our own choice of model has the larger numbers.
-        (["--model=mine"], {"model": "mine", "dataset": "gsm8k", "quantize": "none", "steps": 20}),
+        # The model decides the larger numbers, also if the data are typed as well.
+        (["--model=mine"], {"model": "mine", "dataset": "gsm8k", "quantize": "none", "steps": 200}),
         # The default, but typed.
         (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "none"}),
         (["--no-use-4bit"], {"model": GPU_MODEL, "quantize": "none"}),
         (["--preset=drgrpo"], {"aggregation": "constant", "max_new_tokens": 512}),
         (["--preset=reasoning_small"], {"learning_rate": 2e-5, "steps": 200, "quantize": "4bit"}),
-        (["--model=mine", "--dataset=word-problems"], {"steps": 20, "quantize": "none"}),
+        (["--model=mine", "--dataset=word-problems"], {"steps": 200, "quantize": "none"}),
+        (["--model=smollm2-135m", "--dataset=gsm8k"], {"steps": 20, "learning_rate": 3e-4}),
         (["--model=mine", "--dataset=gsm8k", "--preset=reasoning_small"], {"quantize": "4bit"}),
     ],
 )
@@ -94,6 +96,47 @@ def test_what_was_set_is_left_alone(having, argv, expected):
     having(gpu=80, hub=True)
     config = resolved(GRPOConfig, "--sft-adapter=none", *argv)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
+def test_typing_what_was_chosen_changes_nothing(having, cls):
+    having(gpu=80, hub=True)
+    chosen = resolved(cls, *(["--sft-adapter=none"] if cls is GRPOConfig else []))
+    typed = [f"--model={chosen.model}", f"--dataset={chosen.dataset}"]
+    assert resolved(cls, *typed, *(["--sft-adapter=none"] if cls is GRPOConfig else [])) == chosen
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gpu", "expected"),
+    [
+        (300_000_000, 80, (3e-4, 20, 1e-3, 400)),
+        (300_000_001, 80, (2e-5, 200, 2e-4, 2000)),
+        (300_000_001, 0, (2e-5, 20, 2e-4, 400)),  # more steps only on a GPU
+        (None, 0, (2e-5, 20, 2e-4, 400)),  # a pointer of Git LFS: the size is unknown
+    ],
+)
+def test_the_size_of_the_model_decides_the_learning_rate(
+    having, tmp_path, capsys, parameters, gpu, expected
+):
+    having(gpu, hub=True)
+    header = {"w": {"dtype": "U8", "shape": [parameters], "data_offsets": [0, parameters]}}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(b"version" if parameters is None else struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + (parameters or 0))  # a sparse file
+    typed = [f"--model={tmp_path}", "--dataset=gsm8k"]
+    grpo = resolved(GRPOConfig, "--sft-adapter=none", *typed)
+    sft = resolved(SFTConfig, *typed)
+    found = (grpo.learning_rate, grpo.steps, sft.learning_rate, sft.max_samples)
+    assert found == expected
+    said = "chosen: learning_rate 0.0002" if not gpu else "learning_rate 0.0002, micro_batch 4 (for"
+    assert (said in capsys.readouterr().out) == (expected[0] == 2e-5)
+
+
+def test_all_rows_of_an_own_file_are_used_on_a_gpu(having, tmp_path):
+    having(gpu=80, hub=True)
+    (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "2", "solution": "2"}\n')
+    assert resolved(SFTConfig, f"--dataset={tmp_path / 'mine.jsonl'}").max_samples is None
 
 
 def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
@@ -123,9 +166,8 @@ def test_a_start_adapter_decides_model_data_and_packing(having, tmp_path, run, g
     """It may not say its data, as `GRPOTrainer` leaves one that was given the caller's own."""
     having(gpu=0, hub=False)
     (tmp_path / "run.json").write_text(json.dumps(run))
-    values = machine.default_values(given, AdapterInfo.load(tmp_path), {"steps": 200})
+    values = machine.default_values(given, AdapterInfo.load(tmp_path))
     assert tuple(values[name] for name in ("model", "dataset", "quantize")) == expected
-    assert ("steps" in values) == (expected[0] == GPU_MODEL)  # which are a GPU's model's
 
 
 def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, monkeypatch):

@@ -20,6 +20,17 @@ def test_a_group_without_a_difference_gets_exactly_zero(row, kind):
     assert has_signal(rewards).tolist() == [False]
 
 
+def test_a_rounding_error_has_no_share():
+    """Shares do not depend on the size of a difference, so a tiny one counts as none."""
+    rewards = torch.tensor([[0.5, 0.5, 0.5, 0.5009], [0.1, 0.1, 0.1, 0.102]])
+    assert has_signal(rewards, "share").tolist() == [False, True]
+    assert has_signal(rewards).tolist() == [True, True]
+    found = group_advantages(rewards, "share", 0.25).tolist()
+    assert found[0] == [0.0] * 4
+    assert found[1] == pytest.approx([-1 / 3] * 3 + [4])
+    assert group_advantages(rewards, "centred")[0, 3] == pytest.approx(0.000675, abs=1e-6)
+
+
 def test_soft_overlong_penalty_is_dapos():
     def penalties(*completions, **options):
         config = GRPOConfig(max_new_tokens=20, **options)

@@ -9,7 +9,7 @@ import torch
 
 from rlm.data.problem import Problem
 from rlm.sampling import Completion, prompt_seed
-from rlm.training.advantages import Group, group_advantages, has_signal, without_copies
+from rlm.training.advantages import Group, copies_above_mean, group_advantages, has_signal
 from rlm.training.algorithms import ALGORITHMS
 from rlm.training.batches import (
     Rollout,
@@ -214,11 +214,10 @@ def loss_by_hand(name, groups, logprobs, members):
 
 
 def compared(groups, config):
-    algorithm, rewards = config.resolved_algorithm, REWARDS
-    if algorithm.distinct:
-        rewards = without_copies(groups, rewards)
+    algorithm = config.resolved_algorithm
+    copies = copies_above_mean(groups, REWARDS) if algorithm.distinct else None
     kept = has_signal(REWARDS) | (not algorithm.dynamic_sampling)
-    return group_advantages(rewards, *algorithm.scaling), kept
+    return group_advantages(REWARDS, *algorithm.scaling, copies), kept
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 99])
@@ -270,14 +269,23 @@ def test_equal_completions_are_computed_once():
     assert len(rollouts_of([group], advantages.tolist(), algorithm="grpo")) == 5
 
 
-def test_copies_of_a_good_completion_lose_their_verdict():
+def test_copies_of_a_good_completion_do_not_count():
     groups, _ = random_step()
-    found = without_copies(groups, REWARDS)
-    expected = REWARDS.clone()
-    expected[1, 1] = math.nan
-    assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
+    assert copies_above_mean(groups, REWARDS).nonzero().tolist() == [[1, 1]]
     bad = torch.tensor([[0.0, 0, 1, 1]])
-    assert torch.equal(without_copies(groups[1:2], bad), bad)  # what was bad twice counts twice
+    assert not copies_above_mean(groups[1:2], bad).any()  # what was bad twice counts twice
+
+
+def test_copies_do_not_lower_the_mean_that_others_are_compared_with():
+    """The mean is 4.5 / 8: without the three copies, 0.5 would be above it."""
+    group = a_group([9], [1], [1], [1], [1], [2], [3], [4], [5])
+    rewards = torch.tensor([[1.0, 1, 1, 1, 0.5, 0, 0, 0]])
+    copies = copies_above_mean([group], rewards)
+    assert copies.tolist() == [[False, True, True, True] + [False] * 4]
+    found = group_advantages(rewards, "share", 0.25, copies)[0].tolist()
+    below = 0.0625 + 3 * 0.5625
+    assert found[:5] == pytest.approx([8, 0, 0, 0, -0.25 * 8 * 0.0625 / below])
+    assert found[5:] == pytest.approx([-0.25 * 8 * 0.5625 / below] * 3)
 
 
 def test_the_order_of_mini_batches_is_of_the_step():

@@ -12,7 +12,7 @@ from rlm.data.prompts import FORMATS
 from rlm.rewards import FormatReward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
-from rlm.training.config import GRPOConfig
+from rlm.training.config import GRPOConfig, judge_learning_rate
 from rlm.training.doctor import Doctor, _reward, _signal
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS
@@ -164,6 +164,11 @@ BROKEN = {  # what was broken → findings, whether each is a fault, and what st
     "a rate that moves nothing": ({"learning_rate": 1e-8}, {TOO_LOW: True}, "1e-08"),
     "a low rate": ({"learning_rate": 5e-6}, {TOO_LOW: False}, "5e-06"),
     "a rate that breaks": ({"learning_rate": 0.1}, {"learning rate too high": True}, "0.1"),
+    "a high rate without warmup": (
+        {"learning_rate": 6e-4, "warmup_steps": 4},
+        {"learning rate too high": False},
+        "0.0006 may break a policy without --warmup-steps 5",
+    ),
     "nothing ends": (
         {"text": lambda i, j: "<think>and then", "truncated": True},
         {NO_SIGNAL: True, "truncation": True},
@@ -198,6 +203,15 @@ def test_what_was_broken_is_named(model_dir, tmp_path, what):
     _, _, findings = look(model_dir, tmp_path, **options)
     assert {finding.name: finding.fault for finding in findings} == expected
     assert said in findings[0].text + findings[0].advice
+
+
+def test_a_warmup_allows_a_higher_rate():
+    assert judge_learning_rate(6e-4, 5) is None
+    assert judge_learning_rate(5e-4, 0) is None
+    assert judge_learning_rate(2.1e-3, 5) == (
+        "too high",
+        "0.0021 breaks a policy within a few steps",
+    )
 
 
 def test_a_reward_may_be_below_zero_but_not_the_same_for_all():

@@ -53,6 +53,17 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatc
     assert "warning: learning rate too high: 0.01 breaks a policy" in said
 
 
+@pytest.mark.parametrize(("rate", "warns"), [(3e-4, True), (1e-4, False)])
+def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
+    model_dir, tmp_path, capsys, monkeypatch, rate, warns
+):
+    """A config made in Python has the default of a small model."""
+    monkeypatch.setattr("rlm.training.metrics.LARGE_MODEL", 1000)
+    a_trainer(model_dir, a_config(tmp_path, learning_rate=rate)).prepare(PROBLEMS, PROBLEMS[:3])
+    said = "warning: learning rate 0.0003 is usual for a model of 135M parameters"
+    assert (said in capsys.readouterr().out) == warns
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes when a test says so."""

@@ -66,6 +66,8 @@ def test_the_metrics_of_a_step_by_hand():
     penalties[1, 0] = -0.8
     punished = step_metrics(groups, rewards, penalties, all_kept, seconds)
     assert punished["reward/zero_signal_groups"] == 1  # the penalties differ
+    near = step_metrics(groups, rewards, penalties / 1000, all_kept, seconds, "share")
+    assert near["reward/zero_signal_groups"] == 2
     kept = torch.tensor([True, False, False, True])
     more = step_metrics(groups, rewards, penalties, kept, seconds)
     assert more.items() >= found.items()  # all rollouts count, kept or not, as they were rewarded
