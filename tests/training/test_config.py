@@ -34,8 +34,8 @@ DAPO = GRPO | {
             "reasoning_small",
             DRGRPO
             | {
-                "group_size": 8, "batch_size": 4,
-                "train_batch_size": 2, "max_new_tokens": 512, "learning_rate": 2e-5,
+                "group_size": 8, "batch_size": 4, "train_batch_size": None,
+                "max_new_tokens": 512, "learning_rate": 2e-5,
                 "lora_r": 16, "quantize": "auto",
             },
         ),
@@ -43,7 +43,7 @@ DAPO = GRPO | {
             "reasoning_large",
             DAPO
             | {
-                "overlong_buffer": 409, "group_size": 16, "batch_size": 8, "train_batch_size": 4,
+                "overlong_buffer": 409, "group_size": 16, "batch_size": 8, "train_batch_size": None,
                 "max_new_tokens": 2048, "learning_rate": 1e-5, "quantize": "auto",
             },
         ),
