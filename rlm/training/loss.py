@@ -24,7 +24,9 @@ class LossSums:
     kl: float  # Σ weight · KL estimate: the KL term of the loss, before multiplying by kl_weight
     kl_total: float  # Σ KL estimate, without weights
     clipped_low: float  # number of tokens whose ratio is clipped at the lower bound
-    clipped_high: float  # number of tokens whose ratio is clipped at the upper bound
+    # Number of tokens whose ratio is clipped at the upper bound. With "tapered", these are tokens
+    # with A < 0 and a ratio above 1, whose weight is limited to 1.
+    clipped_high: float
     tokens: int
 
 
