@@ -316,20 +316,16 @@ def run_grpo_training(
 
 
 def refuse_overlap(run_dir: Path, start: Path) -> None:
-    """Check that the run and the training of its start adapter use different folders.
+    """Check that the start adapter does not contain the run in which it is trained.
 
     Raises:
-        UsageError: one of the folders contains the other.
+        UsageError: it does.
     """
-    run, place, cold = run_dir.resolve(), start.resolve(), cold_start_dir(run_dir.resolve())
-    other = f"pass another folder, such as --sft-adapter {run_dir}_start"
-    if place.is_relative_to(run):
+    cold = cold_start_dir(run_dir.resolve())
+    if cold.is_relative_to(start.resolve()):
         raise UsageError(
-            f"--sft-adapter {start} is in --run-dir {run_dir}, which belongs to the run: {other}"
-        )
-    if cold.is_relative_to(place):
-        raise UsageError(
-            f"--sft-adapter {start} contains {cold}, the run of the cold start: {other}"
+            f"--sft-adapter {start} contains {cold}, the run of the cold start: pass another "
+            f"folder, such as --sft-adapter {run_dir}_start"
         )
 
 

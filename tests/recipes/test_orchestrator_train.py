@@ -495,13 +495,12 @@ def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, ca
     arguments = ("--model", base, "--run-dir", tmp_path / "run", "--agent-adapter", "none")
     inside = tmp_path / "run" / "start"
     assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", inside) == 2
-    assert f"such as --sft-adapter {tmp_path / 'run'}_start" in capsys.readouterr().err
+    assert f"--sft-adapter {inside} is in --run-dir" in capsys.readouterr().err
     assert not inside.exists()
-    for place in (tmp_path / "link" / "start", tmp_path):  # the folder of the cold start is in it
-        (tmp_path / "link").unlink(missing_ok=True)
-        (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for place, why in ((tmp_path / "link" / "start", "is in --run-dir"), (tmp_path, "contains")):
         assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", place) == 2
-        assert f"--sft-adapter {place} and --run-dir" in capsys.readouterr().err
+        assert f"--sft-adapter {place} {why}" in capsys.readouterr().err
 
 
 def test_the_adapter_never_replaces_the_run(base, tmp_path, capsys):
