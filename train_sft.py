@@ -30,6 +30,7 @@ if __name__ == "__main__":  # answers --help and reports mistakes before torch i
 from rlm.cli import UsageError, command_of, required, terminal, to_dict
 from rlm.data import (
     FORMATS,
+    IGNORE_INDEX,
     Problem,
     answer_types,
     describe_other_forms,
@@ -41,9 +42,11 @@ from rlm.model import (
     TRAINED_ADAPTER,
     AdapterInfo,
     Device,
+    announce_local_window,
     base_model_hash,
     check_base,
     check_output,
+    context_window,
     load_adapter,
     load_base,
     load_tokenizer,
@@ -59,6 +62,7 @@ from rlm.sampling import check_architecture
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     ENOUGH_STEPS,
+    choose_max_new_tokens,
     drop_unsolved,
     follow_adapter,
     show_counts,
@@ -169,6 +173,7 @@ def learn(
     policy = start_policy(config, device, base_hash)
     run = RunDirectory(config.run_dir, resume=config.resume)  # moves an earlier run away
     announce(config, device, policy, len(examples), left_out)
+    check_window(policy, examples, config.dataset)
     trainer = make_trainer(config, device, policy, tokenizer, examples)
     progress = CheckpointCallback(config, run, policy, base_hash, examples)
     trainer.add_callback(progress)
@@ -236,6 +241,19 @@ def announce(
         enough = epochs * math.ceil(ENOUGH_STEPS / steps)
         number = f"{steps} step{'s' * (steps > 1)}"
         terminal.line(f"warning: {number}, which teaches little: type --epochs {enough}")
+
+
+def check_window(policy: PeftModel, examples: Sequence[Example], dataset: str | None) -> None:
+    """Warn before training if the completions of GRPO would not fit into the model's window."""
+    announce_local_window(policy)
+    window, default = context_window(policy), choose_max_new_tokens(dataset)
+    longest = max(example["labels"].count(IGNORE_INDEX) for example in examples)  # prompt tokens
+    if window and longest + default > window:
+        terminal.line(
+            f"warning: prompts of up to {longest} tokens and --max-new-tokens {default}, the "
+            f"default of train_grpo.py, exceed the model's window of {window} tokens: lower "
+            "--max-new-tokens there, or the longest prompts are left out"
+        )
 
 
 def summary_card(config: SFTConfig, history: dict) -> None:

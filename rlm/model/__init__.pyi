@@ -21,6 +21,7 @@ from .adapters import set_gradient_checkpointing as set_gradient_checkpointing
 from .adapters import take_adapters_off as take_adapters_off
 from .adapters import using_adapter as using_adapter
 from .adapters import using_reference as using_reference
+from .base import announce_local_window as announce_local_window
 from .base import base_model_hash as base_model_hash
 from .base import base_of as base_of
 from .base import context_window as context_window
@@ -28,6 +29,7 @@ from .base import decoder_and_head as decoder_and_head
 from .base import load_base as load_base
 from .base import load_empty_base as load_empty_base
 from .base import load_tokenizer as load_tokenizer
+from .base import local_window as local_window
 from .base import model_directory as model_directory
 from .export import check_new as check_new
 from .export import check_output as check_output

@@ -274,8 +274,31 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedMode
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
-    """Return the maximum length of a prompt with its completion; None if there is no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Return the maximum length of a prompt with its completion; None if there is no limit.
+
+    Neither the sampler nor the packed training pass supports longer sequences than `local_window`.
+    """
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(filter(None, (longest, local_window(model))), default=None)
+
+
+def local_window(model: PreTrainedModel | PeftModel) -> int | None:
+    """Return the number of tokens that local attention layers attend to; None without such layers.
+
+    In some models, such as Gemma 3, only a part of the layers is local; in others, all layers are.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
+def announce_local_window(model: PreTrainedModel | PeftModel) -> None:
+    """Print a note if a model with local attention layers supports only short sequences."""
+    if window := local_window(model):
+        terminal.line(
+            f"note: local attention layers of this model attend to only {window} tokens, and "
+            "longer sequences of prompt and completion are not supported"
+        )
 
 
 def _cannot_load(name: str, error: Exception) -> str:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError
 from rlm.data import stop_token_ids
-from rlm.model import available_memory, release_memory
+from rlm.model import available_memory, local_window, release_memory
 from rlm.ops import AttentionFunction, ops_for, round_up
 from rlm.sampling.draw import exclude_tokens, sample_rows, uniforms
 from rlm.sampling.kv_cache import CacheConfig, KVCache, token_bytes
@@ -259,9 +259,12 @@ class Sampler:
         if self.model.training:
             raise RuntimeError("the model is in training mode: call model.eval() before sampling")
         config = replace(config, prefix_tokens=len(prefix))
-        window = getattr(self._config, "sliding_window", None)
+        window = local_window(self.model)
         if window and len(prefix) + config.prompt_tokens + 1 + config.new_tokens > window:
-            raise UsageError(f"this model attends to only {window} tokens: use shorter lengths")
+            raise UsageError(
+                f"local attention layers of this model attend to only {window} tokens, and longer "
+                "sequences are not supported: use shorter lengths"
+            )
         self._weights.refresh()
         self._cache = None  # free the old cache before the new one is allocated
         config = self._fit_memory(config)

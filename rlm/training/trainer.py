@@ -40,6 +40,7 @@ from rlm.model import (
     adapter_hash,
     adapter_mismatch,
     adapter_without_base,
+    announce_local_window,
     check_adapter,
     check_base,
     check_output,
@@ -289,6 +290,7 @@ class TrainingData:
         eval_problems = []
         if eval_dataset is not None:
             eval_problems = as_problems(eval_dataset, "eval_dataset")
+        announce_local_window(policy)
         room = context_window(policy), config.max_new_tokens
         problems = drop_long_prompts(problems, render, *room)
         if eval_problems:

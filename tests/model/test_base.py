@@ -27,6 +27,24 @@ from rlm.ops import use_fused_layers
 from rlm.runs.checkpoints import file_hash
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "local", "longest"),
+    [
+        ("llama", {}, None, 1024),
+        ("mistral", {"sliding_window": 40}, 40, 40),
+        ("gemma3_text", {"sliding_window": 40, "sliding_window_pattern": 2}, 40, 40),
+        # A window that no layer uses.
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 40}, None, 1024),
+    ],
+)
+def test_local_attention_limits_the_length(family, options, local, longest, capsys):
+    model = tiny_model(family, **options)
+    assert models.local_window(model) == local
+    assert models.context_window(model) == longest
+    models.announce_local_window(model)
+    assert ("attend to only 40 tokens" in capsys.readouterr().out) == bool(local)
+
+
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """As the hub's library lays it out; nothing is fetched."""

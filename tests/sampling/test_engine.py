@@ -494,7 +494,9 @@ def test_a_sliding_window_is_respected_or_refused(tokenizer):
     model, prompts = tiny_model("mistral", sliding_window=40), some_prompts(4, longest=20)
     groups = Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(15, 0), [0] * 4)
     assert ids(groups) == generated(model, prompts, 15)
-    with pytest.raises(UsageError, match="40 tokens"):
+    with pytest.raises(
+        UsageError, match="local attention layers of this model attend to only 40 tokens"
+    ):
         Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(40, 0), [0] * 4)
 
 

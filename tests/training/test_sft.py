@@ -131,6 +131,17 @@ def test_what_all_examples_begin_with_is_computed_once():
     assert packed.lengths == [2, 2, 1, 2]
 
 
+@pytest.mark.parametrize(("prompt", "warns"), [(32, False), (33, True)])
+def test_completions_that_will_not_fit_are_reported_before_training(prompt, warns, capsys):
+    """128 tokens less the 96 new tokens that are the default for these data."""
+    examples = [{"input_ids": [1] * 40, "labels": [IGNORE_INDEX] * prompt + [1] * (40 - prompt)}]
+    model = tiny_model("mistral", sliding_window=128)
+    train_sft.check_window(model, examples, "word-problems")
+    said = capsys.readouterr().out
+    assert "local attention layers of this model attend to only 128 tokens" in said
+    assert ("warning: prompts of up to 33 tokens and --max-new-tokens 96" in said) == warns
+
+
 def test_training_ends_where_trls_does(tmp_path):
     """Three updates of two micro-batches each, by the whole of TRL's loop."""
     import trl
