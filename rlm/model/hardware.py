@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import psutil
@@ -166,7 +166,7 @@ def parameter_count(model: str) -> float:
     count = 0
     for file in Path(model).glob("*.safetensors"):
         try:
-            with safe_open(file, "pt") as weights:
+            with cast("Any", safe_open(file, "pt")) as weights:  # its stub lacks some methods
                 shapes = [weights.get_slice(name).get_shape() for name in weights.offset_keys()]
         except SafetensorError:  # such as a Git LFS pointer, which `load_base` reports
             return math.inf
