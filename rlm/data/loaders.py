@@ -30,7 +30,7 @@ import hashlib
 import logging
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,17 +135,7 @@ def load_problems(
     parts = dataset_parts(dataset)
     if len(parts) > 1:
         load = partial(load_problems, max_samples=max_samples, seed=seed, **options)
-        if all(map(is_named, parts)) and (rows or split_slice(split)[0] != split):
-            raise UsageError(
-                f"--split {rows or split}: slices are for files and hub datasets, not for {dataset}"
-            )
-        mixed = [
-            load(part, split_slice(split)[0])
-            if is_named(part)
-            else load(part, split, columns=columns, rows=rows)
-            for part in parts
-        ]
-        return _mix(mixed, split, seed)
+        return _mix(_load_parts(parts, load, split, columns, rows), split, seed)
     if not is_named(dataset):
         if is_local_file(dataset):
             problems = load_file(dataset, split, parse_columns(columns), rows)
@@ -176,6 +166,27 @@ def load_problems(
     config = rest if colon and path is None else None
     problems = _load_published(name, path, split, max_samples, config=config, **options)
     return _shuffled(problems, split, seed)[:max_samples]
+
+
+def _load_parts(
+    parts: Sequence[str],
+    load: Callable[..., list[Problem]],
+    split: str,
+    columns: str | None,
+    rows: str | None,
+) -> list[list[Problem]]:
+    """Load each dataset of a mixture; columns and slices do not apply to the named ones."""
+    if all(map(is_named, parts)) and (rows or split_slice(split)[0] != split):
+        raise UsageError(
+            f"--split {rows or split}: slices are for files and hub datasets, not for "
+            f"{'+'.join(parts)}"
+        )
+    return [
+        load(part, split_slice(split)[0])
+        if is_named(part)
+        else load(part, split, columns=columns, rows=rows)
+        for part in parts
+    ]
 
 
 def check_dataset(dataset: str) -> None:
