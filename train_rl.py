@@ -1,10 +1,6 @@
-"""A script name from two other READMEs (docs/reference/names.md). Prints our commands instead."""
+"""A script name from the orchestrator's published README: runs recipes.orchestrator.train."""
 
-import sys
+import runpy
 
 if __name__ == "__main__":
-    sys.stderr.write(
-        "error: here it is: python -m recipes.orchestrator.train for agents, python train_grpo.py "
-        "for a model alone (all names: docs/reference/names.md)\n"
-    )
-    sys.exit(2)
+    runpy.run_module("recipes.orchestrator.train", run_name="__main__", alter_sys=True)

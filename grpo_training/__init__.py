@@ -1,15 +1,13 @@
-"""A name of another README (docs/reference/names.md). There is nothing here but what to type."""
+"""A package name from the experience module's README: its commands run recipes.experience.train."""
 
+import runpy
 import sys
 
-ROLES = {f"generator{number}": f"generator {number}" for number in (1, 2, 3)}
-asked = next((word for word in sys.orig_argv if word.startswith("grpo_training.")), "")
-role = ROLES.get(asked.rpartition(".")[2], "critic" if asked.endswith("critic") else "all")
-line = (
-    f"error: here it is: python -m recipes.experience.train {role} "
-    "(all names: docs/reference/names.md)"
-)
-if not asked:
-    raise ImportError(line)
-sys.stderr.write(f"{line}\n")
-sys.exit(2)
+COMMANDS = {"critic": ["critic"]} | {f"generator{n}": ["generator", f"{n}"] for n in (1, 2, 3)}
+
+module = next((word for word in sys.orig_argv if word.startswith("grpo_training.")), "")
+command = COMMANDS.get(module.removeprefix("grpo_training."))
+if command is None:
+    raise ImportError("use recipes.experience instead (all names: docs/reference/names.md)")
+sys.argv[1:1] = command
+runpy.run_module("recipes.experience.train", run_name="__main__", alter_sys=True)

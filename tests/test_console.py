@@ -139,16 +139,33 @@ def test_a_script_run_by_its_path_says_how_it_is_run():
 
 
 @pytest.mark.parametrize(
-    ("typed", "here"),
+    ("typed", "answer"),
     [
-        (["-m", "grpo_training.generator2", "--max-problems", "10"], "train generator 2 "),
-        (["-m", "grpo_training.critic"], "python -m recipes.experience.train critic "),
-        (["train_rl.py"], "python -m recipes.orchestrator.train"),
+        (["-m", "grpo_training.generator2", "--max-problems", "0"], "error: --max-problems"),
+        (["-m", "grpo_training.critic", "--temperature", "-1"], "error: --temperature must be"),
+        (["-m", "homellm.training.rl.train_rl", "--group_size", "1"], "error: --group-size must"),
+        (["train_rl.py", "--trajectories-per-problem", "1"], "error: --group-size must be"),
     ],
 )
-def test_a_command_of_another_readme_says_what_to_type(typed, here):
-    command = [sys.executable, *typed]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert here in done.stderr
+def test_a_command_of_another_readme_runs_ours(typed, answer):
+    done = run_python(*typed)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(answer)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_generator_of_another_readme_keeps_its_number(monkeypatch, tmp_path):
+    monkeypatch.setenv("GENERATOR_2_BASE_URL", "https://example.invalid")  # without a key
+    options = ["--dataset", "word-problems", "--run-dir", tmp_path]
+    done = run_python("-m", "grpo_training.generator2", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: API key not found for generator_2")
+
+
+def test_a_module_of_another_readme_that_has_no_counterpart_names_the_page():
+    assert "docs/reference/names.md" in run_python("-c", "import grpo_training").stderr
+
+
+def run_python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -41,8 +41,8 @@ from rlm.training import PRESETS, GRPOConfig
 
 BLOCKS = [
     """
-from rlm import GRPOConfig, GRPOTrainer
-from rlm.data import load_gsm8k
+from homellm.training.rl import GRPOConfig, GRPOTrainer
+from homellm.training.rl.data import load_gsm8k
 
 dataset = load_gsm8k(split="train", max_samples=1000)
 
@@ -79,7 +79,7 @@ config = GRPOConfig(
 )
 """,
     """
-from rlm.rewards import (
+from homellm.training.rl.rewards import (
     FormatReward,
     ReasoningQualityReward,
     GSM8KReward,
@@ -93,7 +93,7 @@ reward_fn = CombinedReward([
 ])
 """,
     """
-from rlm.rewards.base import RewardFunction
+from homellm.training.rl.rewards.base import RewardFunction
 
 class MyReward(RewardFunction):
     def __call__(self, completion, reference_answer, **kwargs):
@@ -149,14 +149,14 @@ def test_python_blocks(early_model, hub, capsys):
 
 @needs_shared("seeds")
 def test_the_blocks_are_those_of_the_document_and_its_commands_are_accepted():
-    """Blocks as syntax trees, because comments are the document's own; the package is `rlm`."""
+    """Blocks as syntax trees, because comments are the document's own."""
     (document,) = (SHARED / "seeds").glob("002_*.txt")
-    text = document.read_text(encoding="utf-8").replace("homellm.training.rl", "rlm")
+    text = document.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     blocks = [re.sub(r'model_name="[^"]*"', 'model_name="MODEL"', block) for block in blocks]
     assert [ast.dump(ast.parse(b)) for b in blocks] == [ast.dump(ast.parse(b)) for b in BLOCKS]
     commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
-    typed = re.findall(r"^python -m rlm\.train_rl (.*)$", commands, re.M)
+    typed = re.findall(r"^python -m homellm\.training\.rl\.train_rl (.*)$", commands, re.M)
     assert len(typed) == 3
     assert all(parse(GRPOConfig, words.split(), presets=PRESETS).model for words in typed)
 

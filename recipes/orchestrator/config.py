@@ -45,7 +45,9 @@ class OrchestratorConfig(GRPOConfig):
     )
     steps: int = flag(100, "number of training steps", min=1)
     batch_size: int = flag(4, "problems per step", aliases=("batch-problems",), min=1)
-    group_size: int = flag(4, "graphs per problem", aliases=("trajectories",), min=2)
+    group_size: int = flag(
+        4, "graphs per problem", aliases=("trajectories", "trajectories-per-problem"), min=2
+    )
     max_new_tokens: int = flag(400, "maximum length of a graph in tokens", min=1)
     learning_rate: float = flag(1e-4, "peak learning rate", aliases=("lr",), min=0)
     kl_weight: float = flag(
@@ -56,13 +58,18 @@ class OrchestratorConfig(GRPOConfig):
         min=0,
     )
     eval_samples: int = flag(
-        50, "number of validation problems, the same at each validation", min=1
+        50,
+        "number of validation problems, the same at each validation",
+        aliases=("val-rows",),
+        min=1,
     )
     test_samples: int = flag(
         100, "number of test problems for the evaluation at the end; 0: none", min=0
     )
     run_dir: Path = flag(
-        Path("runs/orchestrator"), "folder for metrics, graphs, checkpoints and the adapter"
+        Path("runs/orchestrator"),
+        "folder for metrics, graphs, checkpoints and the adapter",
+        aliases=("run-root",),
     )
     output: Path | None = flag(
         None, "folder for the exported adapter", default_text="adapters_lora in --run-dir"

@@ -1,0 +1,12 @@
+"""A package name from an RL module's README, in which homellm.training.rl is rlm."""
+
+import runpy
+import sys
+from importlib import import_module
+from types import ModuleType
+
+if "homellm.training.rl.train_rl" in sys.orig_argv:
+    runpy.run_module("train_grpo", run_name="__main__", alter_sys=True)
+sys.modules["homellm.training"] = ModuleType("homellm.training")
+for name in ("", ".data", ".rewards", ".rewards.base"):
+    sys.modules[f"homellm.training.rl{name}"] = import_module(f"rlm{name}")
