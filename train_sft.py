@@ -30,7 +30,6 @@ if __name__ == "__main__":  # answers --help and reports mistakes before torch i
 from rlm.cli import UsageError, command_of, required, terminal, to_dict
 from rlm.data import (
     FORMATS,
-    IGNORE_INDEX,
     Problem,
     answer_types,
     describe_other_forms,
@@ -42,11 +41,9 @@ from rlm.model import (
     TRAINED_ADAPTER,
     AdapterInfo,
     Device,
-    announce_local_window,
     base_model_hash,
     check_base,
     check_output,
-    context_window,
     load_adapter,
     load_base,
     load_tokenizer,
@@ -62,7 +59,6 @@ from rlm.sampling import check_architecture
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     ENOUGH_STEPS,
-    choose_max_new_tokens,
     drop_unsolved,
     follow_adapter,
     show_counts,
@@ -158,21 +154,25 @@ def learn(
 
     Raises:
         UsageError: there is no run to resume, or the run to resume was started with other options;
-            or a folder is not writable.
+            or a folder is not writable; or no example fits into the context window of the model.
         Interrupted: a signal was received; the current step was finished and saved.
     """
-    config = replace(config, epochs=config.epochs_for(len(examples)))  # run.json records a number
     from transformers import set_seed  # after rlm.model, which silences import warnings
 
-    from rlm.training import CheckpointCallback, make_trainer
+    from rlm.training import CheckpointCallback, check_window, examples_within_window, make_trainer
 
     check_output(config.output)
     model = required(config.model, "--model")
     device, base_hash = pick_device(config.dtype), base_model_hash(model)
     set_seed(config.seed)  # seeds a new adapter and the order of the examples
     policy = start_policy(config, device, base_hash)
+    read = len(examples) + left_out
+    examples, held_out = (examples_within_window(policy, rows) for rows in (examples, held_out))
+    if not examples:
+        raise UsageError("no example fits into the context window of the model")
+    config = replace(config, epochs=config.epochs_for(len(examples)))  # run.json records a number
     run = RunDirectory(config.run_dir, resume=config.resume)  # moves an earlier run away
-    announce(config, device, policy, len(examples), left_out)
+    announce(config, device, policy, len(examples), read - len(examples))
     check_window(policy, examples, config.dataset)
     trainer = make_trainer(config, device, policy, tokenizer, examples)
     progress = CheckpointCallback(config, run, policy, base_hash, examples)
@@ -241,19 +241,6 @@ def announce(
         enough = epochs * math.ceil(ENOUGH_STEPS / steps)
         number = f"{steps} step{'s' * (steps > 1)}"
         terminal.line(f"warning: {number}, which teaches little: type --epochs {enough}")
-
-
-def check_window(policy: PeftModel, examples: Sequence[Example], dataset: str | None) -> None:
-    """Warn before training if the completions of GRPO would not fit into the model's window."""
-    announce_local_window(policy)
-    window, default = context_window(policy), choose_max_new_tokens(dataset)
-    longest = max(example["labels"].count(IGNORE_INDEX) for example in examples)  # prompt tokens
-    if window and longest + default > window:
-        terminal.line(
-            f"warning: prompts of up to {longest} tokens and --max-new-tokens {default}, the "
-            f"default of train_grpo.py, exceed the model's window of {window} tokens: lower "
-            "--max-new-tokens there, or the longest prompts are left out"
-        )
 
 
 def summary_card(config: SFTConfig, history: dict) -> None:

@@ -36,6 +36,8 @@ from .resolve import follow_adapter as follow_adapter
 from .resolve import resolve as resolve
 from .sft import CheckpointCallback as CheckpointCallback
 from .sft import SFTTrainer as SFTTrainer
+from .sft import check_window as check_window
+from .sft import examples_within_window as examples_within_window
 from .sft import make_trainer as make_trainer
 from .sft_config import ENOUGH_STEPS as ENOUGH_STEPS
 from .sft_config import SFTConfig as SFTConfig

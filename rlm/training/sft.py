@@ -35,7 +35,14 @@ from trl.trainer import sft_config, sft_trainer
 
 from rlm.cli import terminal, to_dict
 from rlm.data import IGNORE_INDEX
-from rlm.model import ADAPTER_FILES, Device, adapter_tensors, available_memory
+from rlm.model import (
+    ADAPTER_FILES,
+    Device,
+    adapter_tensors,
+    announce_local_window,
+    available_memory,
+    context_window,
+)
 from rlm.ops import ATTN_IMPLEMENTATION
 from rlm.runs import (
     RunDirectory,
@@ -48,6 +55,7 @@ from rlm.runs import (
 )
 from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import HEADROOM, allocated, fit_micro_batch
+from rlm.training.resolve import choose_max_new_tokens
 from rlm.training.sft_config import SFTConfig
 from rlm.training.sft_examples import Example, pack_examples
 from rlm.training.state import LOG_BYTES
@@ -116,6 +124,32 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 
     def _load_from_checkpoint(self, *arguments: object, **options: object) -> None:
         """Do nothing, because transformers would look for adapter files in the checkpoint."""
+
+
+def examples_within_window(
+    policy: PreTrainedModel | PeftModel, examples: Sequence[Example]
+) -> list[Example]:
+    """Return the examples that fit into the model's context window, and into its local window.
+
+    The attention of the packed training pass ignores local windows.
+    """
+    window = context_window(policy)
+    return [e for e in examples if window is None or len(e["input_ids"]) <= window]
+
+
+def check_window(
+    policy: PreTrainedModel | PeftModel, examples: Sequence[Example], dataset: str | None
+) -> None:
+    """Warn before training if the completions of GRPO would not fit into the model's window."""
+    announce_local_window(policy)
+    window, default = context_window(policy), choose_max_new_tokens(dataset)
+    longest = max(example["labels"].count(IGNORE_INDEX) for example in examples)  # prompt tokens
+    if window and longest + default > window:
+        terminal.line(
+            f"warning: prompts of up to {longest} tokens and --max-new-tokens {default}, the "
+            f"default of train_grpo.py, exceed the model's window of {window} tokens: lower "
+            "--max-new-tokens there, or the longest prompts are left out"
+        )
 
 
 def plan_sft(

@@ -136,10 +136,30 @@ def test_completions_that_will_not_fit_are_reported_before_training(prompt, warn
     """128 tokens less the 96 new tokens that are the default for these data."""
     examples = [{"input_ids": [1] * 40, "labels": [IGNORE_INDEX] * prompt + [1] * (40 - prompt)}]
     model = tiny_model("mistral", sliding_window=128)
-    train_sft.check_window(model, examples, "word-problems")
+    rlm.training.sft.check_window(model, examples, "word-problems")
     said = capsys.readouterr().out
     assert "local attention layers of this model attend to only 128 tokens" in said
     assert ("warning: prompts of up to 33 tokens and --max-new-tokens 96" in said) == warns
+
+
+def test_examples_beyond_the_local_window_are_left_out(sft, tokenizer, tmp_path, capsys):
+    """A byte is a token, so the questions make examples of about 160 and 660 tokens."""
+    data, model = tmp_path / "rows.jsonl", tmp_path / "local"
+    rows = [
+        {"question": f"{'x' * n} {n}", "answer": "1", "solution": "so 1"}
+        for n in (*range(8), *range(500, 508))
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer.save_pretrained(model)
+    for window, code in ((400, 0), (60, 2)):
+        tiny_model("mistral", sliding_window=window).save_pretrained(model)
+        options = ["--model", model, "--dataset", data, "--max-length", 1000, "--max-samples", 16]
+        assert sft(*options) == code
+    said, error = capsys.readouterr()
+    used, left_out = map(int, re.search(r"(\d+) examples \((\d+) too long", said).groups())
+    assert (used + left_out, used) == (15, history(tmp_path / "sft")["examples"])  # 1 held out
+    assert min(used, left_out) >= 7
+    assert error.endswith("\nerror: no example fits into the context window of the model\n")
 
 
 def test_training_ends_where_trls_does(tmp_path):
