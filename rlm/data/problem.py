@@ -59,7 +59,9 @@ NEEDED = (
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 HEAD = 1000  # maximum number of rows searched for the number of the first choice
+# Parts of a report for which it is a warning.
 ANOTHER_ANSWER = "with another answer"
+UNUSED = "with a system message, which is not used"
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,13 @@ def parse_rows(
     Raises:
         UsageError: no row is valid, or the share of invalid rows is above MAX_BAD_SHARE.
     """
-    first = None
+    seen = None
     if columns is not None:
         first, rows = _first_number(iter(rows), columns, min(HEAD, limit or HEAD))
-        parse = partial(parse, first=first)
+        parse, seen = partial(parse, first=first), _SeenColumns(columns, from_1=first == 1)
     problems: dict[str, Problem] = {}
-    unwanted, bad = Counter[str](), list[tuple[int, Exception]]()
+    unwanted, bad, used = Counter[str](), list[tuple[int, Exception]](), 0
     row: bytes | Row | Problem = {}
-    used, layout, with_system, unread, asked = 0, "", 0, dict[str, None](), "question"
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
@@ -151,11 +152,8 @@ def parse_rows(
                 new[problem.id] = problem
             problems |= new
             used += 1
-            if columns is not None and isinstance(row, Mapping):  # a user's list may hold Problems
-                layout = layout or describe_layout(row, columns)
-                unread |= dict.fromkeys(unread_texts(row, columns))
-                asked = question_column({**{name: name for name in row}, **columns}) or asked
-                with_system += has_system_message(renamed)
+            if seen and isinstance(row, Mapping):  # a user's list may hold Problems
+                seen.add(row, renamed)
         except LeftOut as kind:
             unwanted[str(kind)] += 1
         except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
@@ -171,22 +169,42 @@ def parse_rows(
         empty = "it is empty; write a row for each problem, with a question and an answer"
         raise UsageError(f"{source} contains no problems: {'; '.join(reasons) or empty}")
     found = list(problems.values())
-    if not quiet and (reasons or columns is not None):
+    if not quiet and (reasons or seen):
         share = f"{used} of {total} rows used"
         said = [f"{share}, {left_out} left out: {'; '.join(reasons)}" if reasons else share]
-        said += _repeats(found) if columns is not None else []
-        if with_system:
-            said.append(f"{with_system} with a system message, which is not used")
-        said += [layout + "; choices are numbered from 1" * (first == 1)] if layout else []
-        if unread:
-            said.append(
-                f"the model does not see {', '.join(unread)} (--columns question=COLUMN+{asked} "
-                "puts a column into the question)"
-            )
-        is_odd = reasons or with_system or any(ANOTHER_ANSWER in text for text in said)
+        said += [*_repeats(found), *seen.lines()] if seen else []
+        is_odd = reasons or any(text in line for line in said for text in (ANOTHER_ANSWER, UNUSED))
         level = logging.WARNING if is_odd else logging.INFO
         logger.log(level, "%s: %s", source, "; ".join(said))
     return found
+
+
+class _SeenColumns:
+    """Collects, over a user's rows, which columns are used, for the report of `parse_rows`."""
+
+    def __init__(self, columns: Mapping[str, str], from_1: bool) -> None:
+        self.columns, self.from_1 = columns, from_1
+        self.layout, self.with_system, self.asked = "", 0, "question"
+        self.unread: dict[str, None] = {}
+
+    def add(self, row: Row, renamed: Row) -> None:
+        """Count a row, and the same row with its columns renamed."""
+        self.layout = self.layout or describe_layout(row, self.columns)
+        self.unread |= dict.fromkeys(unread_texts(row, self.columns))
+        self.asked = question_column({**{name: name for name in row}, **self.columns}) or self.asked
+        self.with_system += has_system_message(renamed)
+
+    def lines(self) -> list[str]:
+        """Return the parts of the report."""
+        lines = [f"{self.with_system} {UNUSED}"] if self.with_system else []
+        if self.layout:
+            lines.append(self.layout + "; choices are numbered from 1" * self.from_1)
+        if self.unread:
+            lines.append(
+                f"the model does not see {', '.join(self.unread)} (--columns "
+                f"question=COLUMN+{self.asked} puts a column into the question)"
+            )
+        return lines
 
 
 def _first_number(
