@@ -115,7 +115,12 @@ class InferenceConfig:
     )
     seed: int = flag(0, "random seed for the sampling")
     merge: Path | None = flag(
-        None, "write base model and adapter as one fp32 model to this folder, and exit"
+        None, "write base model and adapter as one model to this folder, and exit"
+    )
+    merge_dtype: str = flag(
+        "float32",
+        "dtype of the merged model; the adapter is added in fp32",
+        choices=("float32", "bfloat16", "float16"),
     )
     gguf: Path | None = flag(
         None, "write base model and adapter to this GGUF file for llama.cpp, and exit"
@@ -133,6 +138,8 @@ class InferenceConfig:
                 raise ValueError(
                     "--merge and --gguf write a trained model: leave out the question and --base"
                 )
+            if self.gguf and self.merge_dtype != "float32":
+                raise ValueError("--gguf needs --merge-dtype float32: use --merge in a second run")
         elif self.json and self.question is None:
             raise ValueError("--json answers one question: give the question on the command line")
 
@@ -229,20 +236,18 @@ def write_merged(config: InferenceConfig) -> None:
         save_merged,
         write_gguf,
     )
-    from rlm.runs import replace_file
 
     prepare_process()
     for option, path in (("--merge", config.merge), ("--gguf", config.gguf)):
         if path:
             check_new(option, path)
-    merged, tokenizer = merge_adapter(config.adapter, config.model)
+    merged, tokenizer = merge_adapter(config.adapter, config.model, config.merge_dtype)
     if config.gguf:
         check_convertible(merged, tokenizer)
     if config.merge:
-        save_merged(merged, tokenizer, config.adapter, config.merge)
         card = model_card(config.merge, AdapterInfo.load(config.adapter), merged=True)
-        replace_file(config.merge / "README.md", card)
-        terminal.line(f"merged model (fp32): {config.merge}")
+        save_merged(merged, tokenizer, card, config.merge)
+        terminal.line(f"merged model ({config.merge_dtype}): {config.merge}")
     if config.gguf:
         write_gguf(merged, tokenizer, config.gguf, config.gguf_type)
         terminal.line(f"GGUF file ({config.gguf_type}): {config.gguf}")

@@ -6,15 +6,22 @@ import errno
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors.torch import save
+from torch import nn
 
 from rlm.cli import UsageError, command_of, terminal
 from rlm.data import opened_reasoning, stop_token_ids
 from rlm.model.adapter_info import ADAPTER_FILES, AdapterInfo, check_adapter
-from rlm.model.adapters import check_base, exported_tensors, load_adapter
+from rlm.model.adapters import (
+    check_base,
+    exported_tensors,
+    load_adapter,
+    lora_layers,
+    merged_weight,
+)
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
 from rlm.runs import check_space, check_writable, replace_json, sync, writing_beside
@@ -25,14 +32,6 @@ if TYPE_CHECKING:  # rlm.model.adapters must import bitsandbytes before peft
 
 SHIPPED = "shipped_rlm_lora"  # folder in which the project's own adapter is preserved
 HOW_TO_TRAIN = f"run: {command_of('train_sft')} && {command_of('train_grpo')}"
-README = """---
-base_model: {base}
-tags: [grpo, reasoning]
----
-`{base}` ({hash}) with the adapter `{adapter}` merged into it in fp32.
-The base model's licence applies.
-
-{system_prompts}"""
 
 
 def check_output(path: Path, option: str = "--output") -> None:
@@ -152,18 +151,19 @@ def check_new(option: str, path: Path) -> None:
 
 
 def merge_adapter(
-    adapter: Path, model: str | None = None
+    adapter: Path, model: str | None = None, dtype: str = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the base model unquantized in fp32, and merge the adapter into it.
+    """Load the base model unquantized, and merge the adapter into it.
 
     Args:
         model: another copy of the base model; required if run.json does not name the base model.
+        dtype: the dtype of the base model and of the result. The sum is computed in fp32.
     """
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
-    base = load_base(model, Device("cpu", torch.float32, "merging"))
+    base = load_base(model, Device("cpu", getattr(torch, dtype), "merging"))
     if getattr(base, "is_quantized", False):  # the files on the hub may be of 4 bits
-        base = base.dequantize(torch.float32)
+        base = base.dequantize(getattr(torch, dtype))
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
     if tag := opened_reasoning(tokenizer):
@@ -172,7 +172,10 @@ def merge_adapter(
             f"trained to write itself: remove {tag} at the end of the template before another "
             "program uses it"
         )
-    merged = load_adapter(base, adapter, trainable=False).merge_and_unload()
+    policy = load_adapter(base, adapter, trainable=False)
+    for layer in lora_layers(policy):  # PEFT's merge_and_unload would add in `dtype`
+        layer.get_base_layer().weight.data = merged_weight(cast("nn.Module", layer))
+    merged = policy.unload()
     # Other programs must stop at the same tokens as ours, including the token that ends a turn.
     merged.generation_config.eos_token_id = sorted(
         stop_token_ids(tokenizer, merged.generation_config)
@@ -181,21 +184,19 @@ def merge_adapter(
 
 
 def save_merged(
-    merged: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path, path: Path
+    merged: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str, path: Path
 ) -> None:
-    """Write the model, its tokenizer, its chat template and README.md, completely or not at all."""
-    info, path = AdapterInfo.load(adapter), path.resolve()
-    check_space("--merge", path.parent, sum(4 * p.numel() for p in merged.parameters()))
+    """Write the model, its tokenizer, its chat template and README.md, completely or not at all.
+
+    Args:
+        card: the contents of README.md.
+    """
+    path = path.resolve()
+    check_space("--merge", path.parent, sum(p.nbytes for p in merged.parameters()))
     with writing_beside(path) as scratch:
         merged.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        words = {
-            "base": info.base_model or merged.config.name_or_path,
-            "hash": info.base_hash or "no hash recorded",
-            "adapter": adapter,
-            "system_prompts": info.describe_prompts(),
-        }
-        (scratch / "README.md").write_text(README.format(**words), encoding="utf-8")
+        (scratch / "README.md").write_text(card, encoding="utf-8")
         mode = (scratch / "README.md").stat().st_mode
         for file in scratch.iterdir():
             file.chmod(mode)  # safetensors makes files that only their owner can read

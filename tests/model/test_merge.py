@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import gguf
@@ -60,6 +61,24 @@ def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp
     assert FORMATS["deepseek"].system_prompt in (tmp_path / "merged/README.md").read_text()
     assert not list((tmp_path / "merged").glob("adapter*"))
     assert [file.name for file in tmp_path.iterdir()] == ["merged"]
+
+
+def test_a_merged_model_in_bf16_is_rounded_once(adapter, tmp_path):
+    """The base's weights are rounded when they are loaded, and each sum once more."""
+    options = ["--merge", tmp_path / "half", "--merge-dtype", "bfloat16"]
+    assert exported("--adapter", adapter, *options) == 0
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half").state_dict()
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    base = AutoModelForCausalLM.from_pretrained(
+        json.loads((adapter / "run.json").read_text())["base_model"]
+    )
+    policy = load_adapter(base.bfloat16(), adapter, trainable=False)
+    name = "model.layers.0.self_attn.q_proj"
+    layer = policy.base_model.model.get_submodule(name)
+    update = layer.lora_B.default.weight.float() @ layer.lora_A.default.weight.float()
+    whole = layer.get_base_layer().weight.float() + 2 * update  # alpha 8 over rank 4
+    assert torch.equal(half[f"{name}.weight"], whole.bfloat16())
+    assert exported("--adapter", adapter, "--gguf", "x.gguf", "--merge-dtype", "bfloat16") == 2
 
 
 @pytest.mark.parametrize(
