@@ -203,6 +203,7 @@ class APIClient:
         Raises:
             UsageError: the URL is invalid, or the environment variable is not set.
         """
+        self.api_key_env = api_key_env
         self._key_source = f"the environment variable {api_key_env}" if api_key_env else key_source
         self._key = _checked_key(api_key_env, api_key, self._key_source)
         self.url = _checked_url(url)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from recipes.orchestrator.plans import random_plan
 from rlm.cli import Interrupted, required, terminal, to_dict
 from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
 from rlm.model import AdapterInfo, check_adapter, load_tokenizer
-from rlm.training import Example, SFTConfig, follow_adapter, mask_prompt
+from rlm.training import Example, SFTConfig, mask_prompt
 from train_sft import learn
 
 GRAPHS_PER_PROBLEM = 2
@@ -46,7 +47,8 @@ def make_examples(
 ) -> list[Example]:
     """Create training examples whose completions are random graphs.
 
-    Each problem gets GRAPHS_PER_PROBLEM examples with the same prompt.
+    Each problem gets GRAPHS_PER_PROBLEM examples with the same prompt. Examples for which
+    `random_plan` finds no plan are left out.
     """
     rng, end = random.Random(f"cold start {config.seed}"), end_of_turn_id(tokenizer)
     examples = []
@@ -55,7 +57,9 @@ def make_examples(
         for _ in range(GRAPHS_PER_PROBLEM):
             is_plan = config.graph_form == "questions"
             graph = random_plan(rng, problem) if is_plan else random_graph(rng, format)
-            examples.append(mask_prompt(prompt, [*encode_text(tokenizer, graph.to_json()), end]))
+            if graph:
+                written = encode_text(tokenizer, graph.to_json())
+                examples.append(mask_prompt(prompt, [*written, end]))
     return examples
 
 
@@ -77,7 +81,8 @@ def train_start_adapter(
     """
     if config.start_from:
         check_adapter(config.start_from, "pass --start-from none to start with a new adapter")
-        config = follow_adapter(config, AdapterInfo.load(config.start_from))
+        given = {"lora_r": config.lora_r} if config.lora_r != OrchestratorConfig.lora_r else {}
+        config = replace(config, **AdapterInfo.load(config.start_from).resolve_rank(given))
     tokenizer = load_tokenizer(required(config.model, "--model"))
     examples = make_examples(tokenizer, problems, config, format)
     sft = SFTConfig(

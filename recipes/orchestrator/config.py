@@ -40,8 +40,8 @@ class OrchestratorConfig(GRPOConfig):
     )
     sft_adapter: Path | None = flag(
         DEFAULT_START,
-        "adapter to start from, which is trained first if it does not exist; none: start from a "
-        "new adapter",
+        "adapter to start from; if it does not exist, the cold start trains it; none: start from a "
+        "new adapter, without a cold start",
     )
     steps: int = flag(100, "number of training steps", min=1)
     batch_size: int = flag(4, "problems per step", aliases=("batch-problems",), min=1)
@@ -149,17 +149,17 @@ class OrchestratorConfig(GRPOConfig):
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in the values that follow from the adapters of the run and from the machine."""
-        from rlm.model import AdapterInfo
+        from rlm.model import AdapterInfo, adapter_mismatch
 
         start = given.get("sft_adapter", DEFAULT_START)
         info = AdapterInfo.load(start) if start else None
         values = resolve({**given, "tool": "none"}, info, {})
+        # The orchestrator has a prompt of its own, whatever its start adapter was trained with.
+        values |= {"system_prompt": None, "reasoning_format": "deepseek"}
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
-        if by_default and not DEFAULT_AGENT_ADAPTER.exists():
-            terminal.line(
-                f"the agents use the bare model: {DEFAULT_AGENT_ADAPTER} does not exist "
-                "(train_grpo.py creates it)"
-            )
+        name = values.get("agent_model") or values.get("model")
+        if by_default and name and (why := adapter_mismatch(DEFAULT_AGENT_ADAPTER, name)):
+            terminal.line(f"the agents use the bare model: {why}")
             values["agent_adapter"] = None
         return values
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+MAX_REQUESTS = 16  # requests in flight to the agents' server
 SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # one for each value of --graph-form
 
 
@@ -82,15 +83,17 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
     """Return the agents that the config selects.
 
     Raises:
-        UsageError: the adapter does not exist, the API's URL is invalid, or its key is not set.
+        UsageError: the adapter does not exist or was trained on another base model, the API's URL
+            is invalid, or its key is not set.
     """
     if config.agent_url:
-        limits = {"api_key_env": config.agent_key, "concurrency": config.max_num_seqs}
+        limits = {"api_key_env": config.agent_key, "concurrency": MAX_REQUESTS}
         name = required(config.agent_model, "--agent-model")
         return RemoteLLM(APIClient(config.agent_url, **limits), name)
+    name = config.agent_model or required(config.model, "--model")
     if config.agent_adapter:
         check_adapter(config.agent_adapter, f"run: {command_of('train_grpo')}")
-    name = config.agent_model or required(config.model, "--model")
+        check_base(config.agent_adapter, name, base_model_hash(name))
     return AgentModel(name, config.agent_adapter, config.quantize)
 
 
@@ -130,6 +133,7 @@ def load_agents(
     if not isinstance(agents, AgentModel):
         return agents
     tool = load_tool(agents.info.resolve_tool())
+    limit = config.max_num_seqs
     if agents.adapter:
         check_base(agents.adapter, agents.name, base_model_hash(agents.name))
     if (agents.name, agents.quantize) != (config.model, config.quantize):
@@ -137,7 +141,7 @@ def load_agents(
         if agents.adapter:
             model = load_adapter(model, agents.adapter, trainable=False)
         tokenizer = agents.tokenizer or load_tokenizer(agents.name)
-        return LocalLLM(Sampler(model, tokenizer, tool=tool), tokenizer)
+        return LocalLLM(Sampler(model, tokenizer, max_num_seqs=limit, tool=tool), tokenizer)
     sampler, tokenizer, name = writer.sampler, writer.tokenizer, None
     if agents.adapter:
         name = "agent"
@@ -145,7 +149,8 @@ def load_agents(
     # A vLLM server serves only the orchestrator's adapter, and the orchestrator's own sampler has
     # no tool. In both cases the agents need a sampler of their own.
     if tool or not isinstance(sampler, Sampler):
-        sampler = Sampler(policy, tokenizer, dtype=getattr(sampler, "dtype", None), tool=tool)
+        options = {"dtype": getattr(sampler, "dtype", None), "max_num_seqs": limit, "tool": tool}
+        sampler = Sampler(policy, tokenizer, **options)
     return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))
 
 
@@ -185,16 +190,26 @@ class Orchestrator:
         model, output = required(config.model, "--model"), required(config.output, "--output")
         check_adapter(output, "the run is not finished: continue it with --resume")
         check_base(output, model, base_model_hash(model))
+        trained = AdapterInfo.load(output).run
+        if trained.get("config", {}).get("run_dir", str(config.run_dir)) != str(config.run_dir):
+            raise UsageError(
+                f"{output} is the adapter of the run in {trained['config']['run_dir']}; the run in "
+                f"{run_dir} is not finished: continue it with --resume"
+            )
         tokenizer = load_tokenizer(model)
         base = load_base(model, pick_device(), quantize=config.quantize)
         policy = load_adapter(base, output, trainable=False)
         if config.sft_adapter:
             check_adapter(config.sft_adapter, "the run was started from this adapter")
             load_adapter(policy, config.sft_adapter, trainable=False, name="start")
+            before = trained.get("start_adapter_hash")
+            if before and before != adapter_hash(config.sft_adapter):
+                terminal.line(
+                    f"warning: {config.sft_adapter} has changed since {run_dir} was started from it"
+                )
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         loaded = cls(config, agents := choose_agents(config), policy, tokenizer, sampler)
-        trained = AdapterInfo.load(output).run.get("inputs", {})
-        for what in changed_inputs(trained, identify_agents(agents)):
+        for what in changed_inputs(trained.get("inputs", {}), identify_agents(agents)):
             terminal.line(
                 f"warning: {what} has changed since {run_dir} was trained with it: the results are "
                 "those of the new version"

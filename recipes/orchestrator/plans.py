@@ -66,18 +66,18 @@ def _write_out(expression: str, steps: Sequence[Equation], known: int | None = N
     return _NUMBER.sub(earlier, expression)
 
 
-def random_plan(rng: random.Random, problem: Problem) -> Graph:
+def random_plan(rng: random.Random, problem: Problem) -> Graph | None:
     """Compose a plan for the cold start.
 
     The plan is either the plan of the worked solution, or random operations on the numbers of the
-    problem.
+    problem. If the problem has fewer than two numbers, there may be no plan.
     """
     (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
     if kind == "solution" and (plan := oracle_plan(problem)):
         return plan
     numbers = _NUMBER.findall(problem.question.replace(",", ""))
     if len(numbers) < 2:
-        return WHOLE_PROBLEM
+        return None
     first, second, third = [*rng.sample(numbers, 2), rng.choice(numbers)]
     sides = rng.sample(["{agentA}", third], 2)
     one, two = rng.choices("+-*/", k=2)

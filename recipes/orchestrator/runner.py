@@ -31,6 +31,7 @@ from recipes.orchestrator.graph import (
     parse_graph,
 )
 from rlm.api_client import APIClient, APIError, ChatReply
+from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.grading import Verdict, grade, parse_number
 from rlm.rewards import Scores
@@ -39,6 +40,7 @@ from rlm.sampling import Sampler, SamplingParams, prompt_seed
 if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
+MAX_FAILED_CALLS = 3  # calls of the reward without any reply of the agents; then the run ends
 _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
 
@@ -205,7 +207,7 @@ class Trajectory:
             return None
         agent = self.graph.agents[asked]
         if agent.question:
-            draft = self.verdict.answer if asked and self.verdict.is_answer else "?"
+            draft = self._draft() if asked else "?"
             known = {"{problem}": text, "{agentA}": draft}
             text = _PLACEHOLDER.sub(lambda match: known[match[0]], agent.question)
         elif asked:
@@ -213,9 +215,16 @@ class Trajectory:
         prompt = agent.system_prompt or self.format.system_prompt
         return Call(prompt, text, 0 if self.seed is None else prompt_seed(self.seed, agent.id))
 
+    def _draft(self) -> str:
+        """Return the answer in the last reply, read without the gold answer; "?" without one."""
+        tags = self.format.tags
+        found = grade(self.replies[-1].text, None, strict=False, kind="number", **tags)
+        return found.answer if found.answer and found.is_answer else "?"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the record for rollouts.jsonl."""
         row = {"verdict": self.verdict.reason, "correct": self.verdict.correct, "leak": self.leak}
+        row |= {"error": self.error} if self.error else {}
         if isinstance(self.graph, InvalidGraph):
             return row | {"graph": None, "detail": self.graph.detail}
         agents = {
@@ -300,6 +309,8 @@ class GraphReward:
     records: list[list[list[dict[str, Any]]]] = field(
         default_factory=list
     )  # one list of groups per call of the scorer
+    _errors: set[str] = field(default_factory=set)  # errors that were printed
+    _failed_calls: int = 0  # consecutive calls of the scorer in which the agents always failed
 
     def __call__(
         self,
@@ -318,14 +329,34 @@ class GraphReward:
         # on the other problems and on the number of processes.
         numbers = [number for group in groups for number in range(len(group))]
         runs = self.runner.run(asked, graphs, self.config.seed, numbers)
-        rows = iter([run.to_dict() | {"reward": self._reward(run)} for run in runs])
+        self._report_failures(runs)
+        rows = iter([run.to_dict() | {"reward": verdict_of(run, self.config)} for run in runs])
         records = [[next(rows) for _ in group] for group in groups]
         self.records.append(records)
         rewards = [[record["reward"] for record in group] for group in records]
         return Scores(rewards, graph_metrics(runs))
 
-    def _reward(self, run: Trajectory) -> float | None:
-        return None if run.error else float(run.solved(self.config.zero_leaks))
+    def _report_failures(self, runs: Sequence[Trajectory]) -> None:
+        """Print each new error of the agents once.
+
+        Raises:
+            UsageError: the agents failed for all valid graphs of MAX_FAILED_CALLS calls in a row.
+        """
+        errors = [run.error for run in runs if run.error]
+        for error in dict.fromkeys(errors):
+            if error not in self._errors:
+                terminal.line(f"warning: an agent failed, so its graph is left out: {error}")
+        self._errors.update(errors)
+        asked = sum(isinstance(run.graph, Graph) for run in runs)
+        if asked:
+            self._failed_calls = self._failed_calls + 1 if len(errors) == asked else 0
+        if self._failed_calls >= MAX_FAILED_CALLS:
+            raise UsageError(f"the agents failed for every graph: {errors[0]}")
+
+
+def verdict_of(run: Trajectory, config: OrchestratorConfig) -> float | None:
+    """Return 1 if the run solved its problem, else 0; None if an agent's server failed."""
+    return None if run.error else float(run.solved(config.zero_leaks))
 
 
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

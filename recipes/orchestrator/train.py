@@ -31,7 +31,7 @@ from recipes.orchestrator.orchestrator import (
     identify_agents,
     render,
 )
-from recipes.orchestrator.runner import GraphReward, RemoteLLM
+from recipes.orchestrator.runner import GraphReward, RemoteLLM, verdict_of
 from rlm import GRPOTrainer
 from rlm.cli import UsageError, required, run_main, terminal
 from rlm.data import (
@@ -81,6 +81,7 @@ LOGS = {
 # Columns that are printed after each step.
 SHOWN = ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc", "valid_json_rate")
 Log = dict[str, float | None]
+PUBLISHED_SEED = 42  # default seed in the published description
 
 
 class OrchestratorTrainer(GRPOTrainer):
@@ -124,15 +125,19 @@ class OrchestratorTrainer(GRPOTrainer):
 
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
-    ) -> dict[str, list[float]]:
+    ) -> dict[str, list[float | None]]:
         """Return 1 for each problem that its greedy graph solves, else 0.
 
-        Only one graph is written per problem, so `k` is always 1.
+        The score is None if the agents' server failed. Only one graph is written per problem, so
+        `k` is always 1.
         """
         runs = self.orchestrator.solve(problems, seed=self.config.seed, on_finish=advance)
         if failed := sum(run.error is not None for run in runs):
-            terminal.line(f"{failed} problems count as unsolved: the agents' server failed")
-        return {"accuracy": [float(run.solved(self.config.zero_leaks)) for run in runs]}
+            terminal.line(
+                f"{failed} of {len(runs)} problems are left out of the accuracy: the agents' "
+                "server failed"
+            )
+        return {"accuracy": [verdict_of(run, self.config) for run in runs]}
 
     def log(
         self,
@@ -207,8 +212,9 @@ class OrchestratorTrainer(GRPOTrainer):
         logs = [as_log(row) for row in self.distributed.broadcast(directory.metrics())]
         share = self.distributed.shard(test)
         solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
-        correct, total = round(sum(self.distributed.gather(solved))), len(test)
-        accuracy = correct / total if test else None
+        scored = [score for score in self.distributed.gather(solved) if score is not None]
+        correct, total = round(sum(scored)), len(scored)
+        accuracy = correct / total if scored else None
         summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
             directory.write_csv(logs)
@@ -295,17 +301,25 @@ def run_grpo_training(
     ds_train: Sequence[Problem],
     ds_val: Sequence[Problem],
     ds_test: Sequence[Problem],
-    seed: int = 42,
+    seed: int | None = None,
 ) -> list[Log]:
-    """Train the orchestrator once, and return the rows of its train_logs.csv."""
+    """Train the orchestrator once, and return the rows of its train_logs.csv.
+
+    Args:
+        seed: the default is the seed of an `OrchestratorConfig`, or 42 for a `Config`.
+    """
     config = cfg.to_options() if isinstance(cfg, Config) else cfg
+    if seed is None:
+        seed = PUBLISHED_SEED if isinstance(cfg, Config) else config.seed
     # The run records the agents that are passed, which `Orchestrator.load` loads again.
     if isinstance(agent_model, AgentModel):
         agents: dict[str, Any] = {"agent_model": agent_model.name, "agent_url": None}
         agents |= {"agent_adapter": agent_model.adapter, "agent_key": None}
         agent_model = replace(agent_model, tokenizer=agent_tokenizer)
     else:
-        agents = {"agent_model": agent_model.model, "agent_url": agent_model.client.url}
+        client = agent_model.client
+        agents = {"agent_model": agent_model.model, "agent_url": client.url}
+        agents |= {"agent_key": client.api_key_env}
     config = replace(config, seed=seed, **orchestrator.origin, **agents)
     loaded = (orchestrator_tokenizer, orchestrator)
     trainer = OrchestratorTrainer(config, agent_model, loaded=loaded)
@@ -357,8 +371,8 @@ def main(config: OrchestratorConfig) -> int:
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
     tested = "not evaluated" + ": a local file has no test split" * bool(own_files(dataset))
-    if test:
-        tested = f"{summary['test']['accuracy']:.1%} of {len(test)}"
+    if total := summary["test"]["total"]:
+        tested = f"{summary['test']['accuracy']:.1%} of {total}"
     facts = {
         **validation_facts(summary),
         "test accuracy": tested,

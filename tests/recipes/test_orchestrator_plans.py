@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -27,13 +28,14 @@ SIMPLE = FORMATS["simple"]
         ("[78]", "What is 78 + 2? Of 6 pens at $13"),
         ("no idea", "What is ? + 2? Of 6 pens at $13"),
         ("[1] or [2]", "What is ? + 2? Of 6 pens at $13"),
+        ("<answer>2/3 ≈ 0.67</answer>", "What is 2/3 + 2? Of 6 pens at $13"),  # the gold is 0.67
     ],
 )
 def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
     """As it was trained: with its own prompt. A problem that holds a placeholder is plain text."""
     agents = ScriptedLLM(lambda call: draft)
     plan = Graph.plan("What is 6 * 13?", "What is {agentA} + 2? Of {problem}")
-    Runner(agents, 9, format=SIMPLE).run([PENS], [plan])
+    Runner(agents, 9, format=SIMPLE).run([replace(PENS, answer="0.67")], [plan])
     told = [(call.system_prompt, call.text) for (call,) in agents.batches]
     rest = PENS.question.removeprefix("6 pens at $13")
     assert told == [
@@ -71,7 +73,7 @@ def test_random_plans_are_right_sometimes_and_always_can_be_read():
     assert WHOLE_PROBLEM not in drawn
     assert all("{agentA}" in plan.texts[1] for plan in drawn)
     assert {"1002"} <= {word for plan in drawn for word in plan.texts[0].strip("?").split()}
-    assert random_plan(rng, Problem("p", "how many?", "1")) == WHOLE_PROBLEM
+    assert random_plan(rng, Problem("p", "how many?", "1")) is None
 
 
 # --- the paired figures --------------------------------------------------------------------------

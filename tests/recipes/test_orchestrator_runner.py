@@ -12,6 +12,7 @@ from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import AgentModel
 from recipes.orchestrator.runner import GraphReward, LocalLLM, RemoteLLM, Reply, Runner
 from rlm.api_client import APIClient
+from rlm.cli import UsageError
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.sampling import Sampler
@@ -101,6 +102,28 @@ def test_nothing_is_run_where_no_graph_is_valid():
     # Of several processes one may have no group to replace.
     none = reward_of(agents)([], [])
     assert (none.rewards, none.metrics) == ([], {})
+
+
+def test_agents_that_always_fail_end_the_run(capsys):
+    """A graph of which no agent was asked tells nothing about the server."""
+    down = True
+
+    def answer(call):
+        return Reply("", error="quota exhausted") if down else solver(call)
+
+    reward = reward_of(ScriptedLLM(answer))
+    for _ in range(2):
+        assert reward(SUMS[:1], [[GOOD, BROKEN]]).rewards == [[None, 0.0]]
+    assert reward(SUMS[:1], [[BROKEN, BROKEN]]).rewards == [[0.0, 0.0]]
+    assert reward.records[0][0][0]["error"] == "quota exhausted"
+    assert capsys.readouterr().out.count("quota exhausted") == 1
+    down = False
+    assert reward(SUMS[1:2], [[GOOD]]).rewards == [[1.0]]
+    down = True
+    for number in (2, 3):
+        assert reward(SUMS[number : number + 1], [[GOOD]]).rewards == [[None]]
+    with pytest.raises(UsageError, match="failed for every graph: quota exhausted"):
+        reward(SUMS[4:5], [[GOOD]])
 
 
 def test_agents_are_read_by_the_tags_of_their_adapter(tmp_path):

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from scripted_server import ScriptedServer
 
 from recipes.orchestrator import ask, cold_start, evaluate
 from recipes.orchestrator import train as recipe
-from recipes.orchestrator.config import Config, OrchestratorConfig
+from recipes.orchestrator.cold_start import train_start_adapter
+from recipes.orchestrator.config import DEFAULT_AGENT_ADAPTER, Config, OrchestratorConfig
 from recipes.orchestrator.graph import Graph, InvalidGraph, parse_graph
 from recipes.orchestrator.orchestrator import (
     SYSTEM_PROMPTS,
@@ -39,7 +41,7 @@ from rlm.cli.options import UsageError, parse
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
 from rlm.model.adapters import new_adapter, set_gradient_checkpointing
-from rlm.model.base import load_base, load_tokenizer
+from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Setup
 from rlm.sampling import SamplingParams
@@ -264,8 +266,11 @@ def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, 
     down = ScriptedLLM(lambda call: Reply("", error="out of order"))
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start), down)
     found = trainer.validation_scores(PROBLEMS[:4], 1, lambda: None)
-    assert found == {"accuracy": [0.0] * 4}
-    assert "problems count as unsolved: the agents' server failed" in capsys.readouterr().out
+    assert found == {"accuracy": [None] * 4}
+    assert (
+        "4 of 4 problems are left out of the accuracy: the agents' server"
+        in capsys.readouterr().out
+    )
     with pytest.raises(ZeroDivisionError):
         train(options(base, tmp_path, "broken", sft_adapter=start), ScriptedLLM(broken))
 
@@ -489,6 +494,67 @@ def test_a_default_agent_adapter_that_is_missing_is_said(
     named = resolve_config(OrchestratorConfig, [*typed, "--agent-adapter", "nowhere"])
     with pytest.raises(UsageError, match="nowhere does not exist"):
         choose_agents(named)
+
+
+def test_a_default_agent_adapter_of_another_base_is_left_out(
+    base, start, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other"
+    tiny_model(seed=1).save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
+    about = {"base_model": str(other), "base_hash": base_model_hash(str(other))}
+    policy = new_adapter(load_base(str(other), CPU), r=4, alpha=8)
+    save_adapter(policy, byte_tokenizer(), tmp_path / DEFAULT_AGENT_ADAPTER, about)
+    typed = ["--model", str(base), "--dataset", "word-problems:1", "--sft-adapter", str(start)]
+    assert resolve_config(OrchestratorConfig, typed).agent_adapter is None
+    assert "the agents use the bare model: " in capsys.readouterr().out
+    kept = resolve_config(OrchestratorConfig, [*typed, "--agent-model", str(other)])
+    assert kept.agent_adapter == DEFAULT_AGENT_ADAPTER
+    named = resolve_config(
+        OrchestratorConfig, [*typed, "--agent-adapter", str(DEFAULT_AGENT_ADAPTER)]
+    )
+    with pytest.raises(UsageError, match="other weights"):  # before a cold start
+        choose_agents(named)
+
+
+def test_the_seed_of_a_config_is_used(base, start, tmp_path, monkeypatch):
+    seeds = []
+
+    def begun(config, *arguments, **loaded):
+        seeds.append(config.seed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "OrchestratorTrainer", begun)
+    policy = SimpleNamespace(origin={})
+    for config, seed in (
+        (OrchestratorConfig(seed=7), None),
+        (OrchestratorConfig(seed=7), 3),
+        (Config(), None),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            recipe.run_grpo_training(
+                config, policy, None, AgentModel("base"), None, [], [], [], seed
+            )
+    assert seeds == [7, 3, 42]
+
+
+def test_a_start_from_with_a_system_prompt_of_its_own_is_taken(base, tmp_path):
+    model = load_base(str(base), CPU)
+    about = {"base_model": str(base), "base_hash": base_model_hash(str(base))}
+    policy = new_adapter(model, r=4, alpha=8)
+    save_adapter(
+        policy,
+        byte_tokenizer(),
+        tmp_path / "from",
+        about | {"config": {"system_prompt": "Be brief."}},
+    )
+    config = OrchestratorConfig(
+        model=str(base), dataset="word-problems:1", sft_adapter=tmp_path / "made",
+        start_from=tmp_path / "from", run_dir=tmp_path / "run", batch_size=2,
+    )  # fmt: skip
+    train_start_adapter(config, PROBLEMS[:1])
+    assert json.loads((tmp_path / "made" / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, capsys):
@@ -751,6 +817,14 @@ def test_a_finished_run_is_loaded_with_three_adapters(finished):
             Orchestrator.load(finished / "run")
     finally:
         (finished / "away").rename(start)
+    run_json = finished / "run" / "adapters_lora" / "run.json"
+    known = run_json.read_text()
+    run_json.write_text(known.replace(str(finished / "run"), "runs/older"))
+    try:
+        with pytest.raises(UsageError, match="is the adapter of the run in runs/older"):
+            Orchestrator.load(finished / "run")
+    finally:
+        run_json.write_text(known)
     # A problem that it was trained on: at any other, rounding may decide what it writes.
     (solved,) = loaded.solve(load_problems("word-problems:1", "train", max_samples=1))
     assert isinstance(solved.graph, Graph)
