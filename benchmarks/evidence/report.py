@@ -56,6 +56,12 @@ def contents(results: Results) -> dict[str, Any]:
     best = BEST if BEST in results.arms else OURS
     arms = sorted(results.arms, key=lambda arm: arm != best)
     main = [a for a in arms if a == best or ARMS[a].role in ("", "rival")]
+    beside_best = [
+        arm
+        for arm in arms
+        if best in arms and ARMS[arm].role != "control" and arm != best and share(best, arm)
+    ]
+    rivals = [arm for arm in beside_best if arm == OURS or ARMS[arm].role == "rival"]
     seconds = [c["training"].get("wall", 0) + c["judging_seconds"] for c in results.cells]
     return {
         "ARMS": ARMS,
@@ -69,11 +75,8 @@ def contents(results: Results) -> dict[str, Any]:
         "arms": arms,
         "main": main,
         "best": best,
-        "beside_best": [
-            arm
-            for arm in arms
-            if best in arms and ARMS[arm].role != "control" and arm != best and share(best, arm)
-        ],
+        "beside_best": beside_best,
+        "rivals": rivals if any(ARMS[arm].role == "rival" for arm in rivals) else [],
         "controls": [a for a in arms if ARMS[a].role == "control" and share(a, START)],
         "learned": [
             arm for arm in main if ARMS[arm].kind not in ("base", "sft") and share(START, arm)

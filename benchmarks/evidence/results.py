@@ -16,6 +16,7 @@ from benchmarks.evidence.pools import OTHER, WORDS
 from rlm.cli import UsageError
 from rlm.runs import replace_file
 
+HASH_DIGITS = 12  # at the end of the id of a generated problem
 Result = dict[str, Any]  # a cell's result.json
 Sets = Sequence[str] | None  # names of test sets (None: the pooled ones)
 
@@ -82,9 +83,33 @@ class Results:
         """Return an arm's score over the test sets with its interval."""
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
-    def lead(self, arm: str, over: str, metric: str) -> Interval:
-        """Return the strict lead of `arm` over `over` on their common seeds and problems."""
-        return difference(*self.paired(over, arm, metric))
+    def lead(self, arm: str, over: str, metric: str, without: str = "") -> Interval:
+        """Return the strict lead of `arm` over `over` on their common seeds and problems.
+
+        Args:
+            without: a problem template whose problems are left out.
+        """
+        return difference(*self.paired(over, arm, metric, without=without))
+
+    @property
+    def templates(self) -> list[str]:
+        """The templates of the generated problems, or [] if the problems have no templates."""
+        tests = self.cells[0]["tests"]
+        found = dict.fromkeys(
+            template_of(p) for name in self.pooled for p in tests[name]["problems"]
+        )
+        return [] if "" in found else list(found)
+
+    def largest_lead(self, arm: str, over: str) -> str:
+        """Return the template on which the greedy lead of `arm` over `over` is largest."""
+        return max(self.templates, key=lambda t: self.right(arm, t) - self.right(over, t))
+
+    def right(self, arm: str, template: str) -> float:
+        """Return the mean greedy strict accuracy of an arm on the problems of a template."""
+        cells, sets = self.arms[arm], self.pooled
+        names = [p for name in sets for p in cells[0]["tests"][name]["problems"]]
+        chosen = [template_of(name) == template for name in names]
+        return float(matrix(cells, sets, "greedy", "strict")[:, chosen].mean())
 
     def shared(self, a: str, b: str) -> list[list[Result]]:
         """Return both arms' cells of their common seeds; the base pairs with all seeds."""
@@ -97,8 +122,10 @@ class Results:
     def share_a_seed(self, a: str, b: str) -> bool:
         return all(self.shared(a, b))
 
-    def paired(self, a: str, b: str, metric: str, sets: Sets = None) -> tuple[Scores, Scores]:
-        """Return both arms' scores on their common seeds and problems.
+    def paired(
+        self, a: str, b: str, metric: str, sets: Sets = None, without: str = ""
+    ) -> tuple[Scores, Scores]:
+        """Return both arms' scores on their common seeds and problems, except for one template.
 
         The base samples fewer problems than the others; its problems are a prefix of theirs.
 
@@ -111,8 +138,10 @@ class Results:
         for name in sets or self.pooled:
             mine, theirs = (matrix(side, [name], metric, "strict") for side in self.shared(a, b))
             count = min(mine.shape[1], theirs.shape[1])
-            left.append(mine[:, :count])
-            right.append(theirs[:, :count])
+            names = self.shared(a, b)[0][0]["tests"][name]["problems"][:count]
+            kept = [not without or template_of(problem) != without for problem in names]
+            left.append(mine[:, :count][:, kept])
+            right.append(theirs[:, :count][:, kept])
         return np.concatenate(left, axis=1), np.concatenate(right, axis=1)
 
 
@@ -128,6 +157,12 @@ def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: s
     return np.array(
         [[s for name in sets for s in scores(c["tests"][name], metric, grading)] for c in cells]
     )
+
+
+def template_of(problem: str) -> str:
+    """Return the template in the id of a generated problem, such as age_later-b648b0e82a13."""
+    name, _, number = problem.rpartition("-")
+    return name if len(number) == HASH_DIGITS else ""
 
 
 def copy_results(config: EvidenceConfig) -> None:

@@ -462,6 +462,25 @@ def test_curves_are_joined_by_samples_not_by_place():
             assert [(x, i.mean) for x, i in points] == [(scale * x, y) for x, y in by_samples]
 
 
+def test_a_lead_that_comes_from_one_template_is_gone_without_it():
+    """Two templates of two problems; GRPO solves all of one more than its rival."""
+    ids = [f"{template}-{'0' * 11}{n}" for template in ("age", "area") for n in (1, 2)]
+
+    def cells(arm, bits):
+        test = {"problems": ids, "greedy": {"strict": bits, "lenient": bits}}
+        return [{"arm": arm, "seed": seed, "tests": {"taught": test}} for seed in (0, 1)]
+
+    found = Results({"grpo": cells("grpo", "1110"), "sft": cells("sft", "0010")})
+    assert found.templates == ["age", "area"]
+    assert [found.right("sft", template) for template in found.templates] == [0.0, 0.5]
+    assert found.largest_lead("grpo", "sft") == "age"
+    assert found.lead("grpo", "sft", "greedy").mean == 0.5
+    without = found.lead("grpo", "sft", "greedy", "age")
+    assert (without.mean, without.problems) == (0.0, 2)
+    ids[0] = "gsm8k-7"
+    assert found.templates == []
+
+
 def test_curves_have_a_point_for_each_snapshot(finished):
     ours, theirs = (result_of(finished, f"{arm}-s0") for arm in ("grpo", "trl"))
     for one in (ours, theirs):
