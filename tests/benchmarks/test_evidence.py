@@ -772,14 +772,14 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
         Results.load(folder)
 
 
-def test_a_control_that_gains_is_named(finished):
+def test_a_control_that_gains_is_named(finished, page):
     found = Results.load(finished.docs / "evidence").arms
     control = json.loads(json.dumps(found["random_reward"]))
     for test in control[0]["tests"].values():
         test["greedy"]["strict"] = "1" * len(test["greedy"]["strict"])
-    page = section(text_of(found | {"random_reward": control}), "Controls")
-    assert "gains: find the cause" in page
-    assert "+100.0 (+100.0 to +100.0)" in page
+    shown = section(text_of(found | {"random_reward": control}), "Controls")
+    assert "gains: find the cause" in shown
+    assert "+100.0 (+100.0 to +100.0)" in shown
 
 
 def test_numbers_are_written_with_their_intervals():
