@@ -31,7 +31,7 @@ from recipes.experience.answers import (
     tokens_of,
 )
 from recipes.experience.library import LIBRARIES, problems_file, read_questions
-from recipes.experience.select import RECORD
+from recipes.experience.select import LIBRARY, RECORD
 from recipes.experience.train import RUN_DIR, load_problem_set
 from recipes.experience.trainer import Row, records_path
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
@@ -55,7 +55,7 @@ class EvaluateConfig(AskingConfig):
         "libraries to evaluate, one row per library",
         default_text=f"libraries of the three generators in {LIBRARIES}",
     )
-    nearest: int = flag(NEAREST, "number of lessons that are added to each prompt", min=1)
+    nearest: int = flag(NEAREST, "maximum number of lessons in a prompt", min=1)
     placebo: bool = flag(
         False, "add a control row per library, with lessons that do not match the problems"
     )
@@ -83,12 +83,13 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
     dataset, record = config.dataset, config.run_dir / RECORD
     selection = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     if dataset is None:
-        options = config.run_dir / f"{config.role}_config.json"
-        if options.exists():
-            selection = selection or {"config": json.loads(options.read_text(encoding="utf-8"))}
-        if not selection:
+        file = config.run_dir / f"{config.role}_config.json"
+        options = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if selection and (not options or any(path.name == LIBRARY for path in config.library)):
+            options = selection["config"]  # a library of recipes.experience.select
+        if not options:
             raise UsageError(f"{config.run_dir} contains no run of {config.role}: pass a --dataset")
-        practised: str = selection["config"]["dataset"]
+        practised: str = options["dataset"]
         dataset = OTHER_SET.get(practised, practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
     seen = {row["problem_text"] for rows in records for row in rows} | {*selection.get("seen", ())}
@@ -99,13 +100,13 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
     unseen = [problem for problem in problems if problem.question.strip() not in seen]
     if not unseen:
         raise UsageError(
-            f"all {len(problems)} problems of {dataset} were practised on or tested the lessons: "
+            f"all {len(problems)} problems of {dataset} were used to make or to test the lessons: "
             "pass another --dataset"
         )
     if len(unseen) < len(problems):
         left_out = len(problems) - len(unseen)
         terminal.line(
-            f"{left_out} problems are left out: they were practised on or tested the lessons"
+            f"{left_out} problems are left out: they were used to make or to test the lessons"
         )
     return unseen[: config.max_problems]
 

@@ -68,10 +68,12 @@ def read_questions(library: Path) -> list[str] | None:
 def replace_library(library: Path, items: Sequence[Lesson], questions: Sequence[str]) -> None:
     """Write a library, and the questions of the problems that it was made and tested with.
 
-    An earlier library with other lessons is kept as NAME.prev.json, and its questions beside it.
+    An earlier library with other lessons is kept as NAME.prev.json, and its questions beside it. An
+    earlier library without lessons is not kept.
     """
     text = json.dumps(items, indent=2, ensure_ascii=False) + "\n"
-    if library.exists() and library.read_text(encoding="utf-8", errors="replace") != text:
+    before = library.read_text(encoding="utf-8", errors="replace") if library.exists() else ""
+    if before.strip() not in ("", "[]", text.strip()):
         kept = library.with_suffix(".prev.json")
         problems_file(kept).unlink(missing_ok=True)
         if problems_file(library).exists():

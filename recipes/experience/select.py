@@ -57,6 +57,7 @@ from rlm.runs import replace_json
 KINDS = ("example", "rule", "fusion")
 LIBRARY = "selected_experiences.json"
 RECORD = "selection.json"
+UNCHANGED = "check the endpoint; the library was not changed"
 
 
 @dataclass
@@ -74,7 +75,10 @@ class SelectConfig(AskingConfig):
     samples: int = flag(2, "attempts per generator and problem", min=1)
     temperature: float = flag(0.7, "sampling temperature of the attempts", min=0)
     groups: int = flag(
-        8, "number of problems with right and wrong attempts to make candidates from"
+        8,
+        "maximum number of problems from which candidates are made; each has right and wrong "
+        "attempts",
+        min=1,
     )
     kinds: tuple[str, ...] = flag(KINDS, "types of candidates to make", choices=KINDS)
     held_out: int = flag(160, "number of held-out problems for testing the candidates", min=1)
@@ -82,7 +86,10 @@ class SelectConfig(AskingConfig):
         64, "held-out problems per candidate (those most similar to its own problem)", min=6
     )
     alpha: float = flag(
-        0.05, "maximum probability that any useless candidate is kept", above=0, max=0.5
+        0.05,
+        "maximum probability of keeping at least one candidate that does not help",
+        above=0,
+        max=0.5,
     )
     api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
@@ -203,12 +210,17 @@ def judge_trial(
     """Compare the answers to the problems without and with the candidate.
 
     There is one answer per problem and side. Problems with a failed call are left out.
+
+    Raises:
+        UsageError: a call failed on every problem.
     """
     pairs = [
         (is_right(a, problem), is_right(b, problem))
         for problem, (a,), (b,) in zip(problems, without, with_it, strict=True)
         if a and b
     ]
+    if not pairs:
+        raise UsageError(f"a call failed on every problem of a test: {UNCHANGED}")
     before, after = ([pair[i] for pair in pairs] for i in (0, 1))
     reach = min(similarity(candidate.problem.question, problem.question) for problem in problems)
     return Trial(len(pairs), sum(before), sum(after), mcnemar(before, after), reach)
@@ -256,18 +268,22 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
     """Estimate an upper bound of the requests and input tokens of each role.
 
-    A worked example is counted as if it were as long as a prompt.
+    The lesson of a trial and each attempt that the critic reads are counted with the maximum
+    length of a reply.
 
     Returns:
         Role → (requests, input tokens).
     """
     read = tokens_of([problem.question for problem in problems]) // len(problems)
     calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
-    calls[GENERATORS[0]] += config.held_out + len(config.kinds) * config.groups * config.trial_size
+    tried = len(config.kinds) * config.groups * config.trial_size
+    calls[GENERATORS[0]] += config.held_out + tried
     asked = len({"rule", "fusion"} & set(config.kinds)) * config.groups
     attempts = len(GENERATORS) * config.samples
     sizes = {name: (n, n * 2 * read) for name, n in calls.items()}
-    return sizes | {"critic": (asked, asked * (attempts + 1) * 2 * read)}
+    name, longest = GENERATORS[0], config.max_tokens
+    sizes[name] = (calls[name], sizes[name][1] + tried * longest)
+    return sizes | {"critic": (asked, asked * (2 * read + attempts * longest))}
 
 
 def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
@@ -295,6 +311,8 @@ def main(config: SelectConfig) -> int:
         for name in GENERATORS
     ]
     attempts = [[*chain(*each)] for each in zip(*drawn, strict=True)]
+    if not any(reply for replies in attempts for reply in replies):
+        raise UsageError(f"all requests failed: {UNCHANGED}")
     groups = differing_groups(practise, attempts, config.groups)
     terminal.line(f"{len(groups)} problems have both right and wrong attempts")
     asker, critic = (replace(agents[name], temperature=0.0) for name in (names[0], "critic"))

@@ -131,7 +131,11 @@ def load_problem_set(
 
 
 def load_proposals(run_dir: Path) -> list[Task]:
-    """Load the problems that all three generators practised on, with the generators' rollouts."""
+    """Load the problems that all three generators practised on, with the generators' rollouts.
+
+    Raises:
+        UsageError: a generator has no records, or a problem has different texts in the records.
+    """
     records = {}
     for number, name in enumerate(GENERATORS, 1):
         path = records_path(run_dir, name)
@@ -144,6 +148,11 @@ def load_proposals(run_dir: Path) -> list[Task]:
     tasks = []
     for key, row in records[GENERATORS[0]].items():
         if all(key in rows for rows in records.values()):
+            if len({rows[key]["problem_text"] for rows in records.values()}) > 1:
+                raise UsageError(
+                    f"{run_dir}: the generators practised on different problems with the id {key}: "
+                    "run them again on the same data, with another --run-dir"
+                )
             about = (key, row["problem_text"], row["ground_truth"])
             group = [(name, rows[key]["rollouts"]) for name, rows in records.items()]
             tasks.append((Problem(*about, columns=row["columns"]), group))
@@ -222,7 +231,10 @@ def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tupl
     generator = count * (2 * rollouts * one + rollouts * config.max_tokens + compared)
     critic = count * (6 * one + 3 * (rollouts + 1) * config.max_tokens + compared)
     calls = dict.fromkeys(GENERATORS, (count * (2 * rollouts + 1), generator))
-    judged = count * (rollouts * len(GENERATORS) + 3 if config.target == "all" else rollouts)
+    by_generator, by_critic = count * rollouts, count * len(GENERATORS)
+    judged = {"all": len(GENERATORS) * by_generator + by_critic, "critic": by_critic}.get(
+        config.target, by_generator
+    )
     judge = (judged, judged * (one + 2 * config.max_tokens))
     return calls | {"critic": (7 * count, critic), "judge": judge}
 

@@ -106,8 +106,17 @@ class Trainer:
 
         Args:
             stop: once set, training ends after the current problem.
+
+        Raises:
+            UsageError: a problem has another text than in its record.
         """
-        done = {row["problem_id"] for row in self.records}
+        done = {row["problem_id"]: row["problem_text"] for row in self.records}
+        for problem, _ in tasks:
+            if done.get(problem.id, problem.question) != problem.question:
+                raise UsageError(
+                    f"the problem {problem.id} has changed since {self.run_dir} was started: pass "
+                    "another --run-dir"
+                )
         rest = [task for task in tasks if task[0].id not in done]
         position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
         bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
@@ -202,7 +211,11 @@ class Trainer:
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
         # With fewer than two proposals, no fusion prompt was sent. Only this prompt contains the
         # lessons, so such a rollout did not use the lessons.
-        used = [row for row in group if _rewards(row).get("r_fusion", 0) is not None]
+        used = [
+            row
+            for row in group
+            if not row["error"] and _rewards(row).get("r_fusion", 0) is not None
+        ]
         self.library.count_use(len(used), sum(row["is_correct"] for row in used))
         mean, std = group_statistics(group)
         teaches = std > self.tau + ROUNDING

@@ -161,14 +161,14 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     assert run(path, evaluate, *data) == 2
     assert "all 8 problems" in capsys.readouterr().err
     assert run(path, evaluate, "--library", library(path)) == 2  # the run's own dataset
-    assert "were practised on" in capsys.readouterr().err
+    assert "were used to make or to test the lessons" in capsys.readouterr().err
     # The libraries of all three are evaluated, whoever answers.
     row = {"problem_text": gross_problems(1, start=51)[0]["question"]}
     (tmp_path / "generator_2_rollouts.jsonl").write_text(json.dumps(row) + "\n")
     config = evaluate.EvaluateConfig(dataset=str(path / "unseen.jsonl"), run_dir=tmp_path)
     left = [problem.id for problem in evaluate.load_unseen(config)]
     assert left == [row["id"] for row in gross_problems(24, start=50) if row["id"] != "gross_51"]
-    assert "1 problems are left out: they were practised on" in capsys.readouterr().out
+    assert "1 problems are left out: they were used to make" in capsys.readouterr().out
     config.max_problems = 2  # of those that are left
     assert len(evaluate.load_unseen(config)) == 2
 

@@ -233,6 +233,31 @@ def test_an_earlier_library_is_kept_unless_it_is_the_same(tmp_path, capsys):
         assert read_questions(path) == [question]
 
 
+def test_an_endpoint_that_fails_leaves_the_library_alone(selected, monkeypatch, capsys):
+    library = selected[0] / "lib" / "selected_experiences.json"
+    before, answer_all = library.read_text(), select.answer_all
+
+    def fail(agent, problems, lessons, samples, **options):
+        return [[None] * samples for _ in problems]
+
+    def fail_with_a_lesson(agent, problems, lessons, *rest, **options):
+        call = fail if lessons else answer_all
+        return call(agent, problems, lessons, *rest, **options)
+
+    for broken, said in ((fail, "all requests failed"), (fail_with_a_lesson, "on every problem")):
+        monkeypatch.setattr(select, "answer_all", broken)
+        assert run(selected, select, *SELECT) == 2
+        assert said in capsys.readouterr().err
+        assert library.read_text() == before
+
+
+def test_a_library_without_lessons_replaces_no_kept_one(tmp_path):
+    library = tmp_path / "selected.json"
+    for items in ([{"content": "first"}], [], [{"content": "second"}]):
+        replace_library(library, items, [])
+    assert json.loads((tmp_path / "selected.prev.json").read_text()) == [{"content": "first"}]
+
+
 def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys):
     _, _, server = selected
     before = len(server.asked("chat/completions"))
@@ -256,7 +281,7 @@ def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
     left = evaluate.load_unseen(evaluate.EvaluateConfig(library=(library,), **where))
     assert len(left) == 88 - 52
     assert not seen & {problem.question for problem in left}
-    assert "52 problems are left out: they were practised on or tested" in capsys.readouterr().out
+    assert "52 problems are left out: they were used to make or to test" in capsys.readouterr().out
     copy = tmp_path / "copy.json"  # without the file beside it
     copy.write_text(library.read_text())
     sources = {item["source_question"] for item in json.loads(copy.read_text())}

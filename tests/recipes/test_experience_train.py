@@ -456,6 +456,31 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     assert place.summary()["failed calls"] == 1
 
 
+def test_a_call_that_fails_is_no_use_of_a_lesson(place, model):
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+    place.configure(attempts=1)
+    place.server.script(refuse(413, "prompt too long"))
+    assert place.run("generator", 1, "--max-problems", 2) == 0
+    sampled = place.rows()[1]["rollouts"]
+    (lesson,) = place.rows()[1]["library_after"][:1]
+    assert sum(r["error"] is None for r in sampled) == len(sampled) - 1 == lesson["usage_count"]
+
+
+def test_a_problem_that_changed_under_its_id_is_refused(place, capsys):
+    assert place.run("generator", 1, "--max-problems", 2) == 0
+    rows = [json.loads(line) for line in place.data.read_text().splitlines()]
+    rows[0]["question"] += " Tell."
+    place.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    assert place.run("generator", 1, "--max-problems", 3) == 2
+    assert "the problem pens_000 has changed since" in one_line(capsys)
+    for number in (2, 3):
+        assert place.run("generator", number, "--max-problems", 2) == 0
+    capsys.readouterr()
+    assert place.run("critic") == 2
+    assert "practised on different problems with the id pens_000" in one_line(capsys)
+
+
 @pytest.mark.parametrize(
     ("status", "says"),
     [
