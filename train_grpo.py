@@ -190,7 +190,8 @@ class GRPOTrainer:
                 scored = rewards + penalties
                 copies = copies_above_mean(groups, scored) if algorithm.distinct else None
                 advantages = group_advantages(scored, *algorithm.scaling, copies)
-                kept = has_signal(rewards) | (not algorithm.dynamic_sampling)  # (P,)
+                signal = has_signal(rewards, algorithm.advantage)  # (P,)
+                kept = signal | (not algorithm.dynamic_sampling)
                 advantages[~kept] = 0.0  # log dropped groups with advantage 0
 
                 # 4. learn from rollouts whose loss is not exactly zero, one update per mini-batch
@@ -226,7 +227,7 @@ class GRPOTrainer:
         groups: list[Group] = []
         reward_metrics: list[tuple[int, dict[str, float]]] = []
         for refill in range(config.sampling_rounds):  # one round without dynamic sampling
-            drawn = draw_problems(problems, groups, step, config.batch_size, config.seed)
+            drawn = draw_problems(problems, groups, step, config)
             if not drawn:
                 break
             mine = distributed.shard(drawn)

@@ -33,18 +33,20 @@ GPU_PACKED_ROWS = 4
 
 
 def draw_problems(
-    problems: Sequence[Problem], groups: Sequence[Group], step: int, count: int, seed: int
+    problems: Sequence[Problem], groups: Sequence[Group], step: int, config: GRPOConfig
 ) -> list[Problem]:
     """Draw the problems for the next sampling round of a step.
 
-    The first round draws `count` problems. Later rounds, with dynamic sampling, draw one problem
+    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw one problem
     for each group whose rewards are all equal. The result is a pure function of the arguments,
     like that of `problems_for_step`. The result is empty if every group has different rewards, or
     if no unused problem is left.
     """
+    count, seed = config.batch_size, config.seed
     if not groups:
         return problems_for_step(problems, step, count, seed)
-    missing = count - int(has_signal(reward_tensor(groups)).sum())
+    signal = has_signal(reward_tensor(groups), config.resolved_algorithm.advantage)
+    missing = count - int(signal.sum())
     drawn = [group.problem for group in groups]
     fresh = [problem for problem in problems if problem not in drawn]
     return random.Random(f"{seed} {step} {len(drawn)}").sample(fresh, min(missing, len(fresh)))

@@ -81,19 +81,24 @@ def test_what_a_step_draws_next():
     def group(problem, *rewards):
         return Group(problem, [], [], [], rewards)
 
-    first = draw_problems(problems, [], step=1, count=4, seed=0)
+    config = GRPOConfig(batch_size=4, seed=0)
+    first = draw_problems(problems, [], step=1, config=config)
     assert first == problems_for_step(problems, 1, 4, 0)
     rewards = [(1.0, 0.0), (1.0, 1.0), (0.0, None), (0.0, 1.0)]
     sampled = [group(p, *r) for p, r in zip(first, rewards, strict=True)]
-    more = draw_problems(problems, sampled, 1, 4, 0)
+    more = draw_problems(problems, sampled, 1, config)
     assert len(more) == 2  # the second and third taught nothing
     assert not set(more) & set(first)
-    assert more == draw_problems(problems, sampled, 1, 4, 0)  # a pure function
-    others = {tuple(draw_problems(problems, sampled, step, 4, 0)) for step in range(9)}
+    assert more == draw_problems(problems, sampled, 1, config)  # a pure function
+    others = {tuple(draw_problems(problems, sampled, step, config)) for step in range(9)}
     assert others > {tuple(more)}
     every = sampled + [group(p, 0.0, 0.0) for p in problems if p not in first]
-    assert draw_problems(problems, every, 1, 4, 0) == []  # the data are exhausted
-    assert draw_problems(problems, sampled[:1] * 4, 1, 4, 0) == []  # every place is filled
+    assert draw_problems(problems, every, 1, config) == []  # the data are exhausted
+    assert draw_problems(problems, sampled[:1] * 4, 1, config) == []  # every place is filled
+    almost = [group(first[0], 0.5, 0.5001)]  # equal for topr's shares
+    for name, places in (("topr", 4), ("grpo", 3)):
+        named = GRPOConfig(batch_size=4, seed=0, algorithm=name)
+        assert len(draw_problems(problems, almost, 1, named)) == places
 
 
 @pytest.mark.parametrize(
