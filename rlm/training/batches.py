@@ -37,10 +37,10 @@ def draw_problems(
 ) -> list[Problem]:
     """Draw the problems for the next sampling round of a step.
 
-    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw one problem
-    for each group whose rewards are all equal. The result is a pure function of the arguments,
-    like that of `problems_for_step`. The result is empty if every group has different rewards, or
-    if no unused problem is left.
+    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw
+    one problem for each group whose rewards are all equal. The result is a pure function of the
+    arguments, like that of `problems_for_step`. The result is empty if every group has different
+    rewards, or if no unused problem is left.
     """
     count, seed = config.batch_size, config.seed
     if not groups:
