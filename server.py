@@ -241,7 +241,7 @@ async def _serve(
         await watching
     if service.engine.state != "dead":
         return 0
-    if isinstance(service.engine.error, UsageError):
+    if isinstance(service.engine.error, UsageError) and not service.engine.was_ready:
         raise service.engine.error
     terminal.line("the engine stopped with an error; see the log")
     return 1

@@ -109,8 +109,8 @@ class GRPOTrainer:
         """Load the model and the start adapter.
 
         Args:
-            reward_fn: a RewardFunction, a function, or a list of these. The default is
-                CorrectnessReward.
+            reward_fn: a RewardFunction, a function, or a list of these. The default is the reward
+                named in config.reward, or else CorrectnessReward.
             tool: the tool that writes into completions (docs/how-to/tools.md). The default is the
                 tool named in config.tool.
 
@@ -120,9 +120,9 @@ class GRPOTrainer:
         """
         check_arguments(model_name, config)
         prepare_process()
-        reward = as_reward(reward_fn)
-        self.distributed = Distributed.from_env()
         config = config or GRPOConfig()
+        reward = as_reward(load_reward(config.reward) if reward_fn is None else reward_fn)
+        self.distributed = Distributed.from_env()
         self.base_hash = base_model_hash(str(model_name), download=config.backend == "local")
         self.config, start, tool = resolve_start(
             config, str(model_name), self.base_hash, tool, self.distributed.size

@@ -240,7 +240,7 @@ def announce(
     if steps < ENOUGH_STEPS:
         enough = epochs * math.ceil(ENOUGH_STEPS / steps)
         number = f"{steps} step{'s' * (steps > 1)}"
-        terminal.line(f"warning: {number}, which teaches little: type --epochs {enough}")
+        terminal.line(f"warning: {number}, which is too few: use --epochs {enough}")
 
 
 def summary_card(config: SFTConfig, history: dict) -> None:

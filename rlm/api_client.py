@@ -167,7 +167,7 @@ class ChatReply:
     prompt_tokens: int
     completion_tokens: int
     cost: float
-    reasoning: str = ""  # set if the server sends `reasoning_content`
+    reasoning: str = ""  # set if the server sends `reasoning` or `reasoning_content`
 
 
 class APIClient:
@@ -244,7 +244,10 @@ class APIClient:
         try:
             choice, tokens = reply["choices"][0], _token_counts(reply)
             text = _text(choice["message"]["content"])
-            reasoning = _text(choice["message"].get("reasoning_content"))
+            message = choice[
+                "message"
+            ]  # vLLM and OpenRouter send "reasoning", others the longer name
+            reasoning = _text(message.get("reasoning") or message.get("reasoning_content"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise APIError(f"{self.url}: the reply has no message or no usage", 200) from error
         cost = self.price.cost(*tokens)
@@ -273,9 +276,8 @@ class APIClient:
         except UsageError:  # the server does not answer, or it does not list its models
             return {}
         about = info.get("model") or {}
-        found = {"base": about.get("base_hash"), "lessons": info.get("experiences")}
-        if model == about.get("adapter"):
-            found["adapter"] = about.get("adapter_sha256")
+        found = {"base": about.get("base_hash"), "lessons": info.get("experiences_id")}
+        found["adapter"] = info.get("about", {}).get(model, {}).get("sha256")
         return {name: value for name, value in found.items() if value}
 
     def post(

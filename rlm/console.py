@@ -38,7 +38,7 @@ def _write_reward(options: Sequence[str]) -> int:
 
     if len(options) != 1 or options[0].startswith("-"):
         print_stderr("usage: rlm reward FILE.py (a new file, for --reward FILE.py:reward)")
-        return 0 if options == ["--help"] else 2
+        return 0 if options in (["--help"], ["-h"]) else 2
     try:
         write_reward_template(Path(options[0]))
     except UsageError as error:

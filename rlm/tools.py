@@ -93,13 +93,12 @@ class Calculator:
         >>> Calculator()("So it is 3 * 0.5 = <<3*0.5=")
         '1.5>>'
         """
-        _, mark, expression = text[-MAX_LENGTH - 3 :].rpartition("<<")
-        if not mark or not expression.endswith("="):
-            return None
-        if len(expression) > MAX_LENGTH:
+        _, mark, after = text[-MAX_LENGTH - 3 :].rpartition("<<")
+        expression = after.removesuffix("=")
+        if not mark or expression == after or len(expression) > MAX_LENGTH:
             return None
         try:
-            result = write_decimal(evaluate_expression(expression[:-1]))
+            result = write_decimal(evaluate_expression(expression))
         except (ValueError, ZeroDivisionError):
             return None
         return None if result is None else result + ">>"

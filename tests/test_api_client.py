@@ -119,11 +119,26 @@ def test_texts_in_parts_none_and_reasoning_that_comes_apart(server):
     parts = [{"type": "thinking", "thinking": "…"}, {"type": "text", "text": "4"}]
     apart = chat_reply(None, finish="length")
     apart.body["choices"][0]["message"]["reasoning_content"] = "2 and 2"
-    server.script(chat_reply([*parts, {"type": "text", "text": "2 \ud83d"}]), apart)
+    renamed = chat_reply("4")
+    renamed.body["choices"][0]["message"]["reasoning"] = "2 and 2"  # vLLM, OpenRouter
+    server.script(chat_reply([*parts, {"type": "text", "text": "2 \ud83d"}]), apart, renamed)
     client = client_of(server)
-    first, second = client.chat(HELLO, **ASK), client.chat(HELLO, **ASK)
+    first, second, third = (client.chat(HELLO, **ASK) for _ in range(3))
+    assert (third.text, third.reasoning) == ("4", "2 and 2")
     assert (first.text, first.reasoning) == ("42 ?", "")
     assert (second.text, second.reasoning) == ("", "2 and 2")
+
+
+def test_served_weights_are_those_of_the_named_adapter(server, monkeypatch):
+    about = {name: {"sha256": name * 8} for name in ("a", "b")} | {"base": {"sha256": None}}
+    info = {"model": {"adapter": "a", "base_hash": "h"}, "about": about, "experiences_id": None}
+    pages = {"models": {"data": [{"id": "a", "owned_by": "rlm"}]}}
+    monkeypatch.setattr(APIClient, "_send", lambda self, way, path, usage: pages.get(path, info))
+    client = client_of(server)
+    assert client.served_weights("b") == {"base": "h", "adapter": "b" * 8}
+    assert client.served_weights("base") == {"base": "h"}
+    info["experiences_id"] = "3 lessons"
+    assert client.served_weights("a") == {"base": "h", "adapter": "a" * 8, "lessons": "3 lessons"}
 
 
 def test_a_reply_without_a_count_keeps_nobody_waiting(server):

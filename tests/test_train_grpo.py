@@ -196,20 +196,23 @@ def validated(*means, measure="accuracy", problems=6):
     return record
 
 
+LAST, BETTER = "the adapter after the last step (2)", "scored better than"
+
+
 @pytest.mark.parametrize(
     ("record", "options", "step", "said"),
     [
         # Six problems, as of the walk that lost its run: 5 against 3 of 6 says nothing.
-        (validated(1, 5, 3), {}, 2, "the last step, 2: step 1 was ahead by +33.3 points"),
-        (validated(1, 5, 3), {}, 2, "(95 % interval -33.4 to +100.0, best of 2); which may be"),
+        (validated(1, 5, 3), {}, 2, f"{LAST}; step 1 scored better by +33.3 points"),
+        (validated(1, 5, 3), {}, 2, "(95 % interval -33.4 to +100.0, best of 2); not signif"),
         (validated(1, 5, 3), {"stopped": "the KL rose"}, 1, "; the KL rose"),
         # 20 more of 100: t = 4.97, p far below 0.05 / 2.
-        (validated(10, 60, 40, problems=100), {}, 1, "step 1: ahead of the last step, 2, by +20.0"),
-        (validated(60, 30, 40, problems=100), {}, 0, "the start: ahead of the last step, 2"),
-        (validated(1, 2, 2), {}, 2, "the last step, 2: it is the best, too"),  # of equals the later
-        (validated(0, 5, 0, problems=5), {}, 2, "fewer than 6 problems decide nothing"),
-        (validated(), {}, 2, "the last step, 2: nothing was validated"),
-        (validated(1, 5), {}, 2, "the last step, 2: it was not validated"),
+        (validated(10, 60, 40, problems=100), {}, 1, f"step 1, which {BETTER} {LAST}, by +20.0"),
+        (validated(60, 30, 40, problems=100), {}, 0, f"the initial adapter, which {BETTER}"),
+        (validated(1, 2, 2), {}, 2, f"{LAST}, which is also the best"),  # of equals the later
+        (validated(0, 5, 0, problems=5), {}, 2, "to compare (fewer than 6)"),
+        (validated(), {}, 2, f"{LAST}; nothing was validated"),
+        (validated(1, 5), {}, 2, f"{LAST}; it was not validated"),
     ],
 )
 def test_the_best_step_is_exported_only_if_its_lead_is_no_chance(record, options, step, said):
@@ -232,7 +235,7 @@ def test_problems_without_a_verdict_are_not_compared():
     for step, scores in enumerate([[None] * 8, [9.0, None, *[1.0] * 6], [None, 9.0, *[0.5] * 6]]):
         record.add(step, scores)
     assert record.start.mean == 0.0
-    assert "step 1: ahead of the last step, 2, by +0.500" in choose_export(record, 2)[1]
+    assert f"step 1, which {BETTER} {LAST}, by +0.500" in choose_export(record, 2)[1]
 
 
 def test_the_summary_shows_start_best_and_last(capsys):
@@ -383,7 +386,7 @@ def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, mo
     start = {name: tensor.clone() for name, tensor in trainer.adapter.items()}
     summary = trainer.train(PROBLEMS, PROBLEMS[:20])
     assert (summary["step"], summary["accuracy"]) == (0, 1.0)
-    assert "the start: ahead of the last step, 2, by +0.950 (" in summary["reason"]
+    assert "(2), by +0.950 (" in summary["reason"]
     assert all(torch.equal(t, start[name]) for name, t in trainer.adapter.items())
 
 

@@ -76,13 +76,15 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         columns: field → column, in the form that `parse_columns` returns. `a.b` is the value of key
             b of the object in column a (verl: `reward_model.ground_truth`), `a.0` is the first
             entry of the list in column a, and `a+b` joins the texts of columns a and b. For the
-            field answer_type, an answer type instead of a column applies to all rows.
+            field answer_type, an answer type instead of a column applies to all rows. A named
+            question replaces the other columns that could contain the question, such as a chat.
 
     Raises:
         MissingColumn: the row lacks one of the columns.
     """
     found = {field: _field_of(row, field, column) for field, column in columns.items()}
     used = {*columns.values()} | {part for column in columns.values() for part in column.split("+")}
+    used |= {*CHAT_FIELDS, *QUESTION_FIELDS} if "question" in columns else set()
     return {name: value for name, value in row.items() if name not in used} | found
 
 
@@ -147,9 +149,10 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     """
     names = {**{column: column for column in row}, **columns}  # our field → column of the row
     solution = names.get("solution")
-    chat = next((name for name in CHAT_FIELDS if row.get(name) is not None), None)
+    renamed = rename_columns(row, columns)
+    chat = next((name for name in CHAT_FIELDS if renamed.get(name) is not None), None)
     question = chat or question_column(names)
-    if chat is None and _ends_with_reply(rename_columns(row, columns)):
+    if chat is None and _ends_with_reply(renamed):
         chat = question
     worked = chat or names.get("completion", solution)
     answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and "reward_model.ground_truth")
@@ -224,7 +227,7 @@ def read_chat(row: Row) -> Row:
         is_answered = completion is None and prompt[-1:] and prompt[-1][0] == "assistant"
         last = prompt.pop()[1] if is_answered else _last_text(completion)
     elif isinstance(completion, str | list) and asked is not None:
-        prompt, last = [("user", asked)], _last_text(completion)
+        prompt, last = [("user", str(asked))], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and _given(row, ANSWER_FIELDS) is None:
         return {**row, **_read_completion(solution, row, str(asked))}
     else:
@@ -235,7 +238,8 @@ def read_chat(row: Row) -> Row:
     used = {*CHAT_FIELDS, "completion", *QUESTION_FIELDS}
     rest = {k: v for k, v in row.items() if k not in used}
     found = _read_completion(last, rest, turns[0]) if last else {}
-    return {"question": turns[0], **found, **{k: v for k, v in rest.items() if v is not None}}
+    given = {k: v for k, v in rest.items() if v is not None}
+    return {**rest, "question": turns[0], **found, **given}
 
 
 def _chat(row: Row) -> list[Any] | None:
@@ -402,7 +406,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     if str(row.get("answer_type")).strip().lower() in ("number", "text", "open"):
         return [], []
     found = _given(row, CHOICE_FIELDS)
-    if found is None:
+    if found in (None, ""):  # "": an empty cell of a CSV file
         names = _lettered(row)
         return [name[-1] for name in names], [str(row[name]) for name in names]
     found = _parsed(found)
@@ -436,7 +440,7 @@ def _lettered(row: Row) -> list[str]:
     named = (("", LETTERS), *ANSWER_COLUMNS, *numbered)
     for prefix, marks in named:
         names = [prefix + mark for mark in marks]
-        found = [*itertools.takewhile(lambda name: row.get(name) is not None, names)]
+        found = [*itertools.takewhile(lambda name: row.get(name) not in (None, ""), names)]
         if len(found) > 1:
             return found
     return []
@@ -467,11 +471,13 @@ def _place_of(
 
 def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
     """Return the solution in a completion, and the answer if the row itself has no answer."""
-    if "####" in text and "<think>" not in text:
+    has_answer = _given(rest, ANSWER_FIELDS) is not None
+    is_number = rest.get("answer_type") in (None, "number")
+    if "####" in text and "<think>" not in text and is_number and not has_answer:
         return {"answer": text}  # the format of GSM8K, which `parse_row` splits
     solution = without_tags(FINAL_LINE.sub("", text))
     found = {} if parse_number(solution) is not None else {"solution": solution}
-    if _given(rest, ANSWER_FIELDS) is None and rest.get("answer_type") != "open":
+    if not has_answer and rest.get("answer_type") != "open":
         is_proof = _PROOF.search(question) and not _ASKS.search(question)
         if is_proof and not _STATED.search(text):
             raise LeftOut("with a proof instead of a final answer")

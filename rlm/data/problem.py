@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
 TAKEN_FIELDS |= {"reasoning_format", "is_truncated", "strict_verdict"}
 TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
+TAKEN_FIELDS |= {"reference_answers"}
 NEEDED = (
     f"expected rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
     "Problems"
@@ -381,7 +382,7 @@ def parse_row(
     elif kind != "open" and READERS[kind](answer) is None:
         raise NotAnAnswer(f"the answer is not a {kind}: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
-    columns = {k: v for k, v in row.items() if v is not None and k not in TAKEN_FIELDS}
+    columns = {k: v for k, v in row.items() if k not in TAKEN_FIELDS}
     name, solution = _text(row, "id", default=default_id), without_tags(solution)
     return [Problem(name, question, answer, solution, columns, answer_type=kind)]
 

@@ -92,13 +92,14 @@ def read_json(path: Path) -> Iterator[tuple[int, bytes | Row]]:
         start = stream.read(64)
         encoding = "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
         is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        is_json = path.name.lower().removesuffix(".gz").endswith(".json")
         stream.seek(0)
-        if encoding or is_array or ".json" in path.suffixes:
+        if encoding or is_array or is_json:
             data = stream.read()
             data = data.decode(encoding).encode() if encoding else data
             data = data.removeprefix(codecs.BOM_UTF8)
             rows = _read_whole(data)
-            if rows is None and is_array and ".json" in path.suffixes:
+            if rows is None and is_array and is_json:
                 raise ValueError("the file is not a JSON array of objects")
             if rows is not None:
                 yield from enumerate(rows, 1)
@@ -159,6 +160,10 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     The first line contains the names of the columns. The separator is the comma, semicolon, tab or
     bar that splits the first line into the most columns. The encoding is UTF-8, UTF-16 with a byte
     order mark, or cp1252 (Windows) if the file is not valid UTF-8.
+
+    Raises:
+        ValueError, csv.Error: a row has more cells than the first line, or a quote is misplaced.
+            Otherwise, parts of an answer or whole rows would be lost.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
@@ -173,9 +178,21 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
             logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
     head = text.split("\n", 1)[0]
     separator = max(",;\t|", key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
-    for number, row in enumerate(csv.DictReader(io.StringIO(text, ""), delimiter=separator), 1):
-        row.pop(None, None)  # drop the cells beyond the last column
-        yield number, row
+    reader = csv.DictReader(io.StringIO(text, ""), delimiter=separator, strict=True)
+    number = 0
+    try:
+        for number, row in enumerate(reader, 1):
+            if any(row.pop(None, [])):  # type: ignore[call-overload]  # cells beyond the last column
+                raise ValueError(
+                    f"row {number} has more cells than the first line has names: put quotes around "
+                    f"a cell that contains {separator!r}"
+                )
+            yield number, row
+    except csv.Error as error:
+        raise ValueError(
+            f"row {number + 1}: {error}; a cell that contains a quote needs quotes around it, and "
+            'the quote itself is written as ""'
+        ) from error
 
 
 # The function that reads each format, by file suffix without .gz.

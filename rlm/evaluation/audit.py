@@ -22,6 +22,7 @@ from pathlib import Path
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Format
 from rlm.evaluation.statistics import wilson_interval
+from rlm.grading import split_completion
 from rlm.runs import read_log, replace_json
 
 TIME_LIMIT = 5.0  # time limit of math-verify for one answer, in seconds
@@ -149,7 +150,7 @@ def audit_samples(
         strict, lenient = (asked.grade(text, gold, strict=flag) for flag in (True, False))
         verdicts: dict[str, bool | None] = {"strict": strict.correct, "lenient": lenient.correct}
         if second:
-            verdicts["math-verify"] = second(gold, text.rpartition(f"</{format.reasoning_tag}>")[2])
+            verdicts["math-verify"] = second(gold, split_completion(text, format.reasoning_tag)[1])
         result.completions += 1
         result.correct.update({name: int(bool(right)) for name, right in verdicts.items()})
         sample = {"id": group["problem"], "gold": gold, "completion": text}

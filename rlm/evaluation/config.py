@@ -154,7 +154,7 @@ class EvaluateConfig:
         values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
         values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
         values["tool"] = last.resolve_tool(given.get("tool", "auto"))
-        values["reward"] = given.get("reward") or reward_of(infos)
+        values["reward"] = given["reward"] if "reward" in given else reward_of(infos)
         trained_with = [info.run.get("config", {}).get("max_new_tokens") or 0 for info in infos]
         values.setdefault("max_new_tokens", max(MAX_NEW_TOKENS, *trained_with, 0))
         return values

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlm.data import dataset_name
 from rlm.evaluation.statistics import wilson_interval
 from rlm.model import AdapterInfo, hub_base, licence_of, public_dataset
 
@@ -40,7 +41,7 @@ def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
         return text
     base, run = hub_base(info), info.run
     parts = public_dataset(info.dataset).split("+") if info.dataset else []
-    names = [DATA_LICENCES.get(part.partition(":")[0], ("", ""))[1] for part in parts]
+    names = [_known(part)[1] for part in parts]
     head = [f"base_model: {base}", *([] if merged else ["library_name: peft"])]
     head += ["tags: [grpo, reasoning]"] if info.stage == "grpo" else ["tags: [sft, reasoning]"]
     if any(names):
@@ -131,7 +132,12 @@ def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[st
 
 
 def _licence(part: str) -> str:
-    return DATA_LICENCES.get(part.partition(":")[0], (UNKNOWN, ""))[0]
+    return _known(part)[0] or UNKNOWN
+
+
+def _known(part: str) -> tuple[str, str]:
+    """Return the licence and the hub name of a dataset, or empty strings."""
+    return DATA_LICENCES.get(dataset_name(part).partition(":")[0], ("", ""))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rlm.grading.numbers import (
 AnswerType = Literal["number", "choice", "text", "open"]
 ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
 MAX_CHOICE = 1000  # maximum length of a text with a choice; the patterns below may be quadratic
+MAX_TEXT = 1000  # a longer text is compared as a whole, and never as a number
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
@@ -41,15 +42,18 @@ _LETTER = re.compile(
 )
 # Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
 _ANOTHER = re.compile(
-    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
+    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|is|else|option|choice|answer)"
     r"\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"  # not the words in "but I think"
-    r"|(?<!\w)\(?[A-J][).:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
+    r"|(?<!\w)[(\[]?[A-J][)\].:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
 _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 _TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
 _SIZE_COMMAND = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)")  # \dfrac, \left(
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+# Superscripts and, after a digit, subscripts: 10² is not 102, and 10₂ is not 102. H₂O is H2O.
+_SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]+)|(?<=[0-9])[₀-₎]+")
+_INTERVAL = re.compile(r"(?=.*[\[\]])[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
 
 
 def read_choice(text: str) -> str | None:
@@ -79,7 +83,8 @@ def read_text(text: str) -> str | None:
     """Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
     A number without words is compared by its value, because answers of mathematics mix both. A
-    number with a leading zero and a pair in brackets remain texts.
+    number with a leading zero and a pair in brackets remain texts. The brackets of an interval such
+    as [0, 1) and the mark of a factorial are part of the answer.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
@@ -87,17 +92,30 @@ def read_text(text: str) -> str | None:
     (True, False)
     >>> read_text("007") == read_text("7"), read_text("(100,200)") == read_text("100200")
     (False, False)
+    >>> read_text("[0, 1)") == read_text("(0, 1]"), read_text("10²") == read_text("102")
+    (False, False)
     """
-    text = _SIZE_COMMAND.sub("", text[:1000])
+    if len(text) > MAX_TEXT:
+        return _folded(text) or None
+    text = _SIZE_COMMAND.sub("", text)
     if "\\boxed" not in text:  # an answer tag must not contain a box
         text = _TEXT_COMMAND.sub(r"\1", text)
-    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
-    is_text = re.match(r"0\d", plain) or re.search(r"[(\[][^)\]]*,", text)
+    text = _SCRIPTS.sub(lambda found: ("^" if found["up"] else "_") + found[0], text)
+    plain = _folded(text)
+    if interval := _INTERVAL.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
+        return re.sub(r"\s*,\s*", ",", interval[0])
+    mark = "!" if re.search(r"\d![\s.$*_)]*$", plain) else ""
+    plain = plain.strip(_EDGES) + mark
+    is_text = mark or re.match(r"0\d", plain) or re.search(r"[(\[][^)\]]*,", text)
     if not is_text and not any(map(str.isalpha, _COMMAND.sub("", plain))):
         for number in (parse_number(text), parse_number(plain)):
             if number is not None:
                 return str(number)
     return plain or None
+
+
+def _folded(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 # The function that reads each answer type. It returns a key that is the same for equal answers, or

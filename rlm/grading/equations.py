@@ -99,7 +99,8 @@ _CONTINUES = (
     rf"[.,:]?\d|[ \t]+\d|{_SIGN}[($-]*+(?:[\d.]|[A-Za-z]\b)|[A-Za-z]\b|[eE][-+]?\d|[(_]\w"
     r"|[ \t]*(?:\^[-\w({\\]|[√π±²³¼½¾]|\\(?:frac|sqrt|pi)|of[ \t]+\$?\d"
     rf"|(?i:(?:{OPERATOR_WORD}|minus|point)[ \t]+(?:[\d$(]|{NUMBER_WORD})"
-    rf"|(?:more|less) than[ \t]+\$?\d|(?:{FRACTION_WORD}|{SCALE_WORD}|dozen|(?:and a )?half"
+    r"|(?:more|less) than[ \t]+\$?\d|(?:r|rem|remainder)[ \t]*\d"
+    rf"|(?:{FRACTION_WORD}|{SCALE_WORD}|dozen|(?:and a )?half"
     r"|squared|cubed|factorial)\b))"
 )
 # The pattern also matches a chain without a result, so that the search does not start again at the
@@ -135,6 +136,9 @@ _REWRITES = {
     r"(?m)^[ \t]*−[ \t]*|−": "-",  # at the start of a line, unlike "-", a sign and never a bullet
     r"\\(?=[$%])": "",
     r"\\[,;:!]": " ",
+    r"(?<=\d)([ \t]+)–(?=[ \t]+\d)": r"\1-",
+    r"(=\s*)\*\*([-$\d.,]+)\*\*": r"\1\2",  # 3 + 4 = **7**
+    r"(=\s*)\\boxed\{([-$\d.,]+)\}": r"\1\2",
     r"&[ \t]*=|=[ \t]*&": "=",  # the alignment of LaTeX
 }
 _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]

@@ -39,7 +39,7 @@ class Claim:
 
 
 # Regular expressions of words. The patterns that contain them ignore case.
-SCALE_WORD = "(?:hundred|thousand|(?:m|b|tr)illion)s?"
+SCALE_WORD = "(?:hundred|thousand|(?:m|b|tr|quadr|quint)illion)s?"
 _NAMES = (
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|"
     "sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
@@ -55,6 +55,7 @@ FRACTION_WORD = (
 OPERATOR_WORD = r"(?:plus|times|mod(?:ulo)?|choose|(?:divided|multiplied)\s+by)"
 
 _CHARACTERS = {"−": "-", "≃": "≈", "≅": "≈", "≈": "≈", "⁄": "/", "∕": "/", "°": " degrees "}
+_CHARACTERS |= {"∞": "\\infty "}
 _CHARACTERS |= dict.fromkeys("·π!", "^") | dict.fromkeys("→⇒", ":") | dict.fromkeys("…。", ". ")
 _CHARACTERS |= dict.fromkeys("‘’", "'") | dict.fromkeys("“”«»", '"') | {"、": ", ", "•": "*"}
 _CATEGORIES = {"Zs": " ", "Zl": "\n", "Zp": "\n", "Pd": "-", "Sc": "$", "Sm": "^", "Cf": "`"}
@@ -279,12 +280,18 @@ def _claims(text: str) -> tuple[list[Claim], list[str]]:
     return claims, before
 
 
+# LaTeX commands of an expression: \frac{a}{2}, (-\infty, 5).
+_EXPRESSION = re.compile(r"\\(?:[dt]?frac|sqrt|infty|binom|log|ln|sin|cos|tan)(?![A-Za-z])")
+
+
 def read_number(region: str) -> Claim:
     """Return the only number in a region of a text, or the reason why there is no such number."""
     region = region.strip()
     if (value := parse_number(region)) is not None:
         return Claim(value, region)
     claims, _ = _claims(region[-_MAX_REGION:])
+    if _EXPRESSION.search(_rewrite(re.split("[=≈]", region[-_MAX_REGION:])[-1])):
+        return Claim(None, region, "not_a_number")
     values = {claim.value for claim in claims}
     if len(values) > 1 or (None in values and len(claims) > 1):
         return Claim(None, region, "several_numbers")

@@ -200,6 +200,8 @@ def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[
     }
     if "quantize" in values:
         values["quantize"] = pick_quantization(values["quantize"])
+    elif start and start.run:
+        values["quantize"] = start.quantize
     if values.keys() >= {"model", "dataset"}:
         return values
     setup = default_setup()

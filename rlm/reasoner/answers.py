@@ -177,11 +177,17 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
     )
 
 
-def length_warnings(stream: ReasoningStream) -> list[str]:
-    """Return warnings about completions that max_new_tokens cut off, with advice."""
+def length_warnings(stream: ReasoningStream, longest: int) -> list[str]:
+    """Return warnings about completions that max_new_tokens cut off, with advice.
+
+    Args:
+        longest: the largest max_new_tokens that the server accepts.
+    """
     n, limit = len(stream.completions), stream.max_new_tokens
     of = f" in {{}} of {n} answers" if n > 1 else ""
-    larger = f"max_new_tokens ({limit}): send a larger one"
+    larger = f"max_new_tokens ({limit})"
+    larger += ", the server's limit (--max-new-tokens)" * (limit >= longest)
+    larger += "; send a larger one" * (limit < longest)
     found = []
     if cut := [state for state in stream.completions if state.out_of_room]:
         fewest = min(state.reasoning_tokens for state in cut)

@@ -57,6 +57,7 @@ class ReasoningParser:
         self.phase = "start"  # then "reasoning", "answer", or "done" after a stop string
         self.opened = self.closed = False
         self._held = ""  # text held back: a possible tag or stop string, or trailing space
+        self._tail = ""  # the stop string that ended the answer, and the text held after it
         self._begun = False  # whether the current part contains non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
@@ -82,15 +83,28 @@ class ReasoningParser:
             answer = self._all_but_the_tags()
         elif self.phase == "answer":
             self._held = self._stripped(self._drop.sub("", self._held))
-            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-            if found:
-                answer = self._stripped(self._held[: min(found)]).rstrip()
-                self.phase = "done"
-            else:
+            unsure = max(_overlap(self._held, tag) for tag in self._format.answer_tags)
+            found, answer = self._up_to_stop(len(self._held) - unsure)
+            if not found:
                 answer = self._certain(self._format.answer_tags, self._stop)
         if self.phase == "done":
             self._held = ""
         return reasoning, answer
+
+    def _up_to_stop(self, end: int) -> tuple[bool, str]:
+        """Search the first `end` held characters for a stop string.
+
+        The characters after them may belong to a tag.
+
+        Returns:
+            Whether there is a stop string, and the text before it.
+        """
+        starts = [at for stop in self._stop if (at := self._held.find(stop, 0, end)) >= 0]
+        if not starts:
+            return False, ""
+        answer, self._tail = self._held[: min(starts)], self._held[min(starts) :]
+        self.phase = "done"
+        return True, self._stripped(answer).rstrip()
 
     def _all_but_the_tags(self) -> str:
         opening, closing = self._format.answer_tags
@@ -109,6 +123,9 @@ class ReasoningParser:
         if self.phase == "answer" and self._verbatim:
             rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
             return "", rest if self._begun else ""
+        if self.phase == "answer" and (stopped := self._up_to_stop(len(self._held)))[0]:
+            self._held = ""
+            return "", stopped[1]
         rest, self._held = self._stripped(self._held).rstrip(), ""
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
@@ -118,15 +135,16 @@ class ReasoningParser:
         The text is parsed again character by character, because stop strings are matched in the
         text without leading spaces and tags.
         """
-        again = ReasoningParser(self._format, self._stop)
-        for end, letter in enumerate(text, 1):
-            again.feed(letter)
-            if again.phase == "done":
-                starts = range(end - 1, -1, -1)
-                return text[
-                    : next(s for s in starts if self._drop.sub("", text[s:end]) in self._stop)
-                ]
-        return text
+        again, end = ReasoningParser(self._format, self._stop), 0
+        while end < len(text) and again.phase != "done":
+            again.feed(text[end])
+            end += 1
+        if again.phase != "done":
+            again.finish()
+        if again.phase != "done":
+            return text
+        starts = range(end - 1, -1, -1)
+        return text[: next(s for s in starts if self._drop.sub("", text[s:end]) == again._tail)]
 
     @property
     def closing_begun(self) -> bool:

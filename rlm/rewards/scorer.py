@@ -115,11 +115,14 @@ class Scorer:
             gold, kind = problem.answer, problem.answer_type
             verdicts.append([grade(text, gold, strict=True, kind=kind, **tags) for text in texts])
         parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
+        # A column that a row lacks is None, so that a reward may name it in its signature.
+        missing = dict.fromkeys(name for problem in problems for name in problem.columns)
         rollouts = [
             (
                 text,
                 problem.answer,
                 {
+                    **missing,
                     **problem.columns,
                     "question": problem.question,
                     "solution": problem.solution,

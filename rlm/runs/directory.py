@@ -33,7 +33,7 @@ from rlm.runs.atomic_files import (
     replace_json,
 )
 from rlm.runs.checkpoints import Checkpoints, writing
-from rlm.runs.trackers import Tracker, open_tracker
+from rlm.runs.trackers import RUN_ID, Tracker, open_tracker
 
 # Each of these logs has one or more lines per step.
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
@@ -69,7 +69,7 @@ class RunDirectory:
         Args:
             path: the directory.
             resume: whether to continue the run in the directory. If False, an earlier run with
-                checkpoints is moved away.
+                checkpoints that made at least one step is moved away.
             writes: False in all processes except the main process. The logs of these processes are
                 dropped.
 
@@ -94,8 +94,11 @@ class RunDirectory:
         self._lock = self._lock_directory()
         if not resume:
             if self.checkpoints.folder.exists():
-                self._put_away()
-            for name in LOGS:
+                if any(self.checkpoints.steps()) or read_log(self.metrics_file):
+                    self._put_away()
+                else:  # it ended before its first step, and must not replace an earlier NAME.prev
+                    shutil.rmtree(self.checkpoints.folder)
+            for name in (*LOGS, RUN_ID):
                 (path / name).unlink(missing_ok=True)
         self.checkpoints.clean()
 

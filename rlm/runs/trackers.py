@@ -8,11 +8,11 @@ used, and training continues.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import math
 import netrc
 import os
+import secrets
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +30,7 @@ ALIASES = {
     "optim/grad_norm": "training/grad_norm",
     "eval/accuracy": "val/accuracy",
 }
+RUN_ID = ".run_id"  # file in the run directory with the id of the run for its tracker
 TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
 TABLE_ROWS = 16  # maximum number of rows in a table; samples.jsonl contains all completions
 
@@ -141,7 +142,8 @@ class _Trackio:
         with contextlib.redirect_stdout(None):  # trackio prints a page of advice
             self._run = self._trackio.init(
                 project=_project(),
-                name=run_dir.name,
+                # Trackio resumes the run of this name, in whatever directory it was made.
+                name=f"{run_dir.name}-{_run_id(run_dir)}",
                 config=dict(config),
                 resume="allow",
             )
@@ -195,6 +197,8 @@ def _has_wandb_key() -> bool:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Return an id that does not change when the run is resumed: a hash of its path and inode."""
-    identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
-    return hashlib.sha256(identity.encode()).hexdigest()[:12]
+    """Return the id of a run, which is kept in its directory, so that a resumed run finds it."""
+    file = run_dir / RUN_ID
+    if not file.exists():
+        file.write_text(secrets.token_hex(6))
+    return file.read_text()

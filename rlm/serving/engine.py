@@ -169,7 +169,7 @@ class Engine:
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._running: dict[str, dict[int, RunningRequest]] = {}  # by replica and handle
         self._step_began: float | None = None
-        self.state = "loading"
+        self.state, self.was_ready = "loading", False
         self.error: Exception | None = None  # the error that stopped the engine
         self.tokens_drawn = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -221,7 +221,7 @@ class Engine:
             self._replicas = self._load()
             for name in self._replicas:
                 self._reset(name)
-            self.state = "ready"
+            self.state, self.was_ready = "ready", True
             self._loop()
         except Exception as error:
             log_error("engine_died", error)

@@ -67,7 +67,7 @@ def _wait_until_ready(process: subprocess.Popen, url: str, log: Path | None) -> 
     end = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < end:
         try:
-            if httpx2.get(url, timeout=2).status_code == 200:
+            if httpx2.get(url, timeout=2, trust_env=False).status_code == 200:
                 return
         except httpx2.TransportError:
             pass  # not listening yet

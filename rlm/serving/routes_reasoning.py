@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +24,7 @@ from rlm.reasoner import (
     verify,
     without_marks,
 )
-from rlm.serving.engine import RunningRequest
+from rlm.serving.engine import PING_SECONDS, RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.models import ServedAdapter
 from rlm.serving.schema import (
@@ -81,7 +82,10 @@ def _report(
     seconds = running.seconds
     asked = request.expected_answer
     expected = None if asked is None else str(asked)  # validation has converted numbers to strings
-    format, warnings = running.stream.format, length_warnings(running.stream)
+    format, warnings = (
+        running.stream.format,
+        length_warnings(running.stream, service.limits.new_tokens),
+    )
     verifier = None
     if expected and (why := _incomparable(expected, format.answer_type)):
         warnings.append(f"expected_answer was not compared: {why}")
@@ -179,9 +183,12 @@ async def _events(
     }
     yield event(start, "start")
     told: set[int] = set()
+    sent = time.monotonic()
     try:
         async for texts in running:
-            if not texts:
+            # Only the other samples may have new text, which is not sent.
+            if not texts or time.monotonic() - sent >= PING_SECONDS:
+                sent = time.monotonic()
                 yield COMMENT
             for row, reasoning, answer, by_tool in texts:
                 mark = {"tool": True} if by_tool else {}
@@ -189,6 +196,7 @@ async def _events(
                     yield event({"sample": 0, "delta": reasoning, **mark}, "reasoning")
                 if row == 0 and answer:
                     yield event({"sample": 0, "delta": answer, **mark}, "answer")
+                sent = time.monotonic() if row == 0 else sent
             for sample in _just_finished(running, told):
                 yield sample
         for sample in _just_finished(running, told):
@@ -229,7 +237,12 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
         "default_adapter": models.default,
         "answer_types": {name: one.answer_types for name, one in models.adapters.items()},
         "about": {
-            name: {"stage": one.stage, "dataset": one.dataset, "questions": one.questions}
+            name: {
+                "stage": one.stage,
+                "sha256": one.sha256,
+                "dataset": one.dataset,
+                "questions": one.questions,
+            }
             for name, one in models.adapters.items()
         },
         "limits": {
@@ -244,6 +257,7 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
             "deadline_s": limits.seconds,
         },
         "experiences": len(service.experiences),
+        "experiences_id": service.experiences_id,
         "defaults": {
             "max_new_tokens": limits.new_tokens,
             "temperature_one": 0.0,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from rlm.data import (
     render_prompt,
 )
 from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
+from rlm.runs import data_id
 from rlm.sampling import (
     GrammarMatcher,
     SamplingParams,
@@ -62,6 +64,9 @@ class Service:
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
         self.experiences, self._nearest = experiences, nearest
+        self.experiences_id = None
+        if experiences:
+            self.experiences_id = data_id("lessons", [asdict(lesson) for lesson in experiences])
         self.public_url: str | None = None
         self.draining = False  # accepted requests continue, new requests are rejected
         self._running: dict[str, RunningRequest] = {}

@@ -97,8 +97,9 @@ def copies_above_mean(groups: Sequence[Group], rewards: Tensor) -> Tensor:
         seen: set[tuple[int, ...]] = set()
         for row, completion in enumerate(group.completions):
             tokens = tuple(completion.token_ids)
-            copies[place, row] &= tokens in seen
-            seen.add(tokens)
+            if copies[place, row]:
+                copies[place, row] = tokens in seen
+                seen.add(tokens)
     return copies
 
 

@@ -67,7 +67,7 @@ class Algorithm:
             {
                 "sequence": "mean over tokens, then over rollouts",
                 "constant": f"sum over tokens / (rollouts · {length})",
-                "token": "mean over all tokens of the step",
+                "token": "mean over all tokens of the update",
             }[self.aggregation],
         ]
         if self.negative_weight != 1:
@@ -75,9 +75,9 @@ class Algorithm:
         if self.distinct:
             parts.append("equal completions above the mean count once")
         if self.signal_only:
-            parts.append("groups without a difference do not count")
+            parts.append("groups with equal rewards are excluded")
         if self.dynamic_sampling:
-            parts.append("groups without a difference are replaced")
+            parts.append("groups with equal rewards are replaced")
         if self.overlong_share:
             share = f"{self.overlong_share:.0%}".replace("%", " %")
             parts.append(f"r falls over the last {share} of max_new_tokens")

@@ -37,19 +37,19 @@ def draw_problems(
 ) -> list[Problem]:
     """Draw the problems for the next sampling round of a step.
 
-    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw
-    one problem for each group whose rewards are all equal. The result is a pure function of the
-    arguments, like that of `problems_for_step`. The result is empty if every group has different
-    rewards, or if no unused problem is left.
+    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw as
+    many new problems as groups with different rewards are missing. The result is a pure function
+    of the arguments, like that of `problems_for_step`. The result is empty if every group has
+    different rewards, or if no unused problem is left.
     """
     count, seed = config.batch_size, config.seed
     if not groups:
         return problems_for_step(problems, step, count, seed)
     signal = has_signal(reward_tensor(groups), config.resolved_algorithm.advantage)
     missing = count - int(signal.sum())
-    drawn = [group.problem for group in groups]
-    fresh = [problem for problem in problems if problem not in drawn]
-    return random.Random(f"{seed} {step} {len(drawn)}").sample(fresh, min(missing, len(fresh)))
+    drawn = {group.problem.id for group in groups}
+    fresh = [problem for problem in problems if problem.id not in drawn]
+    return random.Random(f"{seed} {step} {len(groups)}").sample(fresh, min(missing, len(fresh)))
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
@@ -200,9 +200,12 @@ def merge_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> list[Rollout]:
     """Return this process's share of the rollouts.
 
-    All rollouts of a problem belong to the same process, because they share the prompt.
+    All rollouts of a problem belong to the same process, because they share the prompt. If there
+    are fewer problems than processes, the rollouts are shared out one by one.
     """
     problems = list(dict.fromkeys(rollout.problem for rollout in rollouts))
+    if len(problems) < distributed.size:
+        return distributed.shard(rollouts)
     mine = set(distributed.shard(problems))
     return [rollout for rollout in rollouts if rollout.problem in mine]
 

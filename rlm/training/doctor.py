@@ -159,7 +159,7 @@ def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> l
     rows.sort(key=lambda row: row[0], reverse=True)
     places = {"best": 0, "typical": len(rows) // 2, "worst": -1}
     if rows[0][0] == rows[-1][0]:  # if all rewards are equal, no completion is the best
-        places = {"one of equals": 0, "another": len(rows) // 2, "a third": -1}
+        places = {"first": 0, "second": len(rows) // 2, "third": -1}
     return [replace(rows[place][1], name=name) for name, place in places.items()]
 
 
@@ -286,8 +286,9 @@ def _reward(
     paid = [name for name, r in zip(worthless, others, strict=True) if r >= best]
     if paid:
         yield Finding(
-            "reward can be had without being right",
-            f"{', '.join(paid)} scores as much as a right answer in the right format",
+            "a wrong answer is rewarded",
+            f"these completions get as much reward as a right answer in the right format: "
+            f"{', '.join(paid)}",
             "this is fine if the reward is meant to allow it; otherwise check the reward function",
             fault=False,
         )
@@ -295,7 +296,7 @@ def _reward(
     given, share = {r for row in rewards for r in row}, metrics["pass@1, strict"]
     if len(given) == 1 and 0 < share < 1:
         yield Finding(
-            "reward sees nothing",
+            "the reward ignores correctness",
             f"{share:.0%} of the completions are right, but all completions get the same reward",
             "check the reward function",
         )
@@ -310,9 +311,10 @@ def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterat
     if share > FAULT_SHARE:
         yield Finding(
             "no signal",
-            f"in {share:.0%} of the groups all rewards are equal (the mean is "
-            f"{metrics['reward, mean']:.3g}), and only groups with different rewards teach: in a "
-            f"step of {config.batch_size} problems about {config.batch_size * (1 - share):.0f} do",
+            f"in {share:.0%} of the groups, all rewards are equal (mean "
+            f"{metrics['reward, mean']:.3g}), so they have no gradient: about "
+            f"{config.batch_size * (1 - share):.0f} of the {config.batch_size} groups in a step "
+            "have one",
             advice,
             fault=share > 0.97,
         )

@@ -81,8 +81,8 @@ def announce_run(
         },
     )
     if problem := judge_learning_rate(config.learning_rate, config.warmup_steps):
-        terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; type {USUAL_RATES}")
-    elif config.learning_rate > LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
+        terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; use {USUAL_RATES}")
+    elif config.learning_rate >= LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
         terminal.line(
             f"warning: learning rate {config.learning_rate:g} is usual for a model of 135M "
             f"parameters; {LARGE}, start with {GPU_DEFAULTS['learning_rate']:g}"
@@ -226,6 +226,7 @@ class LearnMetrics:
         if not sums:
             return {}
         tokens, norms = sum(s.tokens for s in sums), self.grad_norms[-self.mini_batches :]
+        norms = [norm for norm in norms if math.isfinite(norm)] or norms  # others were skipped
         gap, gap_max, compared = zip(*gaps, strict=True)
         return {
             "loss/policy": sum(s.policy for s in sums) / self.mini_batches,
@@ -358,11 +359,11 @@ NO_REWARD = (
     "try easier problems, a larger --group-size, or train_sft.py first"
 )
 TOO_SHORT = (
-    "{:.0%} of the completions were cut off before their answer: type --max-new-tokens {}, or "
+    "{:.0%} of the completions were cut off before their answer: use --max-new-tokens {}, or "
     "train the format longer with train_sft.py"
 )
 AGENTS_TOO_SHORT = (
-    "{:.0%} of the agents' replies were cut off, most before their answer: type "
+    "{:.0%} of the agents' replies were cut off, most before their answer: use "
     "--agent-max-tokens {}"
 )
 CONSTANT = (

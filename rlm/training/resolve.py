@@ -103,18 +103,18 @@ def check_output_place(
     replaced, put_away = _with_previous(place), _with_previous(run)
     if any(run.is_relative_to(moved) for moved in replaced):
         raise ValueError(
-            f"--output {output} would replace --run-dir {run_dir} and all files of the run; type "
+            f"--output {output} would replace --run-dir {run_dir} and all files of the run; use "
             f"another folder, such as --output {run_dir / 'adapter'}"
         )
     if start and any(start.resolve().is_relative_to(moved) for moved in replaced):
         raise ValueError(
-            f"--output would overwrite {option}; type another folder, such as --output "
+            f"--output would overwrite {option}; use another folder, such as --output "
             "runs/mine/adapter"
         )
     if start and not resume and any(start.resolve().is_relative_to(moved) for moved in put_away):
         raise ValueError(
             f"{option} {start} is in --run-dir {run_dir}, which a new run replaces, or in the "
-            "earlier run beside it; type another --run-dir"
+            "earlier run beside it; use another --run-dir"
         )
     written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
     if any(place.is_relative_to(run / name) for name in written):

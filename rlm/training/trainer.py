@@ -521,8 +521,8 @@ class TrainingRun:
 
         Args:
             split_again: splits the mini-batches of the step into the smaller micro-batches.
-            compute: computes the gradient of an update, and changes nothing else: it must neither
-                apply the gradient nor exchange it with other processes.
+            compute: computes the gradient of an update or the constant log-probabilities. It must
+                neither apply the gradient nor exchange anything with other processes.
         """
         try:
             return compute(*args, **kw)
@@ -553,7 +553,8 @@ class TrainingRun:
     ) -> None:
         """Log the metrics to the terminal and metrics.jsonl, and all completions to samples.jsonl.
 
-        A completion is printed at the first step, at the last step and every `eval_every` steps.
+        A completion is printed at the first step, at the last of the planned steps and every
+        `eval_every` steps.
 
         Args:
             advantages: the advantage of each rollout, (P, G).

@@ -173,24 +173,24 @@ def choose_export(validations: Validations, last_step: int, stopped: str = "") -
         The name of the adapter, "best" or "last", and the reason as one line.
     """
     best, last = validations.best, validations.last
-    the_last = f"the last step, {last_step}"
+    the_last = f"the adapter after the last step ({last_step})"
     if best is None or last is None:
-        return "last", f"{the_last}: nothing was validated"
-    named = f"step {best.step}" if best.step else "the start"
-    if last.step != last_step:  # the run was resumed without validation problems
-        return "last", f"{the_last}: it was not validated"
+        return "last", f"{the_last}; nothing was validated"
+    named = f"step {best.step}" if best.step else "the initial adapter"
+    if last.step != last_step:  # more steps were made without a validation
+        return "last", f"{the_last}; it was not validated"
     if best.step == last_step:
-        return "last", f"{the_last}: it is the best, too"
+        return "last", f"{the_last}, which is also the best"
     lead = gain(last, best, validations.count - 1)  # the last is not a candidate
     by, is_sure = describe(lead, validations.measure), lead.low > 0
     if stopped or is_sure:
-        why = "more than chance" if best.step else "no step was better; try a lower --learning-rate"
+        why = "significantly" if best.step else "no step was better; try a lower --learning-rate"
         why = stopped or why
-        return "best", f"{named}: ahead of {the_last}, by {by}; {why}"
-    why = "which may be chance"
+        return "best", f"{named}, which scored better than {the_last}, by {by}; {why}"
+    why = "not significantly"
     if math.isinf(lead.low):
-        why = f"fewer than {MIN_PROBLEMS} problems decide nothing"
-    return "last", f"{the_last}: {named} was ahead by {by}; {why}"
+        why = f"too few validation problems to compare (fewer than {MIN_PROBLEMS})"
+    return "last", f"{the_last}; {named} scored better by {by}; {why}"
 
 
 def describe_mean(mean: float, measure: str) -> str:

@@ -52,6 +52,10 @@ def refusal(*arguments, **options):
     return str(caught.value)
 
 
+def load(tmp_path, rows, columns=None):
+    return load_problems(write_jsonl(tmp_path / "mine.jsonl", rows), "test", columns=columns)
+
+
 # Columns.
 
 
@@ -110,8 +114,14 @@ def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
     path.write_bytes(b"question,answer\nWhat?,\xff\xfe\x81\n")  # neither UTF-8 nor cp1252
     assert refusal(str(path)).startswith(f"cannot read the data file {path}: 'charmap' codec")
     assert "No such file" in refusal(str(tmp_path / "none.csv"))
-    path.write_text("question,answer\nWhat?,3,left over\nAnd?,4\nOr?\n")
+    path.write_text("question,answer\nWhat?,3,\nAnd?,4\nOr?\n")
     assert "no field answer or response" in refusal(str(path), "test")  # the last row is short
+    path.write_text("question,answer\nAnd?,4\nHow many?,1,000\n")  # 1 would be a wrong answer
+    assert "row 2 has more cells than the first line has names" in refusal(str(path))
+    path = tmp_path / "mine.tsv"
+    rows = ['"Hm," he said\t5', "What?\t3", '"No," she said\t4']  # no rows may be swallowed
+    path.write_text("\n".join(["question\tanswer", *rows]))
+    assert "row 1: ' ' expected after '\"'; a cell that contains a quote" in refusal(str(path))
 
 
 # Layouts of published datasets, with invented rows: the question that is asked and the gold.
@@ -351,6 +361,33 @@ def test_answers_that_are_refused_say_what_to_type(row, columns, why, tmp_path):
     assert why in refusal(path, "test", columns=columns)
 
 
+def test_a_named_question_wins_over_a_chat(tmp_path):
+    chat = [{"role": "user", "content": "old?"}, {"role": "assistant", "content": "so 4"}] * 2
+    rows = [{"messages": chat, "prompt": chat, "q2": "3 + 4?", "gold": "7"}]
+    (problem,) = load(tmp_path, rows, "question=q2,answer=gold")
+    assert (problem.question, problem.answer, problem.solution) == ("3 + 4?", "7", "")
+
+
+def test_an_empty_cell_is_no_choice(tmp_path):
+    file = tmp_path / "data.csv"
+    file.write_text("question,A,B,C,answer\nWhich?,ice,fire,,B\n")
+    (problem,) = load_problems(str(file), "test")
+    assert (problem.question, problem.answer) == ("Which?\n\nA. ice\nB. fire", "B")
+    file.write_text("question,choices,answer\n8 * 9?,,72\n")
+    assert [(p.answer, p.answer_type) for p in load_problems(str(file), "test")] == [
+        ("72", "number")
+    ]
+
+
+def test_a_worked_completion_keeps_its_steps_beside_an_answer(tmp_path):
+    row = {"question": "2 + 3?", "answer": "5", "completion": "2+3=5\n#### 5"}
+    assert [p.solution for p in load(tmp_path, [row])] == ["2+3=5"]
+    text = {"question": "Capital?", "completion": "It is Paris.\n#### Paris"}
+    with pytest.raises(UsageError, match="does not end with a number"):
+        load(tmp_path, [text | {"answer_type": "text"}])
+    assert load(tmp_path, [{"question": 5, "completion": "2 + 3 = 5, so 5"}])[0].answer == "5"
+
+
 def test_the_kind_of_all_answers_is_named_with_the_columns(tmp_path):
     rows = [{"question": STEM, "answer": "rock"}, {"question": "Is it?", "answer": True}]
     path = write_jsonl(tmp_path / "m.jsonl", rows)
@@ -360,7 +397,7 @@ def test_the_kind_of_all_answers_is_named_with_the_columns(tmp_path):
 
 def test_lists_reach_a_reward_as_columns():
     [problem] = as_problems([{"question": "Make 25.", "answer": "25", "nums": [44, 19], "x": None}])
-    assert problem.columns == {"nums": [44, 19]}
+    assert problem.columns == {"nums": [44, 19], "x": None}
 
 
 def test_the_columns_that_are_used_and_odd_rows_are_reported(tmp_path, caplog):

@@ -232,7 +232,8 @@ ANSWERS = {
         "See [1]. She has 18.",
         "#### 18\nThe answer is 17.", "The answer is 18. It took 3 steps.", r"\boxed{18",
         r"\boxed{A} \boxed{18}", r"\boxed{18} \boxed{18.0}", r"\boxed{\boxed{18}}",
-        r"\boxed{\frac{36}{2}}", r"\boxed{ \text{Total} = \$18 }", r"\fbox{18}",
+        r"\boxed{\frac{36}{2}}",
+        r"\boxed{\frac{a}{b} = 18}", r"\boxed{ \text{Total} = \$18 }", r"\fbox{18}",
         r"\sqrt[3]{8} = 2. The answer is 18.", "#### Step 3: add\nSo she has 18.",
         "#### 17\n#### 18", "The answer is 18", "the ANSWER is: 18!", "Answer: $18",
         "**Answer:** 18 apples", "Answer:\n- 18 apples", "Answer = 18", "The answer:\n\n18",
@@ -271,6 +272,8 @@ ANSWERS = {
     ],
     "not_a_number": [
         r"\boxed{}", r"\boxed{2 \cdot 9}", r"\boxed{\sqrt{18}}", r"\boxed{18\pi}",
+        r"\boxed{\frac{a+b}{18}}", r"\boxed{\frac{x}{18}}", r"\boxed{(-\infty, 18)}",
+        r"\boxed{[18, \infty)}", "<answer>(−∞, 18)</answer>", "The answer is 18 quadrillion.",
         r"\boxed{x \in \{18\}}", r"\boxed{x \neq 18}", r"\boxed{x > 18}",
         "The answer is not 18.", "The answer is 18 and a half.", "The answer is 18 + 1.",
         "The answer is 18:30.", "The answer is 18-19.", "The answer is 18^2.",
@@ -349,6 +352,7 @@ CHOICES = {
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
         "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
+        "[B] [C] [D]", "B. Actually it is C",
     ],
 }
 # lenient reason: texts; the gold is B
@@ -410,6 +414,13 @@ TEXTS = {  # a text gold: answers that are equal, answers that are not
     r"\text{Evelyn}": (["Evelyn", r"\text{Evelyn}", r"\textbf{evelyn}"], ["Eve"]),
     r"\left(3, \frac{\pi}{2}\right)": ([r"(3, \dfrac{\pi}{2})"], [r"(3, \frac{\pi}{3})"]),
     "12 cats": (["12 Cats."], ["12 dogs", "12"]),
+    "10²": (["10^2", " 10² "], ["102", "10"]),
+    "102": (["102.0"], ["10²", "10₂"]),
+    "H₂O": (["h2o"], ["H^2O"]),
+    "[0, 1)": (["[0,1)", "$[0, 1)$"], ["(0, 1]", "0, 1", "(0,1)"]),
+    "5!": (["5!"], ["5"]),
+    "Yes": (["Yes!"], ["Yes! No"]),
+    "Paris": (["Paris" + " " * 50], ["Paris" + " " * 1000 + "no, London"]),
 }
 
 

@@ -73,9 +73,13 @@ def test_equations_are_found(text, values):
         ("[Step] 3 + 4 = 8\n- [ ] 3 + 4 = 8\n(1) 3 + 4 = 8\n2) 3 + 4 = 7", [False] * 3 + [True]),
         ("// 3 + 4 = 8\n^ 3 + 4 = 8\n3 + 4 = 8^\n3 + 4 = 8 %", [False] * 4),
         (r"over 3 + 4 = 8, \quad 3 + 4 = 8, \text{so} 3 + 4 = 8", [False] * 3),
+        # the emphasis or the box of a result, a dash as the minus, a quotient with its remainder
+        (r"3 + 4 = **8**, 3 + 4 = **7** and 3 + 4 = \boxed{8}", [False, True, False]),
+        ("5 – 2 = 9, 5 – 2 = 3", [False, True]),
+        ("7 / 2 = 3 remainder 1, 7 / 2 = 3 R1", []),
         # no claim of its own: the tail of an expression, algebra, words between the numbers
         ("2 apples + 3 * 4 = 14, (5 cats + 3) * 2 = 16, 20% of 50 + 3 = 13", []),
-        ("2000x 10/100 = 200, 120 – 80 - 15 = 25, 1/2 (68) + 10 = 44, 2 1/2 + 2 = 8", []),
+        ("2000x 10/100 = 200, 120 – 80 - 15 = 25, 1/2 (68) + 10 = 44, 2 1/2 + 2 = 8", [True]),
         ("3 / 2 = 1 1/2, 100 * 180 = 18 000, 350 000 * 5/100 = 17500", []),
         ("60 / 3/4 = 80, 60 / 3 / 4 = 5, 12/4*3 = 9", [True] * 3),
         # an operator, a function or a symbol before the chain that is not read

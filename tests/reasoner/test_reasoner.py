@@ -43,7 +43,7 @@ def split(pieces: list[str], stop: tuple[str, ...] = ()) -> tuple[str, str]:
 @given(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
     st.lists(st.integers(1, 5), min_size=60, max_size=60),
-    st.sampled_from([(), ("STOP",), ("\n\n", "b. a")]),
+    st.sampled_from([(), ("STOP",), ("\n\n", "b. a"), ("<",), ("ans", "th"), ("r>",)]),
 )
 def test_text_is_split_the_same_however_it_arrives(text, sizes, stop):
     cut, at = [], 0
@@ -81,6 +81,11 @@ def test_split(text, reasoning, answer):
         ("<think>a</think>4<answer>2 is it", "42", "…</think>", ""),
         ("<think>a END</think>b END c", "END", "…</think>b ", "b"),
         ("<think>a</think>b", "END", "…</think>b", "b"),
+        # A stop string that is also a part of a tag does not end the answer inside the tag.
+        ("<think>a</think><answer>42</answer>", "<", "…</think><answer>42</answer>", "42"),
+        ("<think>a</think><answer>4 < 2</answer>", "<", "…</think><answer>4 ", "4"),
+        ("<think>a</think><answer>4 answers", "answer", "…</think><answer>4 ", "4"),
+        ("<think>a</think>4 <an", "<", "…</think>4 ", "4"),
     ],
 )
 def test_the_whole_text_is_cut_where_the_answer_is(text, stop, whole, answer):

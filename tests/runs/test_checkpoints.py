@@ -299,6 +299,18 @@ def test_a_held_run_is_neither_opened_nor_moved_away(tmp_path):
             RunDirectory(path, resume=True)
 
 
+def test_starts_that_failed_do_not_push_out_a_finished_run(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path, resume=False) as run:
+        saved(run.checkpoints.folder, 0)
+        run.log({"step": 0})
+    for _ in range(3):  # checkpoint 0 is written before the servers start
+        with RunDirectory(path, resume=False) as run:
+            assert run.checkpoints.steps() == run.metrics() == []
+            saved(run.checkpoints.folder, 0)
+    assert (tmp_path / "run.prev" / "metrics.jsonl").exists()
+
+
 def test_a_link_leads_to_the_new_run_where_the_old_one_was(tmp_path):
     disk, link = tmp_path / "disk" / "run", tmp_path / "run"
     disk.mkdir(parents=True)

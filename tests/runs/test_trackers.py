@@ -10,7 +10,15 @@ from live_server import wait_until
 
 import rlm.runs.trackers as tracking
 from rlm.cli.options import UsageError, to_dict
-from rlm.runs.trackers import ALIASES, TABLE_ROWS, TRACKER_NAMES, Tracker, open_tracker
+from rlm.runs import RunDirectory
+from rlm.runs.trackers import (
+    ALIASES,
+    TABLE_ROWS,
+    TRACKER_NAMES,
+    Tracker,
+    _run_id,
+    open_tracker,
+)
 from rlm.training import GRPOConfig
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
@@ -201,6 +209,14 @@ def test_wandb_offline(alone, capfd, monkeypatch):
     texts = (b"rollouts/returns_mean", b"reward/mean", b"learning_rate", b"samples")
     wait_until(lambda: all(text in file.read_bytes() for text in texts))
     assert list(folder.rglob("*.table.json"))
+
+
+def test_a_new_run_has_an_id_of_its_own_and_a_resumed_one_keeps_it(tmp_path):
+    ids = []
+    for resume in (False, True, False, True):
+        with RunDirectory(tmp_path / "run", resume=resume):
+            ids.append(_run_id(tmp_path / "run"))
+    assert ids[0] == ids[1] != ids[2] == ids[3]
 
 
 @pytest.mark.trackers

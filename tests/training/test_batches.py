@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from itertools import chain
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from rlm.training.batches import (
     mini_batches,
     problems_for_step,
     rollout_seeds,
+    shard_rollouts,
 )
 from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
 from rlm.training.loss import policy_loss
 
 AGGREGATIONS = {
@@ -279,6 +282,26 @@ def test_copies_of_a_good_completion_do_not_count():
     assert copies_above_mean(groups, REWARDS).nonzero().tolist() == [[1, 1]]
     bad = torch.tensor([[0.0, 0, 1, 1]])
     assert not copies_above_mean(groups[1:2], bad).any()  # what was bad twice counts twice
+
+
+def test_a_completion_is_no_copy_of_one_that_got_no_reward():
+    group, nan = (
+        a_group([9], [1], [1], [1], [2]),
+        float("nan"),
+    )  # a judge may fail, or change its mind
+    for first in (nan, 0.0):
+        copies = copies_above_mean([group], torch.tensor([[first, 1.0, 1.0, 0.0]]))
+        assert copies.tolist() == [[False, False, True, False]]
+
+
+def test_more_processes_than_problems_share_the_rollouts_of_a_mini_batch():
+    groups, _ = random_step()
+    config = GRPOConfig(algorithm="topr", mini_batch_size=2, batch_size=P)
+    rollouts = mini_batches(groups, *compared(groups, config), config, step=0)[0]
+    size = len({rollout.problem for rollout in rollouts}) + 1
+    shares = [shard_rollouts(rollouts, Distributed(rank, size)) for rank in range(size)]
+    assert all(shares)
+    assert sorted(chain(*shares), key=repr) == sorted(rollouts, key=repr)
 
 
 def test_copies_do_not_lower_the_mean_that_others_are_compared_with():

@@ -101,7 +101,7 @@ def test_options_change_the_formula():
     config = GRPOConfig(algorithm="dapo", advantage="centred", clip_eps_high=0.5, overlong_buffer=0)
     assert config.formula == (
         "A = r − mean; l = −min(ρ A, clip(ρ, 0.8, 1.5) A); ρ of each token; "
-        "mean over all tokens of the step; groups without a difference are replaced"
+        "mean over all tokens of the update; groups with equal rewards are replaced"
     )
     config = GRPOConfig(algorithm="dapo", aggregation="constant", max_new_tokens=64)
     assert "sum over tokens / (rollouts · 64)" in config.formula
@@ -246,7 +246,7 @@ def test_a_run_never_replaces_the_adapter_that_it_starts_from(config, option, tm
         config(output=tmp_path / "a", run_dir=run, **{option: tmp_path / "a.prev"})
     for start in (run / "adapter_last", tmp_path / "x.prev" / "adapter_best"):
         there = {"output": tmp_path / "b", "run_dir": run, option: start}
-        with pytest.raises(ValueError, match="type another --run-dir"):
+        with pytest.raises(ValueError, match="use another --run-dir"):
             config(**there)
         config(**there, resume=True)
     config(output=tmp_path / "b", run_dir=run, **{option: tmp_path / "x_sft"})

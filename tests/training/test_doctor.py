@@ -186,12 +186,12 @@ BROKEN = {  # what was broken → findings, whether each is a fault, and what st
     ),
     "a reward of the format": (
         {"reward": FormatReward()},
-        {"reward can be had without being right": False, NO_SIGNAL: True},
+        {"a wrong answer is rewarded": False, NO_SIGNAL: True},
         "every number up to 200, a wrong answer",
     ),
     "a blind reward": (
         {"reward": blind},
-        {"reward can be had without being right": False, NO_SIGNAL: True},
+        {"a wrong answer is rewarded": False, NO_SIGNAL: True},
         "an empty completion",
     ),
 }
@@ -225,7 +225,7 @@ def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
 
     better = [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     assert found(better, [[1.0, -1.0, -1.0]]) == []
-    assert found(better, [[-1.0, -1.0], [-1.0]]) == ["reward sees nothing"]
+    assert found(better, [[-1.0, -1.0], [-1.0]]) == ["the reward ignores correctness"]
 
 
 @pytest.mark.parametrize(("share", "faults"), [(0.4, []), (0.9, [False]), (0.98, [True])])

@@ -151,7 +151,7 @@ function stop() {
 async function answerNow() {
   $("answer-now").hidden = true;
   $("stop").focus();
-  const ids = run.panels.map(({ id }) => id).filter(Boolean);
+  const ids = run.panels.filter(({ said }) => !said).map(({ id }) => id).filter(Boolean);
   await Promise.all(ids.map((id) => call(`phase1/reasoning/${id}/answer`, { method: "POST" }))).catch(showNotice);
 }
 
