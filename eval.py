@@ -2,8 +2,9 @@
 on the same problems.
 
 Each row of the report shows the greedy accuracy of one model with a 95 % interval, and is compared
-with the row above it. --samples adds mean@k, maj@k and pass@k. By default, the model, the dataset,
-the tags and the quantization are those with which the last adapter was trained.
+with the row above it (GRPO with the base, if it was not trained from the SFT adapter). --samples
+adds mean@k, maj@k and pass@k. By default, the model, the dataset, the tags and the quantization are
+those with which the last adapter was trained.
 
     python eval.py                                   # weights/sft_lora, weights/final_rlm_lora
     python eval.py --dataset gsm8k --max-samples 500 --samples 8

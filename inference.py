@@ -9,7 +9,7 @@
     python inference.py --json "…"     # one JSON object, for programs
     python inference.py --merge merged     # merge the adapter into the base model, and save it
     python inference.py --gguf rlm.gguf    # save the merged model for llama.cpp and ollama
-    python inference.py --experiences data/grpo_experiences/generator_1_experiences.json "…"
+    python inference.py --experiences LIBRARY.json "…"     # with lessons of recipes/experience
 
 From Python:
     from inference import generate_reasoning, load_rlm_model

@@ -9,8 +9,8 @@
     curl -s http://127.0.0.1:8000/phase1/reasoning -H 'Content-Type: application/json' \\
          -d '{"prompt": "Each box holds 6 eggs. How many eggs do 4 boxes hold?"}'
 
-Ctrl-C (or SIGTERM) stops the server after running requests have finished; a second Ctrl-C stops it
-at once.
+Ctrl-C (or SIGTERM) stops the server after running requests have finished, or after 25 s; a second
+Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class ServerConfig:
         min=1,
         default_text=f"{REQUESTS}, or {PUBLIC_REQUESTS} with --public",
     )
-    max_num_seqs: int = flag(16, "maximum number of completions generated at the same time", min=1)
+    max_num_seqs: int = flag(
+        16, "maximum number of completions that each adapter generates at the same time", min=1
+    )
     max_new_tokens: int = flag(
         512, "maximum completion length in tokens that a request may set", min=1
     )

@@ -26,7 +26,7 @@ LOSS = {
     "aggregation": "sequence",  # "sequence", "token", or "constant": sum / (rows · constant)
     "constant": 8,
     "ratio": "token",  # or "sequence"
-    "objective": "ppo",  # or "weighted"
+    "objective": "ppo",  # or "weighted" or "tapered"
     "clip_low": 0.2,
     "clip_high": 0.2,
     "kl_weight": 0.0,

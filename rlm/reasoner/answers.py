@@ -187,7 +187,7 @@ def length_warnings(stream: ReasoningStream, longest: int) -> list[str]:
     of = f" in {{}} of {n} answers" if n > 1 else ""
     larger = f"max_new_tokens ({limit})"
     larger += ", the server's limit (--max-new-tokens)" * (limit >= longest)
-    larger += "; send a larger one" * (limit < longest)
+    larger += ": send a larger one" * (limit < longest)
     found = []
     if cut := [state for state in stream.completions if state.out_of_room]:
         fewest = min(state.reasoning_tokens for state in cut)

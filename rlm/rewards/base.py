@@ -31,10 +31,10 @@ class RewardFunction:
 
     Subclass it and define `__call__`, which may be `async def`. Set the weight of the reward in a
     sum as a class attribute or with `super().__init__(weight=2.0)`. The columns are passed as
-    keyword arguments: `question`, the dataset's own fields, `reasoning_format` (the name of the
-    tags in use), `answer_type`, `is_truncated` (the completion has no end token) and
-    `strict_verdict` (the `Verdict` of the strict grading). A `__call__` without `**columns`
-    receives only the columns that its signature names.
+    keyword arguments: `question`, `solution`, the dataset's own fields, `answer_type`,
+    `reasoning_format` (the name of the tags in use), `completion_ids`, `is_truncated` (the
+    completion has no end token) and `strict_verdict` (the `Verdict` of the strict grading). A
+    `__call__` without `**columns` receives only the columns that its signature names.
     """
 
     weight: float = 1.0

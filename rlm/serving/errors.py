@@ -1,7 +1,7 @@
 """Error responses, which combine the problem details of RFC 9457 with OpenAI's `error` object.
 
-Error responses never repeat values that a client sent: an echoed value could inject text into a log
-or a web page, and it could contain a lone surrogate, which cannot be encoded.
+Error responses do not repeat the values of a request's fields: an echoed value could inject text
+into a log or a web page, and it could contain a lone surrogate, which cannot be encoded.
 """
 
 from __future__ import annotations

@@ -49,8 +49,13 @@ NO_MODEL = "no model has this name; see /v1/models"
 class Only:
     """A field validator that accepts null and values without an effect, and rejects all others."""
 
-    def __init__(self, *values: object, what: str = "this") -> None:
-        self.values, self.what = values, what
+    def __init__(self, *values: object, what: str = "this", instead: str = "") -> None:
+        """
+        Args:
+            what: the name of the unsupported feature in the message.
+            instead: a field with the same purpose, which is supported.
+        """
+        self.values, self.what, self.instead = values, what, instead
 
     def check(self, value: object) -> None:
         is_neutral = any(
@@ -59,7 +64,8 @@ class Only:
         )
         if not is_neutral:
             allowed = " or ".join(json.dumps(allowed) for allowed in (*self.values, None))
-            raise ValueError(f"{self.what} is not supported: send {allowed}")
+            advice = f"use {self.instead}" if self.instead else f"send {allowed}"
+            raise ValueError(f"{self.what} is not supported: {advice}")
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -135,7 +141,7 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # padding against eavesdroppers; ignored
-    continuous_usage_stats: Annotated[Any, Only(False, what="it")] = None  # a field of vLLM
+    continuous_usage_stats: Annotated[Any, Only(False)] = None  # a field of vLLM
 
 
 class ChatRequest(Strict):
@@ -178,31 +184,31 @@ class ChatRequest(Strict):
     modalities: Annotated[Any, Only(["text"], what="another modality")] = None
     audio: Annotated[Any, Only(what="audio")] = None
     prediction: Annotated[Any, Only(what="a prediction")] = None
-    reasoning: Annotated[Any, Only({}, what="it (send thinking_budget)")] = None  # OpenRouter
-    reasoning_effort: Annotated[Any, Only(what="it (send thinking_budget)")] = None
+    reasoning: Annotated[Any, Only({}, instead="thinking_budget")] = None  # OpenRouter
+    reasoning_effort: Annotated[Any, Only(instead="thinking_budget")] = None
     service_tier: Annotated[Any, Only("auto", "default", what="a tier")] = None
     store: Annotated[Any, Only(False, what="storing")] = None
     verbosity: Annotated[Any, Only("medium", what="another verbosity")] = None
     web_search_options: Annotated[Any, Only(what="a search")] = None
     # vLLM's fields, accepted only with values that have no effect:
     chat_template_kwargs: Annotated[Any, Only({}, what="an option of the template")] = None
-    add_generation_prompt: Annotated[Any, Only(True, what="it")] = None
-    continue_final_message: Annotated[Any, Only(False, what="it")] = None
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
     echo: Annotated[Any, Only(False, what="an echo")] = None
-    include_stop_str_in_output: Annotated[Any, Only(False, what="it")] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
     priority: Annotated[Any, Only(0, what="a priority")] = None
     prompt_logprobs: Annotated[Any, Only(what="a log-probability")] = None
-    skip_special_tokens: Annotated[Any, Only(True, what="it")] = None
-    spaces_between_special_tokens: Annotated[Any, Only(True, what="it")] = None
-    stop_token_ids: Annotated[Any, Only([], what="it (send stop)")] = None
-    truncate_prompt_tokens: Annotated[Any, Only(what="it")] = None
-    ignore_eos: Annotated[Any, Only(False, what="it")] = None
+    skip_special_tokens: Annotated[Any, Only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
+    stop_token_ids: Annotated[Any, Only([], instead="stop")] = None
+    truncate_prompt_tokens: Annotated[Any, Only()] = None
+    ignore_eos: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1, what="a penalty")] = None
-    min_tokens: Annotated[Any, Only(0, what="it")] = None
-    best_of: Annotated[Any, Only(1, what="it")] = None
-    use_beam_search: Annotated[Any, Only(False, what="it")] = None
-    top_k: Annotated[Any, Only(-1, 0, what="it")] = None
-    min_p: Annotated[Any, Only(0, what="it")] = None
+    min_tokens: Annotated[Any, Only(0)] = None
+    best_of: Annotated[Any, Only(1)] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    top_k: Annotated[Any, Only(-1, 0)] = None
+    min_p: Annotated[Any, Only(0)] = None
     repetition_penalty: Annotated[Any, Only(1, what="a penalty")] = None
 
     @model_validator(mode="after")

@@ -166,6 +166,8 @@ def test_what_the_length_cuts_is_said(server):
     assert cut["warnings"][0] == f"the reasoning was cut after {tokens} tokens, {room}"
     nothing = server.post(ask(max_new_tokens=3)).json()
     assert nothing["warnings"] == ["the text was cut by max_new_tokens (3): send a larger one"]
+    most = server.post(ask()).json()  # more would be refused
+    assert most["warnings"][0].endswith("(300), the server's limit (--max-new-tokens)")
     several = server.post(ask(max_new_tokens=100, n=2)).json()
     assert "tokens in 2 of 2 answers, as only" in several["warnings"][0]
     # What was asked for is no surprise: a budget.

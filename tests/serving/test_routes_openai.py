@@ -292,14 +292,14 @@ def last(content, **others):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"top_k": 5}, "top_k: it is not supported: send -1 or 0 or null"),
+        ({"top_k": 5}, "top_k: this is not supported: send -1 or 0 or null"),
         ({"presence_penalty": 0.5}, "presence_penalty: a penalty is not supported: send 0"),
         ({"logprobs": True}, "logprobs: a log-probability is not supported: send false"),
-        ({"best_of": True}, "best_of: it is not supported: send 1 or null"),
+        ({"best_of": True}, "best_of: this is not supported: send 1 or null"),
         ({"tools": [{}]}, "tools: a tool is not supported: send [] or null"),
         (
             {"reasoning_effort": "low"},
-            "reasoning_effort: it (send thinking_budget) is not supported",
+            "reasoning_effort: this is not supported: use thinking_budget",
         ),
         ({"n": 0}, "n: must be at least 1"),
         ({"n": "two"}, "n: must be a whole number"),

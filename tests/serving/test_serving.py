@@ -516,6 +516,7 @@ def test_a_client_that_stops_reading_loses_its_connection(tokenizer, monkeypatch
     monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.5)
     # On a busy machine, the whole reply may fit into the buffers before the deadline.
     monkeypatch.setattr("rlm.serving.http_server.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("rlm.sampling.engine.context_window", lambda model: None)
     limits = replace(LIMITS, seconds=3, new_tokens=2000)
     service, sampler = make_service(tokenizer, {"": "<think>" + "again " * 500}, limits=limits)
     with live(service) as server:
