@@ -24,6 +24,7 @@ from .adapters import using_reference as using_reference
 from .base import announce_local_window as announce_local_window
 from .base import base_model_hash as base_model_hash
 from .base import base_of as base_of
+from .base import check_context_window as check_context_window
 from .base import context_window as context_window
 from .base import decoder_and_head as decoder_and_head
 from .base import load_base as load_base

@@ -282,6 +282,21 @@ def context_window(model: PreTrainedModel | PeftModel) -> int | None:
     return min(filter(None, (longest, local_window(model))), default=None)
 
 
+def check_context_window(model: PreTrainedModel | PeftModel, tokens: int) -> None:
+    """
+    Args:
+        tokens: the maximum length of a prompt with its completion.
+
+    Raises:
+        UsageError: the model does not support this length.
+    """
+    if (window := context_window(model)) and tokens > window:
+        raise UsageError(
+            f"a prompt with its completion may have up to {tokens} tokens, but the model supports "
+            f"only {window}: use a lower --max-new-tokens"
+        )
+
+
 def local_window(model: PreTrainedModel | PeftModel) -> int | None:
     """Return the number of tokens that local attention layers attend to; None without such layers.
 

@@ -123,7 +123,11 @@ def ask(
         structured: a JSON schema, regex or choice that constrains the answer.
         on_text: a function that is called with each new piece of the first answer's text, and with
             True if a tool wrote this piece.
+
+    Raises:
+        UsageError: the prompt and the completion do not fit into the model's context window.
     """
+    from rlm.model import check_context_window
     from rlm.sampling import Request, prompt_seed
 
     started, shown = time.monotonic(), 0
@@ -133,6 +137,7 @@ def ask(
     grammar = sampler.grammars.compile(structured, format) if structured else None
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
+    check_context_window(model, len(prompt) + length)
     limits = {"n": n, "max_new_tokens": length, "budget": budget}
     stream = ReasoningStream(
         tokenizer,

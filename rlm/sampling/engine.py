@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError
 from rlm.data import stop_token_ids
-from rlm.model import available_memory, context_window, release_memory
+from rlm.model import available_memory, local_window, release_memory
 from rlm.ops import AttentionFunction, ops_for, round_up
 from rlm.sampling.draw import exclude_tokens, sample_rows, uniforms
 from rlm.sampling.kv_cache import CacheConfig, KVCache, token_bytes
@@ -250,7 +250,7 @@ class Sampler:
         share. A prompt without this prefix is cached as a whole, if it fits.
 
         Raises:
-            UsageError: not even one row fits, or the lengths exceed the model's context window.
+            UsageError: not even one row fits, or the lengths exceed the model's attention window.
         """
         if self.has_unfinished_requests():
             raise RuntimeError(
@@ -259,12 +259,11 @@ class Sampler:
         if self.model.training:
             raise RuntimeError("the model is in training mode: call model.eval() before sampling")
         config = replace(config, prefix_tokens=len(prefix))
-        window = context_window(self.model)
-        longest = len(prefix) + config.prompt_tokens + 1 + config.new_tokens
-        if window and longest > window:
+        window = local_window(self.model)
+        if window and len(prefix) + config.prompt_tokens + 1 + config.new_tokens > window:
             raise UsageError(
-                f"a prompt with its completion may have up to {longest} tokens, but the model "
-                f"supports only {window}: use shorter lengths"
+                f"local attention layers of this model attend to only {window} tokens, and longer "
+                "sequences are not supported: use shorter lengths"
             )
         self._weights.refresh()
         self._cache = None  # free the old cache before the new one is allocated

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rlm.cli import UsageError
+from rlm.model import check_context_window
 from rlm.reasoner import ReasoningStream
 from rlm.sampling import CacheConfig, Request, Sampler, SamplingParams, Token
 from rlm.serving.errors import HTTPProblem
@@ -233,6 +234,7 @@ class Engine:
         replica.activate()
         replica.sampler.reset()
         rows, limits = replica.sampler.max_num_seqs, self._limits
+        check_context_window(replica.sampler.model, limits.prompt_tokens + limits.new_tokens)
         config = CacheConfig(rows, rows, limits.prompt_tokens, limits.new_tokens)
         replica.sampler.allocate_cache(config, replica.prefix)
         self._running[name] = {}

@@ -495,7 +495,7 @@ def test_a_sliding_window_is_respected_or_refused(tokenizer):
     groups = Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(15, 0), [0] * 4)
     assert ids(groups) == generated(model, prompts, 15)
     with pytest.raises(
-        UsageError, match="may have up to 60 tokens, but the model supports only 40"
+        UsageError, match="local attention layers of this model attend to only 40 tokens"
     ):
         Sampler(model, tokenizer).sample(prompts, 1, SamplingParams(40, 0), [0] * 4)
 

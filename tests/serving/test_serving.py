@@ -512,11 +512,20 @@ def test_a_stream_that_nobody_reads_ends_at_the_deadline_too(tokenizer, monkeypa
     service.engine.stop()
 
 
+def test_lengths_beyond_the_models_context_window_are_refused_at_the_start(tokenizer):
+    limits = replace(LIMITS, prompt_tokens=500, new_tokens=525)  # the tiny model has 1024
+    service, _ = make_service(tokenizer, {"": "5"}, limits=limits)
+    service.engine.start()
+    wait_until(lambda: service.engine.state == "dead")
+    assert "up to 1025 tokens, but the model supports only 1024" in str(service.engine.error)
+    assert not service.engine.was_ready  # so server.py ends with exit code 2
+
+
 def test_a_client_that_stops_reading_loses_its_connection(tokenizer, monkeypatch):
     monkeypatch.setattr("rlm.serving.streaming.SEND_SECONDS", 0.5)
     # On a busy machine, the whole reply may fit into the buffers before the deadline.
     monkeypatch.setattr("rlm.serving.http_server.CLOSE_SECONDS", 1.0)
-    monkeypatch.setattr("rlm.sampling.engine.context_window", lambda model: None)
+    monkeypatch.setattr("rlm.serving.engine.check_context_window", lambda model, tokens: None)
     limits = replace(LIMITS, seconds=3, new_tokens=2000)
     service, sampler = make_service(tokenizer, {"": "<think>" + "again " * 500}, limits=limits)
     with live(service) as server:

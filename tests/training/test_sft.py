@@ -219,8 +219,8 @@ def own_file(path, rows, solved):
     ("more", "steps", "said"),
     [
         ((), "20 of 12 examples, 20 passes (--epochs)", None),
-        (("--epochs", 2), "2 of 12 examples, 2 passes", "warning: 2 steps, which teaches little: "
-         "type --epochs 20"),
+        (("--epochs", 2), "2 of 12 examples, 2 passes", "warning: 2 steps, which is too few: "
+         "use --epochs 20"),
     ],
 )  # fmt: skip
 def test_a_dozen_solutions_of_ones_own_are_enough(
