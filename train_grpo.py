@@ -205,7 +205,7 @@ class GRPOTrainer:
                 )
                 metrics |= reward_metrics | learn_metrics
                 metrics |= run.start_metrics if step == 0 else {}
-                control = run.control_after(step)
+                control = self.state.control_after(step, config, run.directory.interrupted)
                 if control.should_evaluate:
                     metrics |= run.validate(step + 1)
                 self.log(run, metrics, groups, advantages)
@@ -246,7 +246,7 @@ class GRPOTrainer:
             scored = zip(mine, prompts, sampled, texts, scores.rewards, scores.reasons, strict=True)
             groups += [Group(*fields) for fields in distributed.gather(list(scored))]
         self.sampler.release()  # frees memory for learning
-        return groups, mean_metrics(distributed.gather([reward_metrics]))
+        return groups, mean_metrics(distributed.gather(reward_metrics))
 
     def _learn(
         self, run: TrainingRun, batches: Sequence[Sequence[Rollout]], step: int
@@ -268,10 +268,9 @@ class GRPOTrainer:
             split_again, set_constant_logprobs, self.policy, score, config, updates, matches
         )
 
-        lr = self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update in range(count):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
-            lr = self._set_learning_rate(lr)
+            self._set_learning_rate(lr)
             learned = run.repeat_if_out_of_memory(
                 split_again, self._accumulate_gradient, updates, update % len(updates), differs
             )
@@ -282,7 +281,8 @@ class GRPOTrainer:
                 break  # the weights are unchanged, so another pass would fail again
         self.sampler.invalidate_weights()
         release_memory()  # frees memory for sampling
-        made = {"optim/lr": lr, "optim/skipped": self.state.skipped_total}
+        last = self.optimizer.param_groups[0]["lr"]
+        made = {"optim/lr": last, "optim/skipped": self.state.skipped_total}
         return metrics.as_dict(self.distributed) | made
 
     def _accumulate_gradient(
@@ -310,11 +310,9 @@ class GRPOTrainer:
             learned.append((micro, logprobs.detach(), entropy, sums))
         return learned
 
-    def _set_learning_rate(self, lr: float) -> float:
-        lr *= self.state.lr_scale
+    def _set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+            group["lr"] = lr * self.state.lr_scale
 
     def _optimizer_step(self) -> float:
         """Clip the gradient, make an optimizer step, and return the gradient norm.

@@ -19,12 +19,12 @@ COMMANDS["doctor"] = ("train_grpo", "--doctor")
 FOLDER = Path(__file__).parents[1]  # the folder of the scripts: the checkout, or site-packages
 HELP = """usage: rlm COMMAND [options]
 
-  rlm sft        as python train_sft.py: stage 1, teaches the format
-  rlm grpo       as python train_grpo.py: stage 2, GRPO
-  rlm eval       as python eval.py: accuracy with intervals
-  rlm ask        as python inference.py: one question, or a prompt loop
-  rlm serve      as python server.py: an HTTP server with a page
-  rlm doctor     as python train_grpo.py --doctor: why is a reward flat?
+  rlm sft        runs train_sft.py: teaches the format (stage 1)
+  rlm grpo       runs train_grpo.py: trains with GRPO (stage 2)
+  rlm eval       runs eval.py: measures accuracy with intervals
+  rlm ask        runs inference.py: answers one question, or opens a prompt loop
+  rlm serve      runs server.py: serves a model over HTTP, with a web page
+  rlm doctor     runs train_grpo.py --doctor: finds out why a reward is flat
   rlm reward     writes a reward template for you to edit: rlm reward mine.py
   rlm view       shows a run's curves and completions in a browser: rlm view runs/grpo --follow
 

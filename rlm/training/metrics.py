@@ -113,18 +113,17 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def mean_metrics(
-    processes: Iterable[Sequence[tuple[int, Mapping[str, float]]]],
+    calls: Iterable[tuple[int, Mapping[str, float]]],
 ) -> dict[str, float]:
-    """Average the metrics of the reward function over all calls and processes.
+    """Average the metrics of the reward function over its calls in all processes.
 
-    Each element of `processes` lists, for each call, the number of groups and the metrics. The
-    average is weighted by the number of groups. Of metrics whose name ends in "_max", the maximum
-    is returned.
+    Each element of `calls` is the number of groups and the metrics. The average is weighted by the
+    number of groups. Of metrics whose name ends in "_max", the maximum is returned.
 
-    >>> mean_metrics([[(3, {"a": 1.0, "a_max": 2}), (1, {"b": 4.0, "a_max": 5})], [(0, {})]])
+    >>> mean_metrics([(3, {"a": 1.0, "a_max": 2}), (1, {"b": 4.0, "a_max": 5}), (0, {})])
     {'a': 0.75, 'a_max': 5, 'b': 1.0}
     """
-    parts = [(count, metrics) for calls in processes for count, metrics in calls if count]
+    parts = [(count, metrics) for count, metrics in calls if count]
     total = sum(count for count, _ in parts)
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     return {

@@ -544,10 +544,6 @@ class TrainingRun:
         split_again()
         return compute(*args, **kw)
 
-    def control_after(self, step: int) -> StepControl:
-        """Decide which actions are due after a step."""
-        return self.state.control_after(step, self.config, self.directory.interrupted)
-
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
     ) -> None:

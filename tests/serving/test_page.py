@@ -159,7 +159,7 @@ def test_base_beside_trained_is_one_click(page, server):
 
     def replies(first, second):
         server.script(first, second)
-        page.get_by_role("button", name="Base beside trained").click()
+        page.get_by_role("button", name="Compare with base").click()
 
     visit(page, server)
     page.get_by_label("Question").fill(QUESTION)
@@ -283,7 +283,7 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
         ),
         (
             {"status": "unclosed", "final": None, "answer": "", "finish_reason": "length"},
-            "came to no end",
+            "Unfinished reasoning",
             "facts",
             "Finish reasonlength",
         ),
@@ -573,7 +573,7 @@ def test_a_server_that_falls_silent_is_given_up(page, server):
     page.clock.fast_forward(55_000)
     expect(page.locator("#stop")).to_be_visible()
     page.clock.fast_forward(6_000)
-    expect(page.locator("#notice-title")).to_have_text("No word from the server for 60 s")
+    expect(page.locator("#notice-title")).to_have_text("No data from the server for 60 s")
     expect(page.locator("#result .reasoning")).to_have_text("twelve")
     wait_until(lambda: server.left == ["/phase1/reasoning"])
 

@@ -62,7 +62,7 @@ async function* serverEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
     const piece = await Promise.race([reader.read().catch(() => ({ done: true })), pause(SILENCE)]);
-    if (!piece) throw problem(`No word from the server for ${SILENCE / 1000} s`);
+    if (!piece) throw problem(`No data from the server for ${SILENCE / 1000} s`);
     if (piece.done) throw problem("The connection was lost");
     const events = (text + piece.value).split(/\r?\n\r?\n/);
     text = events.pop();
@@ -343,7 +343,7 @@ function showVotes(panel, winner) {
 const THOUGHT = {
   closed: "Reasoning",
   forced: "Reasoning, cut short",
-  unclosed: "Reasoning that came to no end",
+  unclosed: "Unfinished reasoning",
   absent: "Answered without reasoning",
 };
 
