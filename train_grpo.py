@@ -268,6 +268,7 @@ class GRPOTrainer:
             split_again, set_constant_logprobs, self.policy, score, config, updates, matches
         )
 
+        self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update in range(count):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
             self._set_learning_rate(lr)

@@ -58,7 +58,7 @@ def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float])
 
 def relative_tolerance(problem: Problem) -> float:
     """Return the maximum relative error of an answer to the problem, from its column rel_tol."""
-    given = problem.columns.get("rel_tol", 0)
+    given = problem.columns.get("rel_tol") or 0  # None: an empty cell
     try:
         share = float(given)
     except ValueError:
@@ -79,9 +79,8 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     tolerance = relative_tolerance(problem)
     if tolerance:
         text = _POWER_OF_TEN.sub(lambda match: "e" + match[1].replace("−", "-"), text)
-        unit = re.escape(
-            str(problem.columns.get("unit", ""))
-        )  # without this, "5 K" would be read as 5000
+        # Without the unit, "5 K" would be read as 5000.
+        unit = re.escape(str(problem.columns.get("unit") or ""))
         text = re.sub(rf"(?<=\d) ?{unit}(?!\w)", "", text) if unit else text
     verdict = grade(text, problem.answer, strict=False)
     answer = verdict.answer or ""

@@ -77,15 +77,28 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
             b of the object in column a (verl: `reward_model.ground_truth`), `a.0` is the first
             entry of the list in column a, and `a+b` joins the texts of columns a and b. For the
             field answer_type, an answer type instead of a column applies to all rows. A named
-            question replaces the other columns that could contain the question, such as a chat.
+            question replaces the question of a chat, whose last message remains the completion.
 
     Raises:
         MissingColumn: the row lacks one of the columns.
     """
     found = {field: _field_of(row, field, column) for field, column in columns.items()}
     used = {*columns.values()} | {part for column in columns.values() for part in column.split("+")}
-    used |= {*CHAT_FIELDS, *QUESTION_FIELDS} if "question" in columns else set()
-    return {name: value for name, value in row.items() if name not in used} | found
+    rest = {name: value for name, value in row.items() if name not in used}
+    if "question" in columns:
+        if (reply := _reply(rest)) is not None:
+            found = {"completion": reply} | found
+        rest = {k: v for k, v in rest.items() if k not in (*CHAT_FIELDS, *QUESTION_FIELDS)}
+    return rest | found
+
+
+def _reply(row: Row) -> str | None:
+    """Return the last message of a chat in the row if it is the assistant's."""
+    try:
+        role, text = _messages(_chat(row) or [])[-1]
+    except (LeftOut, ValueError):
+        return None
+    return text if role == "assistant" else None
 
 
 def _field_of(row: Row, field: str, column: str) -> Any:

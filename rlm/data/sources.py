@@ -178,21 +178,24 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
             logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
     head = text.split("\n", 1)[0]
     separator = max(",;\t|", key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
-    reader = csv.DictReader(io.StringIO(text, ""), delimiter=separator, strict=True)
-    number = 0
+    rows: list[dict[Any, Any]] = []
     try:
-        for number, row in enumerate(reader, 1):
-            if any(row.pop(None, [])):  # type: ignore[call-overload]  # cells beyond the last column
-                raise ValueError(
-                    f"row {number} has more cells than the first line has names: put quotes around "
-                    f"a cell that contains {separator!r}"
-                )
-            yield number, row
+        rows.extend(csv.DictReader(io.StringIO(text, ""), delimiter=separator, strict=True))
     except csv.Error as error:
-        raise ValueError(
-            f"row {number + 1}: {error}; a cell that contains a quote needs quotes around it, and "
-            'the quote itself is written as ""'
-        ) from error
+        if separator != "\t":
+            raise ValueError(
+                f"row {len(rows) + 1}: {error}; a cell that contains a quote needs quotes around "
+                'it, and the quote itself is written as ""'
+            ) from error
+        lines = io.StringIO(text, "")  # tab-separated files often do not use quotes
+        rows = list(csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
+    for number, row in enumerate(rows, 1):
+        if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond the last column
+            raise ValueError(
+                f"row {number} has more cells than the first line has names: put quotes around a "
+                f"cell that contains {separator!r}"
+            )
+        yield number, row
 
 
 # The function that reads each format, by file suffix without .gz.

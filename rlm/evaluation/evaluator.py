@@ -98,8 +98,8 @@ class Evaluation:
         """Return the accuracy for each value of a column; {} if no problem has the column."""
         scores: dict[str, list[float]] = {}
         for (problem, _), score in zip(self.comparable, self.per_problem(strict), strict=True):
-            if column in problem.columns:
-                scores.setdefault(str(problem.columns[column]), []).append(score)
+            if (value := problem.columns.get(column)) is not None:
+                scores.setdefault(str(value), []).append(score)
         return {value: self._summary(scores[value]) for value in sorted(scores)}
 
     def _summary(self, scores: Sequence[float]) -> dict[str, float]:

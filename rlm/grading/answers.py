@@ -42,17 +42,17 @@ _LETTER = re.compile(
 )
 # Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
 _ANOTHER = re.compile(
-    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|is|else|option|choice|answer)"
+    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
     r"\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"  # not the words in "but I think"
-    r"|(?<!\w)[(\[]?[A-J][)\].:]|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
+    r"|(?<!\w)(?:\(?[A-J][).:]|\[[A-J]\])|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
 _EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
 _TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
 _SIZE_COMMAND = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)")  # \dfrac, \left(
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-# Superscripts and, after a digit, subscripts: 10² is not 102, and 10₂ is not 102. H₂O is H2O.
-_SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]+)|(?<=[0-9])[₀-₎]+")
+# Superscripts and subscripts after a digit: neither 10² nor 10₂ is 102, but H₂O is H2O.
+_SCRIPTS = re.compile("(?<=[0-9])(?:(?P<up>[²³¹⁰⁴-ⁿ]+)(?!⁄)|[₀-₎]+)")
 _INTERVAL = re.compile(r"(?=.*[\[\]])[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
 
 
@@ -95,8 +95,8 @@ def read_text(text: str) -> str | None:
     >>> read_text("[0, 1)") == read_text("(0, 1]"), read_text("10²") == read_text("102")
     (False, False)
     """
-    if len(text) > MAX_TEXT:
-        return _folded(text) or None
+    if len(text) > MAX_TEXT:  # normalisation may take quadratic time
+        return " ".join(text.casefold().split()).strip(_EDGES) or None
     text = _SIZE_COMMAND.sub("", text)
     if "\\boxed" not in text:  # an answer tag must not contain a box
         text = _TEXT_COMMAND.sub(r"\1", text)
@@ -104,7 +104,8 @@ def read_text(text: str) -> str | None:
     plain = _folded(text)
     if interval := _INTERVAL.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
         return re.sub(r"\s*,\s*", ",", interval[0])
-    mark = "!" if re.search(r"\d![\s.$*_)]*$", plain) else ""
+    # In a longer text or after a large number, ! ends the sentence.
+    mark = "!" if re.fullmatch(r"[\s($*_]*\d{1,2}![\s.$*_)]*", plain) else ""
     plain = plain.strip(_EDGES) + mark
     is_text = mark or re.match(r"0\d", plain) or re.search(r"[(\[][^)\]]*,", text)
     if not is_text and not any(map(str.isalpha, _COMMAND.sub("", plain))):

@@ -136,7 +136,8 @@ _REWRITES = {
     r"(?m)^[ \t]*−[ \t]*|−": "-",  # at the start of a line, unlike "-", a sign and never a bullet
     r"\\(?=[$%])": "",
     r"\\[,;:!]": " ",
-    r"(?<=\d)([ \t]+)–(?=[ \t]+\d)": r"\1-",
+    # 5 – 2 = 3, but not the dash of a heading: Step 1 – 3 + 4 = 7
+    r"([A-Za-z][ \t]+\d+[ \t]+–)|(?<=\d)[ \t]+–(?=[ \t]+\d)": lambda dash: dash[1] or " -",
     r"(=\s*)\*\*([-$\d.,]+)\*\*": r"\1\2",  # 3 + 4 = **7**
     r"(=\s*)\\boxed\{([-$\d.,]+)\}": r"\1\2",
     r"&[ \t]*=|=[ \t]*&": "=",  # the alignment of LaTeX

@@ -290,7 +290,8 @@ def read_number(region: str) -> Claim:
     if (value := parse_number(region)) is not None:
         return Claim(value, region)
     claims, _ = _claims(region[-_MAX_REGION:])
-    if _EXPRESSION.search(_rewrite(re.split("[=≈]", region[-_MAX_REGION:])[-1])):
+    result = re.split("[=≈]", _rewrite(region[-_MAX_REGION:]))[-1]
+    if _EXPRESSION.search(re.split(r"\b(?:because|since)\b", result)[0]):
         return Claim(None, region, "not_a_number")
     values = {claim.value for claim in claims}
     if len(values) > 1 or (None in values and len(claims) > 1):

@@ -137,7 +137,7 @@ def ask(
     grammar = sampler.grammars.compile(structured, format) if structured else None
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
-    check_context_window(model, len(prompt) + length)
+    check_context_window(sampler.model, len(prompt) + length)
     limits = {"n": n, "max_new_tokens": length, "budget": budget}
     stream = ReasoningStream(
         tokenizer,

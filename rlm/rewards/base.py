@@ -221,11 +221,18 @@ def as_messages(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the columns that a function's signature names; all columns if it has `**columns`."""
+    """Return the columns that a function's signature names; all columns if it has `**columns`.
+
+    A column that is None is left out if the parameter has a default value.
+    """
     parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return columns
-    return {name: value for name, value in columns.items() if name in parameters}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    defaults = {p.name for p in parameters.values() if p.default is not p.empty}
+    return {
+        name: value
+        for name, value in columns.items()
+        if (takes_all or name in parameters) and not (value is None and name in defaults)
+    }
 
 
 def adapt_reward(reward: Any) -> RewardFunction:

@@ -118,10 +118,12 @@ def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
     assert "no field answer or response" in refusal(str(path), "test")  # the last row is short
     path.write_text("question,answer\nAnd?,4\nHow many?,1,000\n")  # 1 would be a wrong answer
     assert "row 2 has more cells than the first line has names" in refusal(str(path))
-    path = tmp_path / "mine.tsv"
-    rows = ['"Hm," he said\t5', "What?\t3", '"No," she said\t4']  # no rows may be swallowed
-    path.write_text("\n".join(["question\tanswer", *rows]))
-    assert "row 1: ' ' expected after '\"'; a cell that contains a quote" in refusal(str(path))
+    rows = ['"Hm," he said,5', "What?,3", '"No," she said,4']  # no rows may be swallowed
+    path.write_text("\n".join(["question,answer", *rows]))
+    assert "row 1: ',' expected after '\"'; a cell that contains a quote" in refusal(str(path))
+    tabs = tmp_path / "mine.tsv"  # usually written without quotes
+    tabs.write_text(path.read_text().replace(",", "\t").replace('\t"', ',"'))
+    assert answers(load_problems(str(tabs), "test")) == [5, 3, 4]
 
 
 # Layouts of published datasets, with invented rows: the question that is asked and the gold.
@@ -365,7 +367,7 @@ def test_a_named_question_wins_over_a_chat(tmp_path):
     chat = [{"role": "user", "content": "old?"}, {"role": "assistant", "content": "so 4"}] * 2
     rows = [{"messages": chat, "prompt": chat, "q2": "3 + 4?", "gold": "7"}]
     (problem,) = load(tmp_path, rows, "question=q2,answer=gold")
-    assert (problem.question, problem.answer, problem.solution) == ("3 + 4?", "7", "")
+    assert (problem.question, problem.answer, problem.solution) == ("3 + 4?", "7", "so 4")
 
 
 def test_an_empty_cell_is_no_choice(tmp_path):

@@ -233,7 +233,8 @@ ANSWERS = {
         "#### 18\nThe answer is 17.", "The answer is 18. It took 3 steps.", r"\boxed{18",
         r"\boxed{A} \boxed{18}", r"\boxed{18} \boxed{18.0}", r"\boxed{\boxed{18}}",
         r"\boxed{\frac{36}{2}}",
-        r"\boxed{\frac{a}{b} = 18}", r"\boxed{ \text{Total} = \$18 }", r"\fbox{18}",
+        r"\boxed{\frac{a}{b} = 18}", r"\boxed{9\sqrt{4} \approx 18}",
+        r"The answer is 18, because \tan x is.", r"\boxed{ \text{Total} = \$18 }", r"\fbox{18}",
         r"\sqrt[3]{8} = 2. The answer is 18.", "#### Step 3: add\nSo she has 18.",
         "#### 17\n#### 18", "The answer is 18", "the ANSWER is: 18!", "Answer: $18",
         "**Answer:** 18 apples", "Answer:\n- 18 apples", "Answer = 18", "The answer:\n\n18",
@@ -347,12 +348,13 @@ CHOICES = {
     "B": [
         "B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B.",
         "B) But I like it", "B) Paris, but I am not sure", "B. B is right.", "B) Perhaps A dog",
+        "B) rate = k[A]", "B. The symbol is C",
     ],
     None: [
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
         "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
-        "[B] [C] [D]", "B. Actually it is C",
+        "[B] [C] [D]",
     ],
 }
 # lenient reason: texts; the gold is B
@@ -417,6 +419,10 @@ TEXTS = {  # a text gold: answers that are equal, answers that are not
     "10²": (["10^2", " 10² "], ["102", "10"]),
     "102": (["102.0"], ["10²", "10₂"]),
     "H₂O": (["h2o"], ["H^2O"]),
+    "3/4": (["³⁄₄", "¾"], ["34"]),
+    "1969": (["1969!"], ["196"]),
+    "Room 42": (["room 42!"], ["room 4"]),
+    "x" * 1200: (["X" * 1200 + "."], ["x" * 1201]),
     "[0, 1)": (["[0,1)", "$[0, 1)$"], ["(0, 1]", "0, 1", "(0,1)"]),
     "5!": (["5!"], ["5"]),
     "Yes": (["Yes!"], ["Yes! No"]),

@@ -75,7 +75,7 @@ def test_equations_are_found(text, values):
         (r"over 3 + 4 = 8, \quad 3 + 4 = 8, \text{so} 3 + 4 = 8", [False] * 3),
         # the emphasis or the box of a result, a dash as the minus, a quotient with its remainder
         (r"3 + 4 = **8**, 3 + 4 = **7** and 3 + 4 = \boxed{8}", [False, True, False]),
-        ("5 – 2 = 9, 5 – 2 = 3", [False, True]),
+        ("5 – 2 = 9, 5 – 2 = 3\nStep 1 – 3 + 4 = 7", [False, True]),
         ("7 / 2 = 3 remainder 1, 7 / 2 = 3 R1", []),
         # no claim of its own: the tail of an expression, algebra, words between the numbers
         ("2 apples + 3 * 4 = 14, (5 cats + 3) * 2 = 16, 20% of 50 + 3 = 13", []),

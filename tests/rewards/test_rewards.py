@@ -10,7 +10,7 @@ import traceback
 import pytest
 
 from rlm.cli.options import UsageError
-from rlm.data.problem import Problem
+from rlm.data.problem import Problem, as_problems
 from rlm.data.prompts import FORMATS
 from rlm.grading import Verdict
 from rlm.grading.answers import grade
@@ -795,6 +795,23 @@ def test_columns_and_extras_reach_a_reward():
         "solution": "", "completion_ids": [],
         "strict_verdict": Verdict(False, "no_reasoning", None),
     }  # fmt: skip
+
+
+def test_a_column_that_a_row_lacks_is_none_or_the_default():
+    rows = [{"question": "1?", "answer": "1", "unit": "m"}, {"question": "2?", "answer": "2"}]
+    seen = []
+
+    def needed(completion, reference_answer, unit):
+        seen.append(unit)
+        return 0.0
+
+    def optional(completion, reference_answer, unit="km"):
+        seen.append(unit)
+        return 0.0
+
+    for reward in (needed, optional):
+        Scorer(reward)(as_problems(rows), [["x"], ["y"]])
+    assert seen == ["m", None, "m", "km"]
 
 
 # --- --reward FILE.py:NAME ------------------------------------------------------------------------
