@@ -301,7 +301,7 @@ def test_the_figures_of_the_shipped_adapter_are_those_of_its_verdicts():
             assert f"| {titles[name]} | {' | '.join(cells)} |" in readme
 
 
-@pytest.mark.parametrize("grid", ["twenty", "six", "sixty"])
+@pytest.mark.parametrize("grid", ["twenty", "six", "sixty", "sixty_topr"])
 def test_the_leads_of_the_evidence_page_are_those_of_the_results(grid: str):
     """Each lead of the page with its interval stands in one of the generated pages."""
     evidence = text_of(ROOT / "docs/explanation/evidence.md")

@@ -303,7 +303,10 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
     "name",
     [
         "twenty",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("noise", "six", "sixty", "gsm8k")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("noise", "six", "sixty", "sixty_topr", "gsm8k")
+        ),
     ],
 )
 def test_a_committed_page_comes_out_of_the_committed_cells(name, tmp_path):
