@@ -71,7 +71,7 @@ def test_a_row_becomes_a_problem(write):
     # Names that a reward's call uses already are no columns.
     row |= dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
     [problem] = load_jsonl(write(row))
-    columns = {"level": 2, "topic": "sets", "weight": 0.5, "tags": ["a"]}
+    columns = {"level": 2, "topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
     assert problem == Problem("7", "How many?", "1,000", "Count.", columns)
     assert len({problem, *load_jsonl(write(row))}) == 1  # it can be hashed
     problems = load_jsonl(write(GOOD, b"", {**GOOD, "id": ""}))

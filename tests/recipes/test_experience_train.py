@@ -660,8 +660,7 @@ def test_replies_are_stored_by_endpoint_and_weights(tmp_path):
         return asker.ask("question", "1", {"problem": "2 + 2?"}).text
 
     def served(base, adapter):
-        about = {"base_hash": base, "adapter": "tuned", "adapter_sha256": adapter}
-        return {"model": about, "experiences": 0}
+        return {"model": {"base_hash": base}, "about": {"tuned": {"sha256": adapter}}}
 
     with ScriptedServer(lambda body: "old") as one, ScriptedServer(lambda body: "other") as two:
         assert (ask(one), ask(two)) == ("old", "other")
