@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from rlm.cli.options import UsageError
 from rlm.data.loaders import load_gsm8k as loader
 from rlm.data.problem import Problem, as_problems
 from rlm.evaluation.evaluator import evaluate
+from rlm.rewards import CorrectnessReward, StepsReward
 from rlm.rewards.base import RewardFunction
 from tests import test_train_grpo
 from tests.test_train_grpo import CPU
@@ -48,6 +50,13 @@ def test_the_imports_load_torch_only_with_the_trainer():
 
 
 # --- a run from Python ----------------------------------------------------------------------------
+
+
+def test_the_reward_of_a_config_is_used_unless_one_is_passed(model_dir, tmp_path):
+    config = replace(a_config(tmp_path), reward="steps")
+    assert isinstance(rlm.GRPOTrainer(model_dir, config, device=CPU).scorer.reward, StepsReward)
+    passed = rlm.GRPOTrainer(model_dir, config, CorrectnessReward(), device=CPU)
+    assert not isinstance(passed.scorer.reward, StepsReward)
 
 
 def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_path, capsys):

@@ -61,6 +61,8 @@ def test_hostile_text_costs_nothing():
     assert ask("<<" + "(" * 49 + "1" + ")" * 49 + "=") == "1>>"
     assert ask("<<" + "1" + "+1" * (MAX_LENGTH // 2 - 1) + "=") == f"{MAX_LENGTH // 2}>>"
     assert ask("<<" + "1" + "+1" * (MAX_LENGTH // 2) + "=") is None  # too long
+    assert ask("<<" + "0" * (MAX_LENGTH - 1) + "1=") == "1>>"
+    assert ask("<<" + "0" * MAX_LENGTH + "1=") is None
 
 
 NUMBERS = st.integers(0, 10**6).map(str) | st.decimals(0, 1000, places=2).map(str)

@@ -170,7 +170,7 @@ def test_the_blocks_are_those_of_the_document_and_its_commands_are_accepted():
             {
                 "smollm2-135m": "MODEL",
                 "steps=20": "steps=1",
-                '"validation")': '"validation", max_samples=2)',
+                "max_samples=100": "max_samples=2",
                 "weights/short": "weights/final_rlm_lora",
             },
         ),

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 # already arguments of a reward's call.
 TAKEN_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, "id", "solution", "answer_type"}
 TAKEN_FIELDS |= {"reasoning_format", "is_truncated", "strict_verdict"}
-TAKEN_FIELDS |= {"self", "prompts", "completions", "completion", "reference_answer"}
-TAKEN_FIELDS |= {"reference_answers"}
+TAKEN_FIELDS |= {"self", "prompts", "completions", "completion"}
+TAKEN_FIELDS |= {"reference_answer", "reference_answers"}
 NEEDED = (
     f"expected rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
     "Problems"

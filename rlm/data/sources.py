@@ -182,12 +182,16 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         rows.extend(csv.DictReader(io.StringIO(text, ""), delimiter=separator, strict=True))
     except csv.Error as error:
+        if "expected" not in str(error):  # not about a quote
+            raise
         if separator != "\t":
             raise ValueError(
                 f"row {len(rows) + 1}: {error}; a cell that contains a quote needs quotes around "
                 'it, and the quote itself is written as ""'
             ) from error
-        lines = io.StringIO(text, "")  # tab-separated files often do not use quotes
+        # Tab-separated files often do not use quotes.
+        logger.warning("%s: row %d: %s, so quotes are plain text", path, len(rows) + 1, error)
+        lines = io.StringIO(text, "")
         rows = list(csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
     for number, row in enumerate(rows, 1):
         if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond the last column

@@ -84,27 +84,29 @@ class ReasoningParser:
         elif self.phase == "answer":
             self._held = self._stripped(self._drop.sub("", self._held))
             unsure = max(_overlap(self._held, tag) for tag in self._format.answer_tags)
-            found, answer = self._up_to_stop(len(self._held) - unsure)
-            if not found:
+            stopped = self._up_to_stop(len(self._held) - unsure)
+            if stopped is None:
                 answer = self._certain(self._format.answer_tags, self._stop)
+            else:
+                answer = stopped
         if self.phase == "done":
             self._held = ""
         return reasoning, answer
 
-    def _up_to_stop(self, end: int) -> tuple[bool, str]:
-        """Search the first `end` held characters for a stop string.
+    def _up_to_stop(self, end: int) -> str | None:
+        """End the answer at the first stop string in the first `end` held characters.
 
         The characters after them may belong to a tag.
 
         Returns:
-            Whether there is a stop string, and the text before it.
+            The text before the stop string, or None if there is no stop string.
         """
         starts = [at for stop in self._stop if (at := self._held.find(stop, 0, end)) >= 0]
         if not starts:
-            return False, ""
+            return None
         answer, self._tail = self._held[: min(starts)], self._held[min(starts) :]
         self.phase = "done"
-        return True, self._stripped(answer).rstrip()
+        return self._stripped(answer).rstrip()
 
     def _all_but_the_tags(self) -> str:
         opening, closing = self._format.answer_tags
@@ -123,9 +125,9 @@ class ReasoningParser:
         if self.phase == "answer" and self._verbatim:
             rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
             return "", rest if self._begun else ""
-        if self.phase == "answer" and (stopped := self._up_to_stop(len(self._held)))[0]:
+        if self.phase == "answer" and (stopped := self._up_to_stop(len(self._held))) is not None:
             self._held = ""
-            return "", stopped[1]
+            return "", stopped
         rest, self._held = self._stripped(self._held).rstrip(), ""
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import terminal
+from rlm.runs.atomic_files import replace_file
 
 TRACKER_NAMES = ("none", "wandb", "tensorboard", "trackio")
 # Our metrics, and the names that dashboards of other GRPO tools use for them. Metrics are logged
@@ -200,5 +201,5 @@ def _run_id(run_dir: Path) -> str:
     """Return the id of a run, which is kept in its directory, so that a resumed run finds it."""
     file = run_dir / RUN_ID
     if not file.exists():
-        file.write_text(secrets.token_hex(6))
+        replace_file(file, secrets.token_hex(6))
     return file.read_text()

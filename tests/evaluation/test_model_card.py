@@ -22,7 +22,7 @@ def adapter(model_dir, tokenizer, tmp_path_factory):
     run = {
         "stage": "grpo", "base_model": str(model_dir), "step": 36, "accuracy": 0.625,
         "base_hash": base_model_hash(str(model_dir)), "start_accuracy": 0.5, "validated_on": 80,
-        "dataset": f"elementary+gsm8k:{path.parent}+{path.parent}/mine.jsonl",
+        "dataset": f"elementary+OpenAI/gsm8k:{path.parent}+{path.parent}/mine.jsonl",
         "start_adapter": str(path.parent / "sft"),
         "config": {"reasoning_format": "simple", "run_dir": str(path.parent / "run"),
                    "group_size": 8, "batch_size": 20, "learning_rate": 1e-4,
@@ -40,7 +40,11 @@ def test_the_card_of_an_adapter(adapter):
     # 50 of 80: Wilson's interval by hand is 0.5155 to 0.7231.
     assert "62.5% of 80 validation problems" in said
     assert "(95 % interval 51.5% to 72.3%); 50.0% before this stage" in said
-    for line in ("- gsm8k: MIT.", "- elementary: Apache-2.0", "- mine.jsonl: unknown licence"):
+    for line in (
+        "- OpenAI/gsm8k: MIT.",
+        "- elementary: Apache-2.0",
+        "- mine.jsonl: unknown licence",
+    ):
         assert line in said
     assert "Reason in <reasoning>, answer in <answer>." in said
     assert str(adapter.parent) not in said

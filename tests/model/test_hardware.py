@@ -157,6 +157,11 @@ def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
             {"model": "a/copy"},
             ("a/copy", "gsm8k", "8bit"),
         ),
+        (
+            {"base_model": "theirs", "quantize": "4bit"},
+            {"model": "theirs", "dataset": "d"},
+            ("theirs", "d", "4bit"),
+        ),
         ({"base_model": "theirs", "dataset": None}, {}, ("theirs", "word-problems:1", "none")),
         ({"stage": "sft"}, {}, ("smollm2-135m", "word-problems:1", "none")),
         ({"base_model": GPU_MODEL, "dataset": "d"}, {}, (GPU_MODEL, "d", "none")),
