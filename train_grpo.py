@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,12 +74,15 @@ from rlm.training import (
     make_engine,
     mean_metrics,
     mini_batches,
+    old_logprobs_source,
+    open_directory,
     overlong_penalties,
     policy_loss,
     resolve_start,
     reward_tensor,
     rollout_seeds,
     set_constant_logprobs,
+    shard_rollouts,
     step_metrics,
     summary_card,
     timer,
@@ -88,7 +93,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.training import ProblemScores
+    from rlm.training import OldLogprobs, ProblemScores
 
 
 class GRPOTrainer:
@@ -174,11 +179,11 @@ class GRPOTrainer:
                 "this trainer has already trained; make a new GRPOTrainer, with "
                 "GRPOConfig(sft_adapter=FOLDER) to continue from the adapter in FOLDER"
             )
-        config, data = self.prepare(dataset, eval_dataset)
-        with TrainingRun.begin(
-            config, data, self.state, self.sampler, self.tokenizer, self.validation_scores
-        ) as run:
-            self.run, algorithm = run, config.resolved_algorithm
+        data = self.prepare(dataset, eval_dataset)
+        config, algorithm = self.config, self.config.resolved_algorithm
+        with open_directory(config, self.distributed) as directory, closing(self.sampler):
+            parts = self.state, self.sampler, self.tokenizer, directory, self.validation_scores
+            self.run = run = TrainingRun(config, data, *parts)
             for step in range(run.first_step, run.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -256,27 +261,26 @@ class GRPOTrainer:
         Returns:
             The training metrics of the step.
         """
-        config = run.config
-        updates = [run.micro_batches(rollouts) for rollouts in batches]
-
-        def split_again() -> None:
-            updates[:] = map(run.micro_batches, batches, updates)
-
-        metrics, count = LearnMetrics(len(updates)), len(updates) * config.updates_per_batch
-        score, matches = self.weights.token_logprobs, self.sampler.matches_trainer
-        differs = run.repeat_if_out_of_memory(
-            split_again, set_constant_logprobs, self.policy, score, config, updates, matches
+        config, metrics = self.config, LearnMetrics(len(batches))
+        updates = [shard_rollouts(rollouts, self.distributed) for rollouts in batches]
+        source = old_logprobs_source(config, len(updates), self.sampler.matches_trainer)
+        constants = partial(
+            set_constant_logprobs,
+            *(self.policy, self.weights.token_logprobs, config, source, run.micro_batches),
         )
+        for rollouts in updates:
+            run.repeat_if_out_of_memory(constants, rollouts)
 
         self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
-        for update in range(count):
+        for update in range(count := len(updates) * config.updates_per_batch):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
             self._set_learning_rate(lr)
-            learned = run.repeat_if_out_of_memory(
-                split_again, self._accumulate_gradient, updates, update % len(updates), differs
-            )
-            for part in learned:
-                metrics.add(update, *part)
+            rollouts = updates[update % len(updates)]
+            learned = run.repeat_if_out_of_memory(self._accumulate_gradient, run, rollouts, source)
+            for micro, logprobs, entropy, sums in learned:
+                metrics.add(update, micro, logprobs, entropy, sums)
+                if source == "first pass" and update == 0:
+                    micro.keep("old_logprobs", logprobs, rollouts)  # for further passes
             metrics.grad_norms.append(self._optimizer_step())
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are unchanged, so another pass would fail again
@@ -287,23 +291,24 @@ class GRPOTrainer:
         return metrics.as_dict(self.distributed) | made
 
     def _accumulate_gradient(
-        self, updates: Sequence[Sequence[MicroBatch]], index: int, differs: bool
+        self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs
     ) -> list[tuple[MicroBatch, Tensor, Tensor, LossSums]]:
-        """Accumulate the gradient of the mini-batch `updates[index]`.
+        """Accumulate the gradient of this process's rollouts of a mini-batch.
 
         Returns:
             Each micro-batch with its log-probabilities, its entropies and its sums.
         """
         config, learned = self.config, []
-        for micro in updates[index]:
+        algorithm, matches = config.resolved_algorithm, self.sampler.matches_trainer
+        for micro in run.micro_batches(rollouts):
+            if source == "sampler":
+                micro.old_logprobs = micro.sampler_logprobs
             logprobs, entropy = self.weights.token_logprobs(micro, config.temperature)
-            if micro.old_logprobs is None:  # first update: old = current
-                micro.old_logprobs = logprobs.detach()
             loss, sums = policy_loss(
                 logprobs,
                 micro,
-                config.resolved_algorithm,
-                correct_sampler=differs,
+                algorithm,
+                correct_sampler=not (matches or source == "sampler"),
                 kl_weight=config.kl_weight,
             )
             (loss * self.weights.loss_scale).backward()
@@ -332,20 +337,16 @@ class GRPOTrainer:
         self.state.count_update(skipped=not math.isfinite(norm))
         return norm
 
-    def prepare(
-        self, dataset: Iterable, eval_dataset: Iterable | None
-    ) -> tuple[GRPOConfig, TrainingData]:
-        """Read the data, print an overview of the run, and return the config and the data.
-
-        The returned config has its number of steps set.
-        """
+    def prepare(self, dataset: Iterable, eval_dataset: Iterable | None) -> TrainingData:
+        """Read the data, set the number of steps, and print an overview of the run."""
         data = TrainingData.read(
             self.config, self.policy, self.render, self.scorer, dataset, eval_dataset
         )
         self.answer_types = data.answer_types
-        config = self.config.with_steps_for(len(data.problems))
-        data.announce(config, self.weights, self.sampler)
-        return config, data
+        self.config = replace(self.config, steps=self.config.steps_for(len(data.problems)))
+        self.state.validations.measure = self.validator.measure
+        data.announce(self.config, self.weights, self.sampler)
+        return data
 
     @property
     def validator(self) -> Validator:
@@ -409,10 +410,9 @@ def main(config: GRPOConfig) -> int:
     if config.plan:
         from rlm.training import DryRun
 
-        config, data = trainer.prepare(problems, validation)
-        DryRun(
-            config, data, trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-        ).show()
+        data = trainer.prepare(problems, validation)
+        parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
+        DryRun(trainer.config, data, *parts).show()
         return 0
     summary_card(config, trainer.train(problems, validation))
     return 0

@@ -378,6 +378,6 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
         calls_left[:] = [1]
         assert trainer.run.memory_plan.halved
         with pytest.raises(torch.OutOfMemoryError):
-            trainer.run.repeat_if_out_of_memory(lambda: None, fails)
+            trainer.run.repeat_if_out_of_memory(fails)
     for name, tensor in adapters[0].items():
         assert torch.allclose(tensor, adapters[1][name], atol=1e-3), name

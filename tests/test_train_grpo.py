@@ -867,7 +867,7 @@ def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch,
     assert trainer.run.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
     assert "memory: about" in capsys.readouterr().out
     long = Problem("v", "long " * 50, "1")  # that is validated on counts, too
-    assert trainer.prepare(PROBLEMS, [long])[1].longest_prompts[0] == trainer.render(long)
+    assert trainer.prepare(PROBLEMS, [long]).longest_prompts[0] == trainer.render(long)
     needed, beside = (
         trainer.run.memory_plan.learning,
         trainer.run.memory_plan.optimizer + trainer.run.memory_plan.kept,

@@ -14,10 +14,13 @@ from .batches import make_rollouts as make_rollouts
 from .batches import mini_batches as mini_batches
 from .batches import problems_for_step as problems_for_step
 from .batches import rollout_seeds as rollout_seeds
+from .batches import shard_rollouts as shard_rollouts
 from .config import GRPOConfig as GRPOConfig
 from .distributed import Distributed as Distributed
 from .doctor import Doctor as Doctor
 from .dry_run import DryRun as DryRun
+from .logprobs import OldLogprobs as OldLogprobs
+from .logprobs import old_logprobs_source as old_logprobs_source
 from .logprobs import reference_logprobs as reference_logprobs
 from .logprobs import score_tokens as score_tokens
 from .logprobs import set_constant_logprobs as set_constant_logprobs
@@ -58,7 +61,7 @@ from .trainer import check_arguments as check_arguments
 from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
 from .trainer import make_engine as make_engine
-from .trainer import make_sampler as make_sampler
+from .trainer import open_directory as open_directory
 from .trainer import resolve_start as resolve_start
 from .trainer import validation_measure as validation_measure
 from .validation import ProblemScores as ProblemScores

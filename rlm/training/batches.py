@@ -84,7 +84,7 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
     return seeds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollout:
     """A completion with its advantage and the other values that the loss needs."""
 
@@ -95,6 +95,9 @@ class Rollout:
     weight: float  # weight in the loss of each token of the completion
     sampler_logprobs: Sequence[float] = ()
     tool_mask: Sequence[bool] = ()  # as in Completion: False for tokens written by a tool
+    # The log-probabilities that stay constant during the updates of a step, each (length,).
+    old_logprobs: Tensor | None = field(default=None, compare=False)
+    ref_logprobs: Tensor | None = field(default=None, compare=False)
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
@@ -246,6 +249,15 @@ class MicroBatch:
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
 
+    def keep(self, name: str, logprobs: Tensor, rollouts: Sequence[Rollout]) -> None:
+        """Keep log-probabilities (n, T) in the rollouts that this micro-batch was made from.
+
+        Args:
+            name: "old_logprobs" or "ref_logprobs".
+        """
+        for row, length, values in zip(self.rows, self.lengths, logprobs, strict=True):
+            setattr(rollouts[row], name, values[:length])
+
     def sequences(self) -> list[tuple[list[int], list[int]]]:
         """Return the token ids of the prompt and of the completion for each rollout."""
         width, found = self.input_ids.shape[1], []
@@ -261,6 +273,8 @@ def make_micro_batches(
     rollouts: Sequence[Rollout], max_rows: int, max_tokens: int, device: str
 ) -> list[MicroBatch]:
     """Split the rollouts of a mini-batch into micro-batches of sequences with similar lengths.
+
+    A micro-batch has `old_logprobs` or `ref_logprobs` if all of its rollouts have them.
 
     Args:
         max_rows: the maximum number of completions in a micro-batch.
@@ -291,23 +305,6 @@ def make_micro_batches(
             taken.append(sequences.pop(0))
         micro_batches.append(pack_rollouts(rollouts, taken, device))
     return micro_batches
-
-
-def copy_constant_logprobs(source: Sequence[MicroBatch], target: Sequence[MicroBatch]) -> None:
-    """Copy `old_logprobs` and `ref_logprobs` to other micro-batches of the same mini-batch.
-
-    They are copied to a micro-batch only if they are known for all of its rollouts.
-    """
-    for name in ("old_logprobs", "ref_logprobs"):
-        known: dict[int, Tensor] = {}
-        for micro in source:
-            if (logprobs := getattr(micro, name)) is not None:
-                known |= zip(micro.rows, logprobs, strict=True)
-        for micro in target:
-            if known.keys() >= set(micro.rows):
-                rows = zip(micro.rows, micro.lengths, strict=True)
-                values = [known[row][:length] for row, length in rows]
-                setattr(micro, name, pad_sequence(values, batch_first=True))
 
 
 def _packed_length(rollouts: Sequence[Rollout], rows: Sequence[int]) -> int:
@@ -366,5 +363,12 @@ def pack_rollouts(
         weights=tensor([rollout.weight for rollout in packed]),
         sampler_logprobs=sampled.to(device),
         rows=order,
+        old_logprobs=_padded([rollout.old_logprobs for rollout in packed]),
+        ref_logprobs=_padded([rollout.ref_logprobs for rollout in packed]),
         tool_mask=None if tool_mask is None else tool_mask.to(device),
     )
+
+
+def _padded(rows: Sequence[Tensor | None]) -> Tensor | None:
+    known = [row for row in rows if row is not None]
+    return pad_sequence(known, batch_first=True) if len(known) == len(rows) else None

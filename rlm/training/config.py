@@ -449,10 +449,6 @@ class GRPOConfig:
         """Return the maximum number of sampling rounds in a step."""
         return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
-    def with_steps_for(self, problem_count: int) -> GRPOConfig:
-        """Return a copy of the config with its number of steps set for this number of problems."""
-        return replace(self, steps=self.steps_for(problem_count))
-
     def steps_for(self, problem_count: int) -> int:
         """Return `steps`, or the number of steps in one pass over the problems if it is unset."""
         return self.steps or math.ceil(problem_count / self.batch_size)

@@ -7,7 +7,7 @@ the packed sequences, M completion tokens, T padded length of the completions, V
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlm.model import decoder_and_head, using_reference
 from rlm.ops import Ops, ops_for
-from rlm.training.batches import MicroBatch
+from rlm.training.batches import MicroBatch, Rollout
 from rlm.training.config import GRPOConfig
 
 if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is imported
@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is importe
 
 # (micro-batch, temperature) → the log-probability and the entropy of each completion token, (n, T).
 Score = Callable[[MicroBatch, float], tuple[Tensor, Tensor]]
+# Where the old log-probabilities come from: the sampler, a forward pass before the first update, or
+# the first pass over the only mini-batch, in which they equal the current ones.
+OldLogprobs = Literal["sampler", "forward pass", "first pass"]
 # Number of tokens whose logits are computed at once.
 LOGITS_CHUNK = 128
 
@@ -69,7 +72,6 @@ def token_logprobs(
     return logprobs, entropy
 
 
-@torch.no_grad()
 def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
     """Return the log-probabilities (n, T) under the reference model.
 
@@ -81,42 +83,45 @@ def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig)
     return logprobs
 
 
+def old_logprobs_source(config: GRPOConfig, updates: int, matches_trainer: bool) -> OldLogprobs:
+    """Return where the old log-probabilities of a step come from.
+
+    Args:
+        updates: the number of mini-batches of the step.
+        matches_trainer: whether the sampler's probabilities equal the trainer's (see `Sampler`).
+    """
+    if config.resolved_algorithm.objective == "tapered":
+        return "sampler"
+    if updates == 1:
+        return "first pass"
+    return "sampler" if matches_trainer else "forward pass"
+
+
+@torch.no_grad()
 def set_constant_logprobs(
     policy: PeftModel,
     score: Score,
     config: GRPOConfig,
-    updates: Sequence[Sequence[MicroBatch]],
-    matches_trainer: bool,
-) -> bool:
-    """Set the log-probabilities that stay constant during the updates of a step.
+    source: OldLogprobs,
+    split: Callable[[Sequence[Rollout]], Sequence[MicroBatch]],
+    rollouts: Sequence[Rollout],
+) -> None:
+    """Compute the log-probabilities of rollouts that stay constant during the updates of a step.
 
-    `ref_logprobs` are set if there is a KL term. `old_logprobs` are set as follows:
-
-    - If the objective is "tapered", they are the log-probabilities of the sampler.
-    - Otherwise, with several mini-batches, they are the log-probabilities of the sampler if the
-      sampler matches the trainer. If the sampler does not match, a forward pass computes them.
-    - Otherwise, with a single mini-batch, they are left unset, and the first training pass sets
-      them.
+    `ref_logprobs` are set if there is a KL term, and `old_logprobs` if a forward pass has to
+    compute them.
 
     Args:
         score: computes log-probabilities under the current policy, on this machine or on a server.
-        updates: the micro-batches of each mini-batch.
-        matches_trainer: whether the sampler's probabilities equal the trainer's (see `Sampler`).
-
-    Returns:
-        Whether the loss must be corrected because the sampler's probabilities differ from those of
-        the trainer.
+        split: splits rollouts into micro-batches.
     """
-    off_policy = config.resolved_algorithm.objective == "tapered"
-    for micro in (micro for micro_batches in updates for micro in micro_batches):
+    if not config.kl_weight and source != "forward pass":
+        return
+    for micro in split(rollouts):
         if config.kl_weight:
-            micro.ref_logprobs = reference_logprobs(policy, micro, config)
-        if off_policy or (matches_trainer and len(updates) > 1):
-            micro.old_logprobs = micro.sampler_logprobs
-        elif len(updates) > 1:
-            with torch.no_grad():
-                micro.old_logprobs, _ = score(micro, config.temperature)
-    return not (matches_trainer or off_policy)
+            micro.keep("ref_logprobs", reference_logprobs(policy, micro, config), rollouts)
+        if source == "forward pass":
+            micro.keep("old_logprobs", score(micro, config.temperature)[0], rollouts)
 
 
 def score_tokens(

@@ -8,8 +8,7 @@ and for --doctor.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -63,9 +62,7 @@ from rlm.training.advantages import Group
 from rlm.training.batches import (
     MicroBatch,
     Rollout,
-    copy_constant_logprobs,
     make_micro_batches,
-    shard_rollouts,
 )
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
@@ -205,36 +202,25 @@ def make_engine(
     tool: Tool | None = None,
 ) -> tuple[Learner, RolloutSampler]:
     """Make the learner and the sampler of a run."""
-    if config.backend != "tinker":
-        weights = MixedPrecisionAdapter(policy)
-        return weights, make_sampler(policy, tokenizer, config, distributed, tool)
-    from rlm.sampling import TinkerEngine
+    if config.backend == "tinker":
+        from rlm.sampling import TinkerEngine
 
-    engine = TinkerEngine(
-        policy,
-        model_directory(required(config.model, "--model")),
-        stop_token_ids(tokenizer, policy.generation_config),
-        rank=config.lora_r,
-        seed=config.seed,
-        max_grad_norm=config.max_grad_norm,
-        url=config.server,
-    )
-    return engine, engine
-
-
-def make_sampler(
-    policy: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: GRPOConfig,
-    distributed: Distributed,
-    tool: Tool | None = None,
-) -> RolloutSampler:
-    """Make the sampler selected by the config."""
+        engine = TinkerEngine(
+            policy,
+            model_directory(required(config.model, "--model")),
+            stop_token_ids(tokenizer, policy.generation_config),
+            rank=config.lora_r,
+            seed=config.seed,
+            max_grad_norm=config.max_grad_norm,
+            url=config.server,
+        )
+        return engine, engine
+    weights = MixedPrecisionAdapter(policy)
     if config.sampler == "vllm":
         from rlm.training.run_servers import make_vllm_sampler
 
-        return make_vllm_sampler(policy, tokenizer, config, distributed)
-    return Sampler(
+        return weights, make_vllm_sampler(policy, tokenizer, config, distributed)
+    return weights, Sampler(
         policy,
         tokenizer,
         max_num_seqs=config.max_num_seqs,
@@ -270,7 +256,6 @@ class TrainingData:
     eval_problems: list[Problem]
     longest_prompts: list[list[int]]  # the token ids of the longest prompts
     answer_types: tuple[AnswerType, ...]  # types of the training problems, most frequent first
-    measure: str  # the score that selects the adapter to export: "accuracy" or "reward"
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -320,8 +305,7 @@ class TrainingData:
                 "(reward_fn=[FormatReward(), CorrectnessReward()])"
             )
         kinds = answer_types(problems)
-        measure = validation_measure(scorer, kinds)
-        return cls(problems, eval_problems, longest, kinds, measure, warnings)
+        return cls(problems, eval_problems, longest, kinds, warnings)
 
     def announce(self, config: GRPOConfig, weights: Learner, sampler: RolloutSampler) -> None:
         """Print an overview of the run, and the warnings about its data."""
@@ -391,6 +375,16 @@ class Validator:
 # --- one run --------------------------------------------------------------------------------------
 
 
+def open_directory(config: GRPOConfig, distributed: Distributed) -> RunDirectory:
+    """Open --run-dir, after checking --output.
+
+    Inside the context of the directory, signals take effect only at the end of a step.
+    """
+    if distributed.is_main:
+        check_output(config.output)  # must precede RunDirectory, which moves an old run away
+    return RunDirectory(config.run_dir, resume=config.resume, writes=distributed.is_main)
+
+
 class TrainingRun:
     """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
 
@@ -422,7 +416,6 @@ class TrainingRun:
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
         self._stopped = ""  # why the run stopped early, if its last weights are not usable
-        state.validations.measure = data.measure
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         plan = plan_memory(
             config, state.weights, sampler, data.longest_prompts, len(data.eval_problems)
@@ -431,28 +424,6 @@ class TrainingRun:
         set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
         self.start_metrics = self.validate(0) if self.first_step == 0 else {}
         directory.raise_if_interrupted(self.distributed.any(directory.interrupted))
-
-    @classmethod
-    @contextmanager
-    def begin(
-        cls,
-        config: GRPOConfig,
-        data: TrainingData,
-        state: TrainingState,
-        sampler: RolloutSampler,
-        tokenizer: PreTrainedTokenizerBase,
-        score_problems: ScoreProblems,
-    ) -> Iterator[TrainingRun]:
-        """Open --run-dir, and begin or resume the run.
-
-        Within the context, signals take effect only at the end of a step.
-        """
-        writes = state.distributed.is_main
-        if writes:
-            check_output(config.output)  # must precede RunDirectory, which moves an old run away
-        directory = RunDirectory(config.run_dir, resume=config.resume, writes=writes)
-        with directory, closing(sampler):
-            yield cls(config, data, state, sampler, tokenizer, directory, score_problems)
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate the adapter after `step` steps, and keep a copy if it is the best so far.
@@ -488,41 +459,25 @@ class TrainingRun:
                     terminal.line(f"start: validation {name} {mean}, {samples}")
         return metrics | seconds
 
-    def micro_batches(
-        self, rollouts: Sequence[Rollout], before: Sequence[MicroBatch] = ()
-    ) -> list[MicroBatch]:
-        """Split this process's share of a mini-batch into micro-batches that fit into memory.
-
-        Args:
-            before: the larger micro-batches of the same mini-batch, if it is split again. Their
-                constant log-probabilities are kept.
-        """
-        mine = shard_rollouts(rollouts, self.distributed)
-        made = make_micro_batches(
-            mine,
-            max_rows=self.config.train_batch_size or len(mine),
+    def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
+        """Split rollouts into micro-batches that fit into memory."""
+        return make_micro_batches(
+            rollouts,
+            max_rows=self.config.train_batch_size or len(rollouts),
             max_tokens=self.memory_plan.train_batch_tokens,
             device=next(iter(self.state.adapter.values())).device.type,
         )
-        copy_constant_logprobs(before, made)
-        return made
 
-    def repeat_if_out_of_memory(
-        self,
-        split_again: Callable[[], None],
-        compute: Callable[P, T],
-        *args: P.args,
-        **kw: P.kwargs,
-    ) -> T:
+    def repeat_if_out_of_memory(self, compute: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
         """Call `compute`, and repeat the call if GPU memory runs out.
 
         The call is repeated at most once per run. From then on, the run uses half the micro-batch
         and gradient checkpointing.
 
         Args:
-            split_again: splits the mini-batches of the step into the smaller micro-batches.
-            compute: computes the gradient of an update or the constant log-probabilities. It must
-                neither apply the gradient nor exchange anything with other processes.
+            compute: splits rollouts by `micro_batches`, and computes their gradient or their
+                constant log-probabilities. It must neither apply the gradient nor exchange
+                anything with other processes.
         """
         try:
             return compute(*args, **kw)
@@ -541,7 +496,6 @@ class TrainingRun:
             f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
             "updates use the same settings"
         )
-        split_again()
         return compute(*args, **kw)
 
     def log_step(

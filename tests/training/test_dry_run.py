@@ -23,8 +23,9 @@ def state_of(trainer):
 
 
 def dry_run_of(trainer, *problems):
+    data = trainer.prepare(*problems)
     parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-    return DryRun(*trainer.prepare(*problems), *parts)
+    return DryRun(trainer.config, data, *parts)
 
 
 @pytest.mark.parametrize("options", [{}, {"kl_weight": 0.1, "sampler": "unmerged"}])

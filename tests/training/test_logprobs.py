@@ -4,6 +4,7 @@ of plain rows, full logits, and the layers of transformers and PEFT."""
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rlm.training.batches import make_micro_batches, row_weights
 from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import (
     attention_mask,
+    old_logprobs_source,
     score_tokens,
     set_constant_logprobs,
     token_logprobs,
@@ -82,29 +84,31 @@ def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm, t
 @pytest.mark.parametrize(
     ("algorithm", "updates", "matches_trainer", "old"),
     [
-        ("grpo", 1, True, None),
-        ("grpo", 1, False, None),
+        ("grpo", 1, True, "first pass"),
+        ("grpo", 1, False, "first pass"),
         ("grpo", 2, True, "sampler"),
-        ("grpo", 2, False, "scored"),
+        ("grpo", 2, False, "forward pass"),
         ("topr", 1, False, "sampler"),
     ],
 )
 def test_where_the_old_logprobs_come_from(policy, algorithm, updates, matches_trainer, old):
     """With several mini-batches, before the first update; with one, the first pass sets them."""
-    batches = [make_micro_batches(some_rollouts(seed=i), 4, 10_000, "cpu") for i in range(updates)]
-    config = GRPOConfig(algorithm=algorithm, kl_weight=0)
+    config, rollouts = GRPOConfig(algorithm=algorithm, kl_weight=0), some_rollouts()
 
     def score(micro, temperature):
         return micro.sampler_logprobs - 1, micro.sampler_logprobs
 
-    corrects = set_constant_logprobs(policy, score, config, batches, matches_trainer)
-    assert corrects == (old != "sampler" and not matches_trainer)
-    for micro in (micro for micro_batches in batches for micro in micro_batches):
-        if old is None:
-            assert micro.old_logprobs is None
-        else:
-            expected = micro.sampler_logprobs - (1 if old == "scored" else 0)
+    source = old_logprobs_source(config, updates, matches_trainer)
+    assert source == old
+    split = partial(make_micro_batches, max_rows=4, max_tokens=10_000, device="cpu")
+    set_constant_logprobs(policy, score, config, source, split, rollouts)
+    # Split again differently, the micro-batches have the same log-probabilities.
+    for micro in make_micro_batches(rollouts, 3, 10_000, "cpu"):
+        if old == "forward pass":
+            expected = (micro.sampler_logprobs - 1) * micro.completion_mask
             assert torch.equal(micro.old_logprobs, expected)
+        else:
+            assert micro.old_logprobs is None
 
 
 def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):

@@ -18,8 +18,8 @@ from rlm.api_client import APIClient
 from rlm.cli import UsageError
 from rlm.data import Problem
 from rlm.model.adapters import new_adapter
-from rlm.training import Distributed, make_sampler, run_servers
-from rlm.training.run_servers import LONGEST_PROMPT, RunServers
+from rlm.training import Distributed, run_servers
+from rlm.training.run_servers import LONGEST_PROMPT, RunServers, make_vllm_sampler
 from tests import test_train_grpo
 from train_grpo import GRPOTrainer
 
@@ -153,14 +153,14 @@ def test_two_urls_and_a_packed_base(model_dir, tmp_path, tokenizer, capsys):
     with ScriptedServer() as one, ScriptedServer() as two:
         options = {"server": f"{one.url}, {two.url}"}
         config = a_config(tmp_path, **options)
-        sampler = make_sampler(policy, tokenizer, config, Distributed())
+        sampler = make_vllm_sampler(policy, tokenizer, config, Distributed())
         assert sampler.description == f"vLLM at {one.url} and {two.url}"
         assert "warning" not in capsys.readouterr().out
         packed = a_config(tmp_path, quantize="4bit", **options)
-        make_sampler(policy, tokenizer, packed, Distributed())
+        make_vllm_sampler(policy, tokenizer, packed, Distributed())
         assert (
             "warning: --quantize 4bit changes the model that is trained" in capsys.readouterr().out
         )
     packed = a_config(tmp_path, quantize="4bit", server="vllm serve --quantization x")
-    make_sampler(policy, tokenizer, packed, Distributed())
+    make_vllm_sampler(policy, tokenizer, packed, Distributed())
     assert "warning" not in capsys.readouterr().out
