@@ -51,7 +51,7 @@ MINI_BATCHES = {name: value for name, value in TOPR.items() if name != "algorith
 BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems of each
 START = "sft"
 OURS = "grpo"  # the arm whose seconds are the rivals' budget
-INVERTED = "20 % of the verdicts inverted"  # in the titles of both algorithms
+INVERTED = (0.05, 0.1, 0.2)  # shares of inverted verdicts, as with a verifier that makes mistakes
 BEST = "topr"  # the default algorithm; a report shows its leads if the grid has it
 # DAPO takes this share of a step's problems. It replaces groups without signal (four in ten at the
 # start), so that it draws about as many completions as GRPO.
@@ -100,9 +100,12 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     ),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
-    "flipped_0.2": Arm(f"GRPO, {INVERTED}", "grpo", (START,), "choice", flipped=0.2, braked=True),
-    "topr_flipped_0.2": topr(f", {INVERTED}", flipped=0.2, braked=True),
 }
+for share in INVERTED:
+    noisy = f", {share:.0%}".replace("%", " % of the verdicts inverted")
+    wrong: dict[str, Any] = {"flipped": share, "braked": True}
+    ARMS[f"flipped_{share}"] = Arm(f"GRPO{noisy}", "grpo", (START,), "choice", **wrong)
+    ARMS[f"topr_flipped_{share}"] = topr(noisy, **wrong)
 
 
 class Cell(NamedTuple):
