@@ -46,8 +46,6 @@ OBJECTS = (  # module, name, methods
     ("rlm.rewards", "GSM8KReward", ()),
     ("rlm.rewards", "FormatReward", ()),
     ("rlm.rewards", "ReasoningQualityReward", ()),
-    ("rlm.rewards", "ConstantReward", ()),
-    ("rlm.rewards", "BinaryReward", ()),
     ("rlm.rewards", "CombinedReward", ()),
     ("rlm.data", "apply_experiences", ()),
     ("rlm.data", "load_experiences", ()),

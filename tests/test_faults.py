@@ -643,27 +643,26 @@ def test_other_options_and_data_are_shown_and_refused(runs, monkeypatch):
 
 def test_what_is_a_change_and_what_is_none():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
-    assert differences(origin, dict(origin), MAY_CHANGE, {}) == []
+    assert differences(origin, dict(origin), MAY_CHANGE) == []
     # What a run is called, how long it lasts and how fast it is; of the data a hash is compared.
     assert {
         "resume", "model", "dataset", "max_samples", "eval_samples", "run_dir", "output",
         "save_every", "max_minutes", "tracker", "max_num_seqs", "sampler", "server",
         "train_batch_size",
     } == MAY_CHANGE  # fmt: skip
-    (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE, {})
+    (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)
     assert "the start adapter: its file has changed" in change
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}
-    assert differences(old, origin, MAY_CHANGE, {"dtype": "auto"}) == []  # an option since then
-    assert differences(old, origin, MAY_CHANGE, {"dtype": "float32"}) == ["--dtype: float32 → auto"]
+    assert differences(old, origin, MAY_CHANGE) == ["--dtype: None → auto"]  # an option since then
     fewer = ["--steps: 20 → 19"]
     for schedule, steps, expected in (
         ("linear", 19, fewer), ("linear", 21, []), ("constant", 19, []),
     ):  # fmt: skip
         configs = [to_dict(GRPOConfig(steps=n, lr_schedule=schedule)) for n in (20, steps)]
         both = [{"config": config, "data": {}, "start": "aa"} for config in configs]
-        assert differences(*both, {*MAY_CHANGE, *free_steps(*configs)}, {}) == expected
+        assert differences(*both, {*MAY_CHANGE, *free_steps(*configs)}) == expected
         # Two machines of one run must have the same number, whatever the schedule.
-        assert differences(*both, MAY_CHANGE, {}) == [f"--steps: 20 → {steps}"]
+        assert differences(*both, MAY_CHANGE) == [f"--steps: 20 → {steps}"]
 
 
 # --- readers, terminals, memory -----------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_the_imports_load_torch_only_with_the_trainer():
         "import rlm, sys\n"
         "from rlm import GRPOConfig, load_gsm8k\n"
         "from rlm.data import load_gsm8k\n"
-        "from rlm.rewards import BinaryReward, CombinedReward, ConstantReward, FormatReward\n"
+        "from rlm.rewards import CombinedReward, FormatReward\n"
         "from rlm.rewards.base import RewardFunction\n"
         "assert 'GRPOTrainer' in rlm.__all__\n"
         "assert not {'torch', 'train_grpo'} & sys.modules.keys()"

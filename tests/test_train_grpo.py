@@ -512,11 +512,11 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
         run.log({"step": 0})  # after the checkpoint: the step is made again
-        again.restore(run, {})
+        again.restore(run)
         assert run.metrics() == []
         in_fp32 = a_trainer(model_dir, config).state  # --dtype auto, on another machine
         in_fp32.origin = state.origin
-        in_fp32.restore(run, {})
+        in_fp32.restore(run)
     assert (again.weights.loss_scale, again.weights.good_updates) == (scale / 2**3, 3)
     assert (in_fp32.weights.loss_scale, in_fp32.weights.good_updates) == (1, 0)
     for _ in range(3000):

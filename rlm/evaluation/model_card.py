@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rlm.data import dataset_name
-from rlm.evaluation.statistics import wilson_interval
 from rlm.model import AdapterInfo, hub_base, licence_of, public_dataset
 
 PLACEHOLDER = "Model Card for Model ID"  # heading of the card that PEFT writes for each adapter
@@ -92,20 +91,7 @@ def _measured(run: Mapping[str, Any]) -> str:
         )
     if (found := run.get("validation")) and run.get("exported"):
         return _validated(found, found[run["exported"]], run)
-    accuracy, total = run.get("accuracy"), run.get("validated_on")
-    if accuracy is None or not total:
-        return "No result is recorded. Run `python eval.py` to measure the accuracy with intervals."
-    low, high = wilson_interval(round(accuracy * total), total)
-    text = (
-        f"With greedy decoding, {accuracy:.1%} of {total} validation problems were answered "
-        f"correctly in the strict format (95 % interval {low:.1%} to {high:.1%})"
-    )
-    start = run.get("start_accuracy")
-    text += "" if start is None else f"; {start:.1%} before this stage"
-    return (
-        f"{text}. The best step was chosen on these problems, so results on other problems may be "
-        "lower."
-    )
+    return "No result is recorded. Run `python eval.py` to measure the accuracy with intervals."
 
 
 def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
-from .base import BinaryReward as BinaryReward
 from .base import RewardFunction as RewardFunction
 from .functions import CombinedReward as CombinedReward
-from .functions import ConstantReward as ConstantReward
 from .functions import CorrectnessReward as CorrectnessReward
 from .functions import FormatReward as FormatReward
 from .functions import GSM8KReward as GSM8KReward

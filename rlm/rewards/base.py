@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlm.cli import UsageError, terminal
@@ -62,26 +61,6 @@ class RewardFunction:
     def pop_metrics(self) -> dict[str, float]:
         """Return named sums for the log, taken over the calls since `pop_metrics` last ran."""
         return {}
-
-
-@dataclass(eq=False)
-class BinaryReward(RewardFunction):
-    """A reward with two values, chosen by a condition.
-
-    The reward is `true_value` if `condition_fn(completion, reference_answer)` is true, else
-    `false_value`.
-
-    To reward a correct final answer, use `CorrectnessReward`, which is the default reward.
-    """
-
-    condition_fn: Callable[[str, str], bool]
-    weight: float = 1.0
-    true_value: float = 1.0
-    false_value: float = 0.0
-
-    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        holds = self.condition_fn(completion, reference_answer)
-        return self.true_value if holds else self.false_value
 
 
 class FunctionReward(RewardFunction):

@@ -79,20 +79,6 @@ class StepsReward(CorrectnessReward):
 
 
 @dataclass(eq=False)
-class ConstantReward(RewardFunction):
-    """A reward that is the same for every completion, so that the model learns nothing.
-
-    It is meant for tests and control runs.
-    """
-
-    value: float = 0.0
-    weight: float = 1.0
-
-    def __call__(self, completion: str, reference_answer: str, **columns: Any) -> float:
-        return self.value
-
-
-@dataclass(eq=False)
 class GSM8KReward(RewardFunction):
     """A shaped reward for GSM8K that also rewards near misses and the format.
 

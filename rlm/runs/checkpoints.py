@@ -257,7 +257,6 @@ def resume_run(
     adapter: Mapping[str, Tensor],
     *,
     may_change: Collection[str],
-    defaults: Mapping[str, Any],
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check that a checkpoint belongs to this run, and return its tensors and state.
@@ -270,7 +269,6 @@ def resume_run(
         origin: the `run_origin` of the current command.
         adapter: the trained tensors, which are stored as "adapter/<name>".
         may_change: options that a resumed run may change, because they do not affect training.
-        defaults: the values of options that were added after the run was started.
         expected_keys: keys of the state that distinguish this stage from the other stage.
 
     Raises:
@@ -287,7 +285,7 @@ def resume_run(
     if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
     may_change = {*may_change, *free_steps(began["config"], origin["config"])}
-    if changes := differences(began, origin, may_change, defaults):
+    if changes := differences(began, origin, may_change):
         raise UsageError(
             f"{where} was started with other options or data ({'; '.join(changes)}); use the "
             "original values, or leave out --resume to start again"
@@ -326,17 +324,14 @@ def data_id(what: str, rows: Sequence[object]) -> str:
 
 
 def differences(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    may_change: Collection[str],
-    defaults: Mapping[str, Any],
+    old: Mapping[str, Any], new: Mapping[str, Any], may_change: Collection[str]
 ) -> list[str]:
     """Return the differences between two runs, each in the form "name: old → new".
 
     Args:
         old, new: the `run_origin` of the earlier run and of this run.
     """
-    was, now = {**defaults, **old["config"]}, new["config"]
+    was, now = old["config"], new["config"]
     found = [
         f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
         for name in now

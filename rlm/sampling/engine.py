@@ -44,10 +44,6 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
 
     from rlm.sampling.structured_outputs import GrammarCompiler
 
-# A stop string is searched for in at least this many of the last tokens, and in more tokens if the
-# stop string has more bytes.
-STOP_WINDOW = 16
-
 
 class Sampler:
     """Generates completions with a model and its active adapter.
@@ -332,7 +328,7 @@ class Sampler:
         forced = [(sequence, sequence.forced_instead_of(token)) for sequence, (token, _) in pairs]
         for sequence, tokens in forced:
             sequence.forced.extend(tokens)
-        tokens = [sequence.append(*token, self._is_stopped) for sequence, token in pairs]
+        tokens = [sequence.append(*token, self.stop_ids) for sequence, token in pairs]
         self._scheduler.free_finished(self._allocated_cache().copy_row)
         return tokens
 
@@ -379,17 +375,6 @@ class Sampler:
         device = self.model.device
         ids = torch.tensor([[sequence.last_token] for sequence in batch], device=device)
         return ids, torch.tensor([[sum(parts)] for parts in lengths], device=device), attention
-
-    def _is_stopped(self, sequence: SequenceState) -> bool:
-        """Return whether the completion has ended with an end token or a stop string."""
-        if sequence.last_token in self.stop_ids:
-            return True
-        stops = sequence.request.params.stop
-        if not stops:
-            return False
-        longest = max(len(stop.encode()) for stop in stops)
-        tail = self.tokenizer.decode(sequence.ids[-max(STOP_WINDOW, longest) :])
-        return any(stop in tail for stop in stops)
 
 
 def _unused_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:

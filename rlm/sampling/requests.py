@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -32,14 +32,12 @@ class SamplingParams:
     max_new_tokens: the maximum number of new tokens, including the end token.
     temperature: with 0, the most likely token is always chosen.
     top_p, top_k: top_p = 1 and top_k = 0 leave the distribution unchanged.
-    stop: strings that end a completion. Their tokens are part of the completion.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -50,8 +48,6 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
-        if "" in self.stop:
-            raise ValueError("stop must not contain an empty string: it would end any completion")
 
 
 # A function that is called after each sampled token with (row, tokens before it, the token). It
@@ -247,15 +243,13 @@ class SequenceState:
         allowed = self.request.allowed_tokens
         return allowed(self.index, self.ids) if allowed and not self.forced else None
 
-    def append(
-        self, token: int, logprob: float, is_stopped: Callable[[SequenceState], bool]
-    ) -> Token:
+    def append(self, token: int, logprob: float, stop_ids: Collection[int]) -> Token:
         """Append the next token, forced or drawn, and check whether the completion has ended."""
         forced = bool(self.forced)
         if forced:
             token, logprob = self.forced.popleft(), math.nan
         self.ids.append(token)
-        stopped = is_stopped(self)
+        stopped = token in stop_ids
         self.finished = stopped or len(self.ids) == self.request.params.max_new_tokens
         reason = ("stop" if stopped else "length") if self.finished else None
         return Token(self.parent.id, self.index, token, logprob, reason, forced)

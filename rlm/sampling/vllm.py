@@ -221,7 +221,6 @@ class VLLMSampler:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
-            "stop": list(params.stop),
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": 0,  # return the log-probabilities of the sampled tokens only
             "return_token_ids": True,
@@ -234,11 +233,10 @@ class VLLMSampler:
             )
         choices = sorted(choices, key=lambda choice: choice["index"])
         return [
-            self._completion(client.url, choice, stop_texts=bool(params.stop))
-            for choice in (choices * n if greedy else choices)
+            self._completion(client.url, choice) for choice in (choices * n if greedy else choices)
         ]
 
-    def _completion(self, url: str, choice: dict[str, Any], *, stop_texts: bool) -> Completion:
+    def _completion(self, url: str, choice: dict[str, Any]) -> Completion:
         ids = choice.get("token_ids") or []
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         reason = choice.get("finish_reason")
@@ -248,7 +246,7 @@ class VLLMSampler:
                 "check that it is the address of a vLLM server"
             )
         ended = ids[-1] in self.stop_ids
-        if reason not in ("stop", "length") or ((reason == "stop") != ended and not stop_texts):
+        if reason not in ("stop", "length") or ((reason == "stop") != ended):
             raise APIError(
                 f"{url} ended a completion ({reason}) at token {ids[-1]}, which does not end "
                 "completions of the model being trained: check that the server serves this model"

@@ -266,7 +266,6 @@ class CheckpointCallback(TrainerCallback):
                 self.origin,
                 self.adapter,
                 may_change=MAY_CHANGE,
-                defaults=to_dict(SFTConfig()),
                 expected_keys=["schedule"],
             )
             run.truncate(state["step"])

@@ -134,7 +134,7 @@ class TrainingState:
         self.origin["inputs"] |= self.inputs
         self._compare_origins()
         if config.resume:
-            step = self.restore(run, to_dict(type(config)()))
+            step = self.restore(run)
         else:
             self.save(run, 0)
             step = 0
@@ -150,7 +150,7 @@ class TrainingState:
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
         free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # the adapter's tensors are compared
-        changes = differences(main, mine, free, {})
+        changes = differences(main, mine, free)
         if main["base_hash"] != mine["base_hash"]:
             changes.append("the base model: other tensors under its name")
         if changes:
@@ -268,7 +268,7 @@ class TrainingState:
         protect = self.last_finite
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
-    def restore(self, run: RunDirectory, defaults: Mapping[str, Any]) -> int:
+    def restore(self, run: RunDirectory) -> int:
         """Load the newest checkpoint and return the step to continue with."""
         tensors, state = resume_run(
             run.path,
@@ -276,7 +276,6 @@ class TrainingState:
             self.origin,
             self.adapter,
             may_change=MAY_CHANGE,
-            defaults=defaults,
             expected_keys=SAVED,
         )
         run.truncate(state["step"])
@@ -306,7 +305,7 @@ class TrainingState:
 
     def _load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore_tensors(tensors, self.adapter, self.optimizer)
-        self.weights.load_state(state.get("server_state"))
+        self.weights.load_state(state["server_state"])
         self.weights.copy_to_model()
 
 

@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def adapter(model_dir, tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("home") / "my_lora"
     run = {
-        "stage": "grpo", "base_model": str(model_dir), "step": 36, "accuracy": 0.625,
-        "base_hash": base_model_hash(str(model_dir)), "start_accuracy": 0.5, "validated_on": 80,
+        "stage": "grpo", "base_model": str(model_dir), "step": 36,
+        "base_hash": base_model_hash(str(model_dir)), "exported": "best", "validated_on": 80,
+        "validation": {"measure": "accuracy", "completions": 2, "start": {"mean": 0.5},
+                       "best": {"mean": 0.625, "low": 0.515, "high": 0.723}},
         "dataset": f"elementary+OpenAI/gsm8k:{path.parent}+{path.parent}/mine.jsonl",
         "start_adapter": str(path.parent / "sft"),
         "config": {"reasoning_format": "simple", "run_dir": str(path.parent / "run"),
@@ -37,9 +39,8 @@ def test_the_card_of_an_adapter(adapter):
     command = [sys.executable, "-m", "rlm.evaluation.model_card", str(adapter)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     said = done.stdout
-    # 50 of 80: Wilson's interval by hand is 0.5155 to 0.7231.
-    assert "62.5% of 80 validation problems" in said
-    assert "(95 % interval 51.5% to 72.3%); 50.0% before this stage" in said
+    assert "accuracy is 62.5% (95 % interval 51.5% to 72.3%) in the strict format, with 2" in said
+    assert "completions of each of 80 problems. Before this stage, it was 50.0%." in said
     for line in (
         "- OpenAI/gsm8k: MIT.",
         "- elementary: Apache-2.0",

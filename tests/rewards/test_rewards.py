@@ -15,9 +15,7 @@ from rlm.data.prompts import FORMATS
 from rlm.grading import Verdict
 from rlm.grading.answers import grade
 from rlm.rewards import (
-    BinaryReward,
     CombinedReward,
-    ConstantReward,
     CorrectnessReward,
     FormatReward,
     GSM8KReward,
@@ -289,9 +287,6 @@ CONTAINED, FIRST = [[1.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
         (with_trls_words, [[1.0, 0.0], [0.0, 0.0]]),
         (later, CONTAINED),
         (lambda completion: float("5" in completion), [[0.0, 0.0], [1.0, 1.0]]),
-        (BinaryReward(lambda completion, answer: answer in completion, false_value=-1.0),
-         [[1.0, -1.0], [1.0, 1.0]]),
-        (ConstantReward(0.25), [[0.25] * 2] * 2),
         ([per_completion, OneColumn], [[1.0, 0.75], [0.25, 0.25]]),  # weights 1 and 3
         ([(per_completion, 3), (OneColumn(), 1.0)], [[1.0, 0.25], [0.75, 0.75]]),
         (CombinedReward([later, OneColumn]), [[1.0, 0.75], [0.25, 0.25]]),
@@ -333,7 +328,6 @@ def other_names(response, gold):
         ((FormatReward(), 2.0), "2.0 is not a reward"),
         (NoCall, "NoCall has no __call__(self, completion, reference_answer)"),
         (Threshold, "pass Threshold(threshold=..., strict=...)"),
-        (BinaryReward, "pass BinaryReward(condition_fn=...)"),
         (lambda text, **columns: 1.0, "names neither"),
         (max, "max"),
         ([], "CombinedReward needs at least one reward"),

@@ -442,18 +442,6 @@ def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
     assert answer(sampler, [1, 2, 3], params, 0, force_tokens=as_before)[6:] == again
 
 
-def test_a_stop_text_ends_a_completion_also_across_tokens(tokenizer):
-    """Of several a letter, and more than are always looked at."""
-    sampler, stop = a_running_sampler(tokenizer), "答案是四十二"
-    said = tokenizer.encode(f"x{stop}y", add_special_tokens=False)
-    assert len(said) == 2 + 18  # a byte each
-    params, force = SamplingParams(30, stop=("@@@@@", stop)), lambda r, b, t: said[len(b) :]
-    handle = sampler.add_request(Request([1, 2], params, 7, force_tokens=force))
-    tokens = run(sampler)
-    assert of(tokens, handle) == said[:-1]
-    assert tokens[-1].finish_reason == "stop"
-
-
 def test_what_was_not_reserved_is_refused(tokenizer):
     sampler = a_running_sampler(tokenizer)
     for prompt, new in ((66, 3), (1, 33)):

@@ -67,7 +67,6 @@ def test_a_group_a_prompt_with_tokens_and_logprobs_from_the_server(server, sampl
             "repetition_penalty": 1,
             "presence_penalty": 0,
             "frequency_penalty": 0,
-            "stop": [],
             "stop_token_ids": [END, 7],
             "logprobs": 0,
             "return_token_ids": True,
@@ -97,14 +96,6 @@ def test_greedy_is_asked_once(server, sampler):
     assert len(group) == 3
     assert group[0] == group[2]
     assert group[0].token_ids is not group[2].token_ids
-
-
-def test_stop_texts_may_end_on_any_token(server, sampler):
-    server.script(completions_reply(completion_choice([10, 11], [-1.0, -1.0], "stop")))
-    params = SamplingParams(4, stop=("</answer>",))
-    ((completion,),) = sampler.sample([[1]], 1, params, [0])
-    assert completion.finish_reason == "stop"
-    assert server.asked("completions")[0]["stop"] == ["</answer>"]
 
 
 def test_a_failed_request_is_repeated_with_its_seed_and_a_refusal_ends_the_step(server, sampler):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlm.data import Problem
-from rlm.rewards import ConstantReward, Scorer
+from rlm.rewards import Scorer
 from rlm.runs import RunDirectory
 from rlm.sampling import Completion
 from rlm.training.advantages import Group
@@ -191,7 +191,7 @@ def test_the_limit_of_a_run_is_in_minutes():
 def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     texts = ["<think>\n1 + 1 = 2\n</think>\n<answer>2</answer>", "<think>\n1 + 1"]
     problem, drawn = Problem("p", "1 + 1?", "2"), [completion(2), completion(3, "length")]
-    scores = Scorer(ConstantReward())([problem], [texts])
+    scores = Scorer(lambda completion: 0.0)([problem], [texts])
     group = Group(problem, [], drawn, texts, *scores.rewards, *scores.reasons)
     rewards, none = torch.zeros(1, 2), torch.zeros(1, 2)
     seconds = {"sample": 1.0, "score": 1.0, "learn": 1.0}
