@@ -194,7 +194,9 @@ class GRPOTrainer:
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
                 copies = copies_above_mean(groups, scored) if algorithm.distinct else None
-                advantages = group_advantages(scored, *algorithm.scaling, copies)
+                advantages = group_advantages(
+                    scored, algorithm.advantage, algorithm.negative_weight, copies
+                )
                 signal = has_signal(rewards, algorithm.advantage)  # (P,)
                 kept = signal | (not algorithm.dynamic_sampling)
                 advantages[~kept] = 0.0  # log dropped groups with advantage 0

@@ -35,11 +35,6 @@ class Algorithm:
     learning_rate: float = 1e-4
     warmup_steps: int = 1
 
-    @property
-    def scaling(self) -> tuple[str, float]:
-        """Return the arguments `kind` and `negative_weight` of `group_advantages`."""
-        return self.advantage, self.negative_weight
-
     def formula(self, length: str = "max_new_tokens") -> str:
         """Format the objective as one line for --help, the log and the docs.
 

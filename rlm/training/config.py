@@ -56,6 +56,8 @@ LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate
 COLD_RATE, WARM = 5e-4, 5
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
 ALGORITHMS_OWN = "set by --algorithm"
+# Options that replace the algorithm's values of the same names.
+SETTINGS = ("advantage", "aggregation", "clip_eps_low", "clip_eps_high", "dynamic_sampling")
 
 
 def one_of(field: str, on: str, off: str) -> Flag:
@@ -412,7 +414,7 @@ class GRPOConfig:
 
         may_lack = bool(self.model or self.plan or self.backend != "local")
         start = start_info(self.sft_adapter, self.model, may_lack)
-        problems = check_start(start, self.dataset, self.columns, self.split, self.tool)
+        problems = check_start(self, start)
         load_reward(self.reward, problems)
 
     @property
@@ -429,15 +431,9 @@ class GRPOConfig:
     @property
     def resolved_algorithm(self) -> Algorithm:
         """Return the algorithm's entry in ALGORITHMS, with the options of this config applied."""
-        return replace(
-            ALGORITHMS[self.algorithm],
-            advantage=self.advantage,
-            aggregation=self.aggregation,
-            clip_eps_low=self.clip_eps_low,
-            clip_eps_high=self.clip_eps_high,
-            dynamic_sampling=self.dynamic_sampling,
-            overlong_share=self.overlong_buffer / self.max_new_tokens,
-        )
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
+        share = self.overlong_buffer / self.max_new_tokens
+        return replace(ALGORITHMS[self.algorithm], **chosen, overlong_share=share)
 
     @property
     def formula(self) -> str:
@@ -490,17 +486,11 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["algorithm"] not in ALGORITHMS:  # `check_values` raises
         return dict(values)
     algorithm = ALGORITHMS[values["algorithm"]]
+    size = algorithm.mini_batch_size
     decided = {
-        "advantage": algorithm.advantage,
-        "aggregation": algorithm.aggregation,
-        "clip_eps_low": algorithm.clip_eps_low,
-        "clip_eps_high": algorithm.clip_eps_high,
-        "dynamic_sampling": algorithm.dynamic_sampling,
+        **{name: getattr(algorithm, name) for name in (*SETTINGS, "learning_rate", "warmup_steps")},
         "overlong_buffer": int(algorithm.overlong_share * values["max_new_tokens"]),
-        "mini_batch_size": algorithm.mini_batch_size
-        and min(algorithm.mini_batch_size, values["batch_size"]),
-        "learning_rate": algorithm.learning_rate,
-        "warmup_steps": algorithm.warmup_steps,
+        "mini_batch_size": size and min(size, values["batch_size"]),
     }
     missing = {name: value for name, value in decided.items() if values[name] is None}
     return {**values, **missing}

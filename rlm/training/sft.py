@@ -86,8 +86,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the mean negative log-likelihood of the labels, which equals TRL's loss."""
-        if return_outputs or model is not self.model:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        assert not return_outputs  # only `Trainer.evaluate` asks for these; see `mean_loss`
         # Other attention kernels also compute the masked positions, which are most positions of a
         # packed sequence.
         packed = model.config._attn_implementation == ATTN_IMPLEMENTATION

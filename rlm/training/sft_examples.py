@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 Example = dict[str, list[int]]  # keys: input_ids, labels
 
 
-def drop_unsolved(
-    problems: Sequence[Problem], dataset: str | None, what: str = "problems"
-) -> list[Problem]:
+def drop_unsolved(problems: Sequence[Problem], dataset: str | None) -> list[Problem]:
     """Return the problems that have a solution, and print the number of those without a solution.
-
-    Args:
-        what: the name of the problems in messages.
 
     Raises:
         UsageError: no problem has a solution.
@@ -41,12 +36,12 @@ def drop_unsolved(
     missing = len(problems) - len(solved)
     if problems and not solved:
         raise UsageError(
-            f"--dataset {dataset}: none of {len(problems)} {what} has a solution to learn from; "
+            f"--dataset {dataset}: none of {len(problems)} problems has a solution to learn from; "
             "write a `solution` (the reasoning in words, not only the answer) for a dozen rows"
         )
     if missing:
         terminal.line(
-            f"{missing} of {len(problems)} {what} have no solution with steps: SFT learns from "
+            f"{missing} of {len(problems)} problems have no solution with steps: SFT learns from "
             f"the other {len(solved)}"
         )
     return solved

@@ -225,7 +225,7 @@ def compared(groups, config):
     algorithm = config.resolved_algorithm
     copies = copies_above_mean(groups, REWARDS) if algorithm.distinct else None
     kept = has_signal(REWARDS) | (not algorithm.dynamic_sampling)
-    return group_advantages(REWARDS, *algorithm.scaling, copies), kept
+    return group_advantages(REWARDS, algorithm.advantage, algorithm.negative_weight, copies), kept
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 99])
