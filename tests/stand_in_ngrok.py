@@ -10,6 +10,7 @@ ok          everything works
 bad-token   ngrok.com refuses the token, with a message of several lines that quotes it
 crash       ends at once, without a word
 silent      starts and says nothing
+no-network  says again and again that ngrok.com cannot be reached
 deaf        starts, and never answers when asked for an endpoint
 refuse      starts, and refuses the endpoint
 dies        works, and ends by itself half a second after the endpoint is there
@@ -132,6 +133,9 @@ def main() -> None:
         lines = ["The authtoken is not valid.", f"Your authtoken: {token}", "", "ERR_NGROK_105", ""]
         say("eror", "failed to auth", obj="csess", err="\\r\\n".join(lines))
         sys.exit(1)
+    while MODE == "no-network":
+        say("eror", "failed to reconnect session", err="failed to dial: no such host")
+        time.sleep(0.2)
     if MODE != "silent":
         say("info", "starting web service", obj="web", addr=urlsplit(serve(Api)).netloc)
         say("info", "client session established", obj="csess")

@@ -1,8 +1,7 @@
 """Run uvicorn on our own socket, and let running requests finish before the server stops.
 
-uvicorn has no timeout for incomplete headers or for clients that stop reading. A reverse proxy or
-ngrok disconnects such clients. This module limits the number of connections, lets streams abort
-their connection, and aborts a connection that is being closed if its client reads nothing.
+uvicorn has no timeout for incomplete headers or for clients that stop reading. Disconnecting such
+clients is the task of a reverse proxy or ngrok. This module limits the number of connections.
 """
 
 from __future__ import annotations
@@ -13,48 +12,13 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlm.cli import UsageError
 from rlm.serving.service import Service
 
-CLOSE_SECONDS = 30.0  # a closing connection is aborted if its client reads nothing for so long
-
-
-class Connection(H11Protocol):
-    """A connection that does not wait for ever for a client that has stopped reading.
-
-    uvicorn itself closes a connection only after the client has received everything that was
-    written. A response can abort the connection with the function in `scope["state"]["abort"]`.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort": transport.abort}
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._limit_closing()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self._limit_closing()
-
-    def _limit_closing(self) -> None:
-        """Abort a connection that is being closed when its client reads nothing any more."""
-        if self.transport.is_closing() and (unsent := self.transport.get_write_buffer_size()):
-            self.loop.call_later(CLOSE_SECONDS, self._check_closing, unsent)
-
-    def _check_closing(self, unsent: int) -> None:
-        if self.transport.get_write_buffer_size() < unsent:
-            self._limit_closing()
-        else:
-            self.transport.abort()
-
-
 # Options of uvicorn. X-Forwarded-For is ignored, because clients can forge the header.
 UVICORN: dict[str, Any] = {
-    "http": Connection,
+    "http": "h11",
     "limit_concurrency": 500,  # connections; further connections get a 503
     "ws": "none",
     "access_log": False,

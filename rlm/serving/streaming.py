@@ -61,8 +61,8 @@ async def _disconnect(request: Request) -> None:
 class EventStream(StreamingResponse):
     """The server-sent events of a running request, which is released when the stream ends.
 
-    SEND_SECONDS after the deadline, the stream of a client that has stopped reading ends too. Its
-    connection is aborted, because the client would never receive what was already written.
+    SEND_SECONDS after the deadline, the stream of a client that has stopped reading ends too.
+    uvicorn then closes its connection as soon as the client has read what was already written.
     """
 
     media_type = "text/event-stream"
@@ -81,8 +81,5 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
         except TimeoutError:  # sending waits for a client that does not read
             running.outcome = "deadline"
-            if abort := scope["state"].get("abort"):  # set by rlm.serving.http_server.Connection
-                abort()
-                await asyncio.sleep(0)  # uvicorn notices that the connection is lost
         finally:
             self._service.release(running)

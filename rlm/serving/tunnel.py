@@ -13,14 +13,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 from pyngrok import conf, ngrok
-from pyngrok import process as agents
 from pyngrok.exception import PyngrokError, PyngrokNgrokError
+from pyngrok.process import NgrokProcess
 
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
@@ -36,11 +38,9 @@ class TunnelError(Exception):
 class Tunnel:
     """An open tunnel. `public_url` is None after the tunnel is closed."""
 
-    def __init__(self, public_url: str, config: conf.PyngrokConfig, hosts: AllowedHosts) -> None:
+    def __init__(self, agent: NgrokProcess, public_url: str, hosts: AllowedHosts) -> None:
+        self._agent = agent
         self.public_url: str | None = public_url
-        self._config = config
-        # pyngrok's public function would start a new agent if this agent has already ended.
-        self._agent = agents._current_processes[config.ngrok_path]
         host = urlsplit(public_url).hostname or ""
         self._hosts, self._added = hosts, {host} - hosts  # close() removes only an added host
         hosts.add(host)
@@ -85,9 +85,11 @@ class Tunnel:
                 ngrok_path=str(find_agent(os.environ)),
                 config_path=str(path),
                 start_new_session=True,  # Ctrl-C must not end the agent before the server
+                # pyngrok's error contains what the agent said, so its time limit ends first.
+                startup_timeout=int(0.75 * open_seconds),
             )
             config.auth_token = None  # pyngrok would put it on the command line
-            tunnel = cls(await _connect(config, options, open_seconds), config, hosts)
+            tunnel = cls(*await _connect(config, options, open_seconds), hosts)
         logs.log("tunnel_opened", url=tunnel.public_url)
         return tunnel
 
@@ -102,7 +104,7 @@ class Tunnel:
         self.public_url = None
         self._hosts -= self._added
         exit_code = self._agent.proc.poll()
-        await asyncio.to_thread(ngrok.kill, self._config)
+        await asyncio.to_thread(ngrok.kill, self._agent.pyngrok_config)
         if exit_code is None:
             logs.log("tunnel_closed")
         else:
@@ -142,16 +144,26 @@ def find_agent(env: Mapping[str, str]) -> Path:
     )
 
 
-async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds: float) -> str:
-    """Connect and return the public URL, within a time limit, which pyngrok does not have."""
-    connecting = asyncio.to_thread(ngrok.connect, pyngrok_config=config, **options)
-    opening = asyncio.create_task(connecting)
+async def _connect(
+    config: conf.PyngrokConfig, options: dict[str, Any], seconds: float
+) -> tuple[NgrokProcess, str]:
+    """Start the agent and return it with the public URL, within a time limit.
+
+    pyngrok's own time limit ends only when the agent writes a line.
+    """
+
+    def connect() -> tuple[NgrokProcess, str]:
+        agent = ngrok.get_ngrok_process(config)
+        # pyngrok raises an error if there is no URL
+        return agent, str(ngrok.connect(pyngrok_config=config, **options).public_url)
+
+    opening = asyncio.create_task(asyncio.to_thread(connect))
     try:
         await asyncio.wait({opening}, timeout=seconds)
         if not opening.done():
             why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
             raise TunnelError(f"ngrok: {why}")
-        return str(opening.result().public_url)  # pyngrok raises an error if there is no URL
+        return opening.result()
     except (PyngrokError, OSError, ValueError, HTTPException) as error:
         raise TunnelError(f"ngrok: {_one_line(error)}") from None
     finally:
@@ -159,11 +171,16 @@ async def _connect(config: conf.PyngrokConfig, options: dict[str, Any], seconds:
             await _abandon(opening, config)
 
 
-async def _abandon(opening: asyncio.Task[ngrok.NgrokTunnel], config: conf.PyngrokConfig) -> None:
-    """Stop the agent of a failed or hanging connect(), so that the thread of connect() ends."""
+async def _abandon(opening: asyncio.Task[Any], config: conf.PyngrokConfig) -> None:
+    """Stop the agent of a failed or hanging connect(), so that the thread of connect() ends.
+
+    While the agent starts, ngrok.kill() would wait for it.
+    """
     for _ in range(100):  # connect() may be about to start the agent
-        if record := agents._current_processes.get(config.ngrok_path):
-            record.proc.kill()  # ngrok.kill() would wait for the lock that connect() holds
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # it has just ended
+                if config.config_path in child.cmdline():
+                    child.kill()
         await asyncio.wait({opening}, timeout=0.1)
         if opening.done():
             opening.exception()  # retrieved, so that asyncio does not log it

@@ -146,8 +146,9 @@ def test_the_edge_keeps_strangers_to_the_rate_and_a_domain_is_asked_for(agent):
         ("bad-token", "The authtoken is not valid. Your authtoken: <token> ERR_NGROK_105"),
         ("crash", "unable to start"),
         ("refuse", "the traffic policy is not valid ERR_NGROK_2201"),
-        ("silent", "not ready after 1 s"),
-        ("deaf", "not ready after 1 s"),
+        ("no-network", "failed to dial: no such host"),
+        ("silent", "not ready after 2 s"),
+        ("deaf", "not ready after 2 s"),
     ],
 )
 def test_what_fails_is_one_line_and_leaves_nothing(
@@ -161,7 +162,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(
 
     monkeypatch.setenv("STAND_IN_MODE", mode)
     with pytest.raises(TunnelError) as info:
-        asyncio.run(open_and_close(1.0 if mode in ("silent", "deaf") else 20.0))
+        asyncio.run(open_and_close(2.0 if mode in ("no-network", "silent", "deaf") else 20.0))
     text = str(info.value)
     assert text.startswith("ngrok: ")
     assert message in text
@@ -214,13 +215,13 @@ def test_giving_up_while_it_opens_ends_the_agent(agent, monkeypatch):
 
 def test_an_agent_that_starts_when_the_time_is_up_is_ended_too(agent, monkeypatch):
     monkeypatch.setenv("STAND_IN_MODE", "silent")
-    connect = ngrok.connect
+    start = ngrok.get_ngrok_process
 
-    def late(**options):
+    def late(config):
         time.sleep(0.5)
-        return connect(**options)
+        return start(config)
 
-    monkeypatch.setattr("rlm.serving.tunnel.ngrok.connect", late)
+    monkeypatch.setattr("rlm.serving.tunnel.ngrok.get_ngrok_process", late)
     with pytest.raises(TunnelError, match="not ready"):
         asyncio.run(Tunnel.open(UNUSED, AllowedHosts(), open_seconds=0.1))
     assert agent.is_gone()
