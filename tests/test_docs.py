@@ -1,6 +1,6 @@
 """Every page: links lead somewhere, named files and options exist, commands are accepted by the
-real parser, Python compiles and finds its imports, messages and figures are those of the code and
-of the results, generated pages are up to date. test_walkthroughs.py runs what pages show."""
+real parser, Python compiles and finds its imports, figures are those of the results, generated
+pages are up to date. test_walkthroughs.py runs what pages show."""
 
 import ast
 import dataclasses
@@ -160,35 +160,6 @@ def test_every_page_is_in_the_index_and_on_the_site():
 
 
 # --- the code that pages speak of --------------------------------------------------------------
-
-
-def texts_of(tree: ast.AST):
-    """The strings of a module, with … for what is filled in."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield re.sub(r"\{[^{}]*\}", "…", node.value)
-        elif isinstance(node, ast.JoinedStr):
-            parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
-            yield "".join(parts)
-
-
-@cache
-def messages() -> str:
-    files = [*ROOT.glob("*.py"), *(ROOT / "rlm").rglob("*.py")]
-    texts = (text for file in files for text in texts_of(ast.parse(file.read_text("utf-8"))))
-    return "\n".join(" ".join(text.split()) for text in texts)
-
-
-TROUBLESHOOTING = text_of(ROOT / "docs/how-to/troubleshooting.md")
-
-
-def test_a_quoted_message_is_one_of_the_code():
-    for message in re.findall(r"^> (.+)$", TROUBLESHOOTING, re.M):
-        # The end of one line is worded by the system.
-        parts = message.removesuffix(": Address already in use").split("…")
-        parts = [part.strip() for part in parts]
-        pattern = ".{0,60}?".join(re.escape(part) for part in parts if len(part) > 2)
-        assert re.search(pattern, messages()), message
 
 
 def names_in(code: str) -> set[str]:

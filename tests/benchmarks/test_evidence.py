@@ -711,21 +711,6 @@ def section(page: str, title: str) -> str:
     return page.partition(f"## {title}")[2].partition("\n## ")[0]
 
 
-def test_a_page_has_a_row_for_each_arm_and_its_lead(finished, page):
-    rows = section(page, "All methods").splitlines()
-    titles = [ARMS[arm].title for arm in ARMS]
-    assert [row.split(" | ")[0][2:] for row in rows if row.startswith("| ")][2:] == sorted(
-        titles, key=lambda title: title != "GRPO"
-    )
-    over = [row.split(" | ")[0][2:] for row in section(page, "Lead of GRPO").splitlines()[4:]]
-    uncontrolled = [a for a in ARMS.values() if a.role != "control" and a.title != "GRPO"]
-    assert [title for title in over if title] == [arm.title for arm in uncontrolled]
-    assert str(finished.grid.parent) not in page
-    for block in page.split("\n\n"):  # every row of a table has as many entries as its head
-        rows = [line for line in block.splitlines() if line.startswith("| ")]
-        assert len({line.count(" | ") for line in rows}) <= 1
-
-
 def test_a_report_keeps_the_seeds_that_are_there(finished, tmp_path):
     config = replace(finished, docs=tmp_path / "docs")
     first = result_of(finished, "sft-s0") | {"cell": "sft-s7", "seed": 7}

@@ -1,14 +1,11 @@
 """What is compiled, against the same in torch; and sampling where nothing can be."""
 
 import functools
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import kernels, tiny_model
 
-import rlm
 from rlm.ops import TorchOps
 from rlm.ops.kernels import load_ops
 from rlm.sampling import Sampler, SamplingParams
@@ -278,22 +275,3 @@ def test_what_is_compiled_is_said_and_used(tokenizer, monkeypatch):
     assert "kernels compiled" in sampler.description
     monkeypatch.setattr(TorchOps, "decode_attention", None)
     sampler.sample([[1, 2]], 2, SamplingParams(5), [0])
-
-
-def test_it_is_eight_frames_from_train_to_a_product(tokenizer, monkeypatch):
-    """Of a decoding step. Two of them are the trainer's: `train`, and what samples a step."""
-    made, depths = kernels(torch.float32, 2, 8), []
-    if not made.has_linear:
-        pytest.skip(made.batch_note)
-    multiply = made._library.linear
-
-    def spy(*arguments):
-        stack, folder = traceback.extract_stack(), Path(rlm.__file__).parent
-        own = [frame.name for frame in stack if Path(frame.filename).is_relative_to(folder)]
-        if "_forward_prompts" not in own:
-            depths.append(len(own))
-        return multiply(*arguments)
-
-    monkeypatch.setattr(made._library, "linear", spy)
-    Sampler(tiny_model(), tokenizer).sample([[1, 2]], 2, SamplingParams(5), [0])
-    assert max(depths) + 2 == 8

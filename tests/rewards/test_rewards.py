@@ -5,7 +5,6 @@ import math
 import sys
 import threading
 import time
-import traceback
 
 import pytest
 
@@ -362,24 +361,6 @@ def test_a_built_in_reward_that_fails_costs_its_own_rollout(no_threads, monkeypa
     monkeypatch.setattr(functions, "has_wrong_equation", fail)
     assert Scorer(CorrectnessReward())(PROBLEMS, GROUPS).rewards == [[None, 0.0], [0.0, 1.0]]
     assert "ZeroDivisionError" in capsys.readouterr().out
-
-
-def test_it_is_four_frames_from_train_to_the_grader(monkeypatch):
-    """Two of them are the trainer's: `train` and the method that scores a step."""
-    depths = []
-
-    def spy(*args, **options):
-        names = [frame.name for frame in traceback.extract_stack()]
-        functions = [name for name in names[::-1] if name != "<listcomp>"]
-        depths.append(functions.index("score_a_step"))
-        return grade(*args, **options)
-
-    def score_a_step():
-        return Scorer(CorrectnessReward())(PROBLEMS, GROUPS)
-
-    monkeypatch.setattr("rlm.rewards.scorer.grade", spy)
-    assert score_a_step().rewards[0][0] == 1
-    assert set(depths) == {2}
 
 
 def test_a_users_reward_has_one_thread_for_a_step():
