@@ -214,7 +214,8 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             said = f": {before} takes no value"
         if token.startswith("-"):
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
-            said = said or "; --help lists the options"
+            names = "docs/reference/names.md those of other programs"
+            said = said or f"; --help lists the options, and {names}"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 

@@ -112,7 +112,10 @@ def test_an_unknown_name_is_refused_everywhere_with_the_same_sentence(tmp_path):
         ("--grop_size", "; did you mean --group-size?"),
         ("--num_generation", "; did you mean --group-size?"),  # by another name of it
         ("--spilt", "; did you mean --split?"),
-        ("--steepness", "; --help lists the options"),
+        (
+            "--steepness",
+            "; --help lists the options, and docs/reference/names.md those of other programs",
+        ),
     ],
 )
 def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
