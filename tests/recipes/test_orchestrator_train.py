@@ -16,7 +16,7 @@ import torch
 from conftest import byte_tokenizer, let_it_speak, tiny_model
 from conftest import exit_code as run
 from expected_skips import SHARED, needs_shared
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripted_llm import ScriptedLLM
 from scripted_sampler import ScriptedSampler
 from scripted_server import ScriptedServer
@@ -40,7 +40,7 @@ from rlm.cli import resolve_config
 from rlm.cli.options import UsageError, parse
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
-from rlm.model.adapters import new_adapter, set_gradient_checkpointing
+from rlm.model.adapters import exported_tensors, new_adapter, set_gradient_checkpointing
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Setup
@@ -137,7 +137,7 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
     groups = trainer.sampler.sample(prompts, 16, params, range(4))
     texts = [trainer.tokenizer.decode(c.token_ids[:-1]) for group in groups for c in group]
-    graphs = [parse_graph(text) for text in texts]
+    graphs = [parse_graph(text, "prompts") for text in texts]
     valid = [graph for graph in graphs if isinstance(graph, Graph)]
     assert len(valid) > 0.9 * len(graphs)
     words = [graph.texts[1] for graph in valid]
@@ -360,7 +360,7 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
     named_otherwise = AgentModel(f"{base}/.", adapter)
     apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
     assert apart.orchestrator.runner.agents.sampler is not apart.sampler
-    asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
+    asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")], range(2))
 
     def replies(trainer):
         trainer.orchestrator.runner._cache.clear()
@@ -623,6 +623,11 @@ def test_the_table_has_every_row(finished, capsys):
     assert 0 < single["written"] <= 12  # the length of two replies
     traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
     assert {trace["row"] for trace in traces} == set(rows)
+    vote = [trace for trace in traces if "vote" in trace["row"]]
+    ids = {problem.id for problem in load_problems("word-problems:1", "test", max_samples=3)}
+    k = int(re.search(r"vote of (\d+)", vote[0]["row"])[1])
+    asked = {(trace["problem"], trace["number"]) for trace in vote}
+    assert asked == {(id, number) for id in ids for number in range(1, k + 1)}
     said = capsys.readouterr().out
     assert "asked twice" in said
     assert "has changed since" not in said  # the agents are those of the training
@@ -792,43 +797,65 @@ def test_asking_shows_graph_texts_and_answer(finished, capsys):
     assert "answer: " in out
 
 
+def test_a_reply_with_two_numbers_is_no_answer(monkeypatch, capsys):
+    (solved,) = runs_of("It is 3 or 4")
+    solved.written = Reply("a graph", completion_tokens=5)
+    orchestrator = SimpleNamespace(solve=lambda *_, **options: [solved])
+    monkeypatch.setattr(Orchestrator, "load", lambda run_dir: orchestrator)
+    assert run(ask, ask.AskConfig, "How many?") == 0
+    assert "answer: none found  (tokens: 5 for the graph" in capsys.readouterr().out
+
+
 def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys, monkeypatch):
     assert run(ask, ask.AskConfig, "1?", "--run", tmp_path) == 2
     assert "contains no run" in capsys.readouterr().err
     assert run(ask, ask.AskConfig) == 2
     assert "type a question" in capsys.readouterr().err
     none = InvalidGraph("bad_json", "cut off")
-    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text: none)
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda *_: none)
     assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
     output = capsys.readouterr()
     assert output.out.count("no valid graph (bad_json: cut off)") == 2
     assert "error: no valid graph in 2 tries" in output.err
 
 
-def test_a_finished_run_is_loaded_with_three_adapters(finished):
-    loaded = Orchestrator.load(finished / "run")
+def test_only_evaluate_needs_the_start_adapter(finished, monkeypatch, capsys):
+    run_dir, start = finished / "run", finished / "start"
+    loaded = evaluate.load_run(run_dir)
     assert set(loaded.policy.peft_config) == {"default", "start", "agent"}
-    assert isinstance(loaded.runner.agents, LocalLLM)
-    start = finished / "start"
     assert loaded.config.sft_adapter == start
+    assert "has changed since" not in capsys.readouterr().out
+    monkeypatch.setattr(evaluate, "adapter_hash", lambda path: "another hash")
+    evaluate.load_run(run_dir)
+    says = f"warning: {start} has changed since {run_dir} was started from it"
+    assert says in capsys.readouterr().out
     start.rename(finished / "away")
     try:
         with pytest.raises(UsageError, match="the run was started from this adapter"):
-            Orchestrator.load(finished / "run")
+            evaluate.load_run(run_dir)
+        loaded = Orchestrator.load(run_dir)
     finally:
         (finished / "away").rename(start)
-    run_json = finished / "run" / "adapters_lora" / "run.json"
-    known = run_json.read_text()
-    run_json.write_text(known.replace(str(finished / "run"), "runs/older"))
-    try:
-        with pytest.raises(UsageError, match="is the adapter of the run in runs/older"):
-            Orchestrator.load(finished / "run")
-    finally:
-        run_json.write_text(known)
+    assert set(loaded.policy.peft_config) == {"default", "agent"}
+    assert isinstance(loaded.runner.agents, LocalLLM)
     # A problem that it was trained on: at any other, rounding may decide what it writes.
     (solved,) = loaded.solve(load_problems("word-problems:1", "train", max_samples=1))
     assert isinstance(solved.graph, Graph)
     assert len(solved.written.logprobs) == solved.written.completion_tokens > 0
+
+
+def test_a_run_that_was_moved_keeps_its_own_adapter(finished, tmp_path):
+    """Another run may have taken the folder of its --output."""
+    moved = shutil.copytree(finished / "run", tmp_path / "run.prev")
+    name = json.loads((moved / "summary.json").read_text())["exported"]
+    kept = moved / f"adapter_{name}" / "adapter_model.safetensors"
+    own = {key: tensor + 1 for key, tensor in load_file(kept).items()}
+    save_file(own, kept)
+    loaded = exported_tensors(Orchestrator.load(moved).policy)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in own.items())
+    shutil.rmtree(moved / "adapter_last")
+    with pytest.raises(UsageError, match="the run is not finished: continue it with --resume"):
+        Orchestrator.load(moved)
 
 
 # --- the published Python block -----------------------------------------------------------------
