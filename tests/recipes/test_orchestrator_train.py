@@ -243,6 +243,29 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
     assert found == {"accuracy": [0.0, 1.0, 0.0] if zero_leaks else [1.0] * 3}
 
 
+def test_the_test_problems_are_solved_before_the_sampler_is_closed(
+    base, start, tmp_path, monkeypatch
+):
+    """A closed vLLM sampler would start its servers again."""
+    trainer, events = make_trainer(options(base, tmp_path, sft_adapter=start, steps=1)), []
+
+    def solve(problems, *_):
+        events.append(f"{len(problems)} tested")
+        return {"accuracy": [1.0] * len(problems)}
+
+    monkeypatch.setattr(trainer.sampler, "close", lambda: events.append("closed"))
+    monkeypatch.setattr(trainer, "validation_scores", solve)
+    _, summary = trainer.train_and_test(PROBLEMS[:4], test=PROBLEMS[:3])
+    assert events == ["3 tested", "closed"]
+    assert summary["test"] == {"correct": 3, "total": 3, "accuracy": 1.0}
+
+
+def test_no_advice_about_the_form_of_the_orchestrator_s_answer(base, start, tmp_path):
+    trainer = make_trainer(options(base, tmp_path, sft_adapter=start))
+    asks = Problem("p", "What is 1 + 1? Put your final answer in \\boxed{}.", "2")
+    assert trainer.prepare([asks], None).warnings == []
+
+
 def test_agents_behind_a_server(base, start, tmp_path):
     """What the options say of agents is what the server is asked."""
     with ScriptedServer(lambda body: "[420]") as server:
@@ -555,6 +578,9 @@ def test_a_start_from_with_a_system_prompt_of_its_own_is_taken(base, tmp_path):
     )  # fmt: skip
     train_start_adapter(config, PROBLEMS[:1])
     assert json.loads((tmp_path / "made" / "adapter_config.json").read_text())["r"] == 4
+    plans = dataclasses.replace(config, graph_form="questions")
+    with pytest.raises(UsageError, match="no plan can be made from --dataset word-problems:1"):
+        train_start_adapter(plans, [Problem("p", "How many?", "2")])
 
 
 def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, capsys):
@@ -567,6 +593,10 @@ def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, ca
     for place, why in ((tmp_path / "link" / "start", "is in --run-dir"), (tmp_path, "contains")):
         assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", place) == 2
         assert f"--sft-adapter {place} {why}" in capsys.readouterr().err
+    made, before = tmp_path / "made", tmp_path / "made.prev"
+    assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", made,
+               "--start-from", before) == 2  # fmt: skip
+    assert f"would replace --start-from {before}" in capsys.readouterr().err
 
 
 def test_the_adapter_never_replaces_the_run(base, tmp_path, capsys):
@@ -682,6 +712,36 @@ def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, fir
     assert by_hand == ("test", {"columns": config.columns, "rows": None})
     ours = evaluate.choose_split(evaluate.EvaluateConfig(), config, "word-problems:1")
     assert ours[0] == "test"
+
+
+def test_a_dataset_without_a_test_split_is_trained_on_and_not_tested(
+    base, start, tmp_path, monkeypatch, capsys
+):
+    row = {"problem_id": "p", "generator_id": "g", "ground_truth": "2"}
+    right = {"rollout_id": "1", "is_correct": True, "solution": "<think>1 + 1 = 2</think>2"}
+    rows = [row | {"problem_text": f"Is {i} 2?", "problem_id": f"p{i}"} for i in range(20)]
+    file = tmp_path / "kept.jsonl"
+    file.write_text("".join(json.dumps(row | {"rollouts": [right]}) + "\n" for row in rows))
+    tested = []
+
+    class Trainer:
+        def __init__(self, *_):
+            pass
+
+        def train_and_test(self, train, validation, test):
+            tested.append(test)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "OrchestratorTrainer", Trainer)
+    dataset = f"rollouts:{file}"
+    unused = "--start-from and --start-questions are not used: --sft-adapter"
+    for given, why in (({}, "is none"), ({"sft_adapter": start}, f"{start} exists")):
+        config = options(base, tmp_path, dataset=dataset, start_questions=3, **given)
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(config)
+        assert f"{unused} {why}" in capsys.readouterr().out
+    assert tested == [[], []]
+    assert evaluate.choose_split(evaluate.EvaluateConfig(), config, dataset)[0] == "validation"
 
 
 def test_an_evaluation_reads_the_run_s_columns(finished, tmp_path, monkeypatch):
