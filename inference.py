@@ -193,8 +193,14 @@ def main(config: InferenceConfig) -> int:
             reply = ask(asked, model, tokenizer, params, **options)
             result = {"question": question} | _as_json(reply) | {"experiences": informed.used}
             _write(json.dumps(result, ensure_ascii=False) + "\n")
-        else:
+            continue
+        try:
             reply = ask(asked, model, tokenizer, params, **options, on_text=_write)
+        except UsageError as error:  # for example, the question is too long
+            if config.question is not None or not sys.stdin.isatty():
+                raise
+            terminal.line(f"error: {error}")
+        else:
             _print_summary(reply, config)
     if not config.json and (note := model.rlm_sampler.batch_note):
         terminal.line(note)
@@ -254,23 +260,34 @@ def write_merged(config: InferenceConfig) -> None:
 
 
 def _questions(config: InferenceConfig) -> Iterator[str]:
-    """Yield the question from the command line, or typed questions until an empty line."""
+    """Yield the question from the command line, or typed questions until an empty line.
+
+    On a terminal, a question that cannot be read is reported, and the next one is awaited.
+    """
     if config.question is not None:
         yield config.question
         return
     terminal.line("Ask a question; an empty line ends the session.")
-    asked = 0
-    try:
-        while (question := input("> ")).strip():
-            asked += 1
-            yield question
-    except EOFError:
-        pass
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"the question is not {error.encoding} text; set PYTHONIOENCODING, for example to utf-8"
-        ) from error
-    if not asked and not sys.stdin.isatty():
+    asked, typed = 0, sys.stdin.isatty()
+    while True:
+        try:
+            question = input("> ")
+        except EOFError:
+            break
+        except UnicodeDecodeError as error:
+            mistake = (
+                f"the question is not {error.encoding} text; set PYTHONIOENCODING, for example to "
+                "utf-8"
+            )
+            if not typed:
+                raise UsageError(mistake) from error
+            terminal.line(f"error: {mistake}")
+            continue
+        if not question.strip():
+            break
+        asked += 1
+        yield question
+    if not asked and not typed:
         raise UsageError('no question was typed or piped in; type: python inference.py "…"')
 
 

@@ -99,7 +99,8 @@ if TYPE_CHECKING:
 class GRPOTrainer:
     """Trains a LoRA adapter with GRPO.
 
-    A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
+    A recipe overrides `load_model`, `render`, `validation_scores`, `log` and `finish`, and sets
+    `scorer`.
     """
 
     def __init__(
@@ -218,7 +219,11 @@ class GRPOTrainer:
                 self.log(run, metrics, groups, advantages)
                 if run.save_or_stop(step, control):
                     break
-            return run.export()
+            return self.finish(run)
+
+    def finish(self, run: TrainingRun) -> dict[str, Any]:
+        """Export the adapter after the last step, and return the summary of the run."""
+        return run.export()
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]

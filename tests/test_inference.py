@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import exit_code
@@ -219,6 +220,25 @@ def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypa
     left = type_in("vote", None)
     out, code = ask("--n", 4)
     assert (code, left, out.count("answer: 5  (")) == (0, [], 1)
+
+
+def test_a_bad_question_ends_the_session_only_if_nobody_types_it(ask, scripted, monkeypatch):
+    too_long, bad_bytes = "word " * 3000, UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
+    for bad, says in ((too_long, "error: "), (bad_bytes, "error: the question is not utf-8 text")):
+        for is_typed in (True, False):
+            left = [bad, "two and three", ""]
+
+            def read(prompt: str, left: list = left) -> str:
+                line = left.pop(0)
+                if isinstance(line, Exception):
+                    raise line
+                return line
+
+            monkeypatch.setattr("builtins.input", read)
+            monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda now=is_typed: now))
+            out, code = ask()
+            assert (code, len(left)) == ((0, 0) if is_typed else (2, 2))
+            assert (says in out, out.count("answer: 5  (")) == (is_typed, is_typed)
 
 
 def test_no_question_is_a_mistake(ask, scripted, monkeypatch):

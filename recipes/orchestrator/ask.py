@@ -34,7 +34,7 @@ class AskConfig:
 def main(config: AskConfig) -> int:
     prepare_process()
     orchestrator = Orchestrator.load(config.run)
-    # The gold answer "0" is a placeholder: only the answer found by the verdict is used.
+    # The gold answer "0" is a placeholder: the answer is read without it.
     problem = Problem("asked", required(config.question, "question"), "0")
     for attempt in range(config.tries):
         (run,) = orchestrator.solve([problem], temperature=min(attempt, 1), seed=attempt)
@@ -51,7 +51,7 @@ def main(config: AskConfig) -> int:
     for agent, reply in zip(run.graph.agents, run.replies, strict=True):
         terminal.line(f"{agent.id} received: {' / '.join(agent.texts)}\n{reply.text}\n")
     terminal.line(
-        f"answer: {run.verdict.answer or 'none found'}  (tokens: {written.completion_tokens} for "
+        f"answer: {run.last_answer() or 'none found'}  (tokens: {written.completion_tokens} for "
         f"the graph, {run.completion_tokens} for the agents)"
     )
     return 0

@@ -18,7 +18,7 @@ from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, render
 from recipes.orchestrator.plans import random_plan
-from rlm.cli import Interrupted, required, terminal, to_dict
+from rlm.cli import Interrupted, UsageError, required, terminal, to_dict
 from rlm.data import FORMATS, Format, Problem, encode_text, end_of_turn_id
 from rlm.model import AdapterInfo, check_adapter, load_tokenizer
 from rlm.training import Example, SFTConfig, mask_prompt
@@ -78,6 +78,7 @@ def train_start_adapter(
 
     Raises:
         Interrupted: a signal stopped the training.
+        UsageError: no graph can be made for any of the problems.
     """
     if config.start_from:
         check_adapter(config.start_from, "pass --start-from none to start with a new adapter")
@@ -85,6 +86,11 @@ def train_start_adapter(
         config = replace(config, **AdapterInfo.load(config.start_from).resolve_rank(given))
     tokenizer = load_tokenizer(required(config.model, "--model"))
     examples = make_examples(tokenizer, problems, config, format)
+    if not examples:
+        raise UsageError(
+            f"no plan can be made from --dataset {config.dataset}: give its problems a solution "
+            "with equations, or pass --sft-adapter DIR with an adapter that writes plans"
+        )
     sft = SFTConfig(
         model=config.model,
         dataset=config.dataset,

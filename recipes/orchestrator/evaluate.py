@@ -14,7 +14,6 @@ between the seeds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -24,15 +23,23 @@ from typing import Any
 
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator
+from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator, exported_adapter
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
-from rlm.data import Problem, drop_long_prompts, load_problems, own_files
+from rlm.data import Problem, drop_long_prompts, has_test, load_problems, own_files
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
-from rlm.model import context_window, prepare_process, using_adapter
-from rlm.runs import check_writable, replace_file, replace_json
+from rlm.model import (
+    AdapterInfo,
+    adapter_hash,
+    check_adapter,
+    context_window,
+    load_adapter,
+    prepare_process,
+    using_adapter,
+)
+from rlm.runs import check_writable, json_lines, replace_file, replace_json
 
 SINGLE = "single agent"
 BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
@@ -60,9 +67,11 @@ class EvaluateConfig:
         "folder of the training run, or folders of several runs with different seeds",
     )
     split: str | None = flag(
-        None, "split of the run's dataset", default_text="test; validation if it has a local file"
+        None,
+        "split of the run's dataset",
+        default_text="test; validation if it has a local file or no test split",
     )
-    max_samples: int = flag(200, "evaluate at most this many problems", min=1)
+    max_samples: int = flag(200, "evaluate at most this many problems of each dataset", min=1)
     seed: int = flag(0, "random seed for the samples of the majority vote")
     output: Path = flag(Path("runs/orchestrator_evaluation"), "folder for the results and traces")
 
@@ -98,7 +107,8 @@ def make_rows(
 
     def run_agents(arm: Sequence[Graph], on: Sequence[Problem], temperature: float) -> list:
         limit = 2 * config.agent_max_tokens // len(arm[0].agents)
-        return Runner(orchestrator.runner.agents, limit, temperature, format).run(on, arm, seed)
+        runner = Runner(orchestrator.runner.agents, limit, temperature, format)
+        return runner.run(on, arm, range(len(arm)), seed)
 
     graphs = {
         name: [graph] * len(problems) for name, graph in fixed_graphs(format.system_prompt).items()
@@ -122,6 +132,23 @@ def make_rows(
     return rows | {f"{SINGLE}, vote of {k}": [votes[i : i + k] for i in range(0, len(votes), k)]}
 
 
+def load_run(run_dir: Path) -> Orchestrator:
+    """Load a finished run, and as the adapter "start" the one from which its training started.
+
+    Raises:
+        UsageError: there is no finished run, or its start adapter does not exist.
+    """
+    orchestrator = Orchestrator.load(run_dir)
+    start = orchestrator.config.sft_adapter
+    if start:
+        check_adapter(start, "the run was started from this adapter")
+        load_adapter(orchestrator.policy, start, trainable=False, name="start")
+        before = AdapterInfo.load(exported_adapter(run_dir)).run["start_adapter_hash"]
+        if before != adapter_hash(start):
+            terminal.line(f"warning: {start} has changed since {run_dir} was started from it")
+    return orchestrator
+
+
 def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -> dict[str, Row]:
     """Solve the problems with the bare model, the start adapter and the trained adapter."""
     rows = {}
@@ -141,7 +168,7 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
         UsageError: the run used other data, agents or limits than the first run, or only one of
             the two runs started from an adapter.
     """
-    other = Orchestrator.load(run)
+    other = load_run(run)
     for name in (
         "dataset",
         "columns",
@@ -265,10 +292,11 @@ def choose_split(
     """Return the split to evaluate, and the options of the run with which it is loaded.
 
     The test split of a local file contains the problems that the run was trained on, so validation
-    is the default if the dataset is or contains one. Validation is held out of the rows that the
-    run's --split selects.
+    is the default if the dataset is or contains one, or if it has no test split. Validation is held
+    out of the rows that the run's --split selects.
     """
-    split = config.split or ("validation" if own_files(dataset) else "test")
+    is_held_out = has_test(dataset) and not own_files(dataset)
+    split = config.split or ("test" if is_held_out else "validation")
     own_rows = split in ("train", "validation")  # without a slice of its own
     return split, {"columns": trained.columns, "rows": trained.split if own_rows else None}
 
@@ -276,7 +304,7 @@ def choose_split(
 def main(config: EvaluateConfig) -> int:
     prepare_process()
     check_writable("--output", config.output)  # checked before hours of work
-    orchestrator = Orchestrator.load(config.run[0])
+    orchestrator = load_run(config.run[0])
     dataset = required(orchestrator.config.dataset, "--dataset")
     split, chosen = choose_split(config, orchestrator.config, dataset)
     problems = load_problems(dataset, split, max_samples=config.max_samples, **chosen)
@@ -304,12 +332,12 @@ def main(config: EvaluateConfig) -> int:
     about |= {"left_out": left_out, "rows": metrics, "compared": compared}
     replace_json(config.output / "evaluation.json", about)
     traces = [
-        json.dumps({"row": name} | run.to_dict(), ensure_ascii=False) + "\n"
+        {"row": name, "problem": run.problem.id, "number": number} | run.to_dict()
         for name, row in rows.items()
         for group in row
-        for run in group
+        for number, run in enumerate(group, 1)  # of the training run, or of the vote
     ]
-    replace_file(config.output / "traces.jsonl", "".join(traces))
+    replace_file(config.output / "traces.jsonl", json_lines(traces))
     terminal.line(f"written: {config.output}/evaluation.json, traces.jsonl")
     return 0
 

@@ -4,9 +4,10 @@
                 {"id": "agentB", "type": "llm", "system_prompt": "…"}]}
 
 The first agent writes a draft. The second agent reads the problem and the draft, and its reply is
-the final one. An agent with a "question" reads only this question instead of the problem and the
-draft. Its system prompt is optional; the default is the prompt that the agents were trained with.
-In a question, {problem} stands for the problem, and {agentA} for the first agent's answer.
+the final one. With --graph-form questions, each agent has a "question" instead of a system prompt.
+It reads only this question instead of the problem and the draft, with the system prompt that the
+agents were trained with. In a question, {problem} stands for the problem, and {agentA} for the
+first agent's answer.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ REASONS = (
     "no_json",  # the text contains no {
     "bad_json",  # the JSON is invalid: truncated, with a raw line break, or with a repeated key
     "trailing_text",  # the JSON is followed by text other than a closing fence
-    "schema",  # the JSON is valid but does not describe a graph of two agents
+    "schema",  # the JSON is valid but does not describe a graph of two agents of --graph-form
 )
+FIELDS = {"prompts": "system_prompt", "questions": "question"}  # --graph-form → field of an agent
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class InvalidGraph:
 
 
 class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
-    """A node of a graph: an LLM with a system prompt, a question of its own, or both."""
+    """A node of a graph: an LLM with a system prompt or a question of its own.
+
+    An agent without a system prompt has the one that the agents were trained with.
+    """
 
     id: str
     type: Literal["llm"]
@@ -71,8 +76,6 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
         ids = [agent.id for agent in agents]
         if not ids or ids != AGENT_IDS[: len(ids)]:
             raise ValueError("the ids of the agents are not agentA, agentB")
-        if not all(agent.texts for agent in agents):
-            raise ValueError("an agent has neither a system_prompt nor a question")
         return agents
 
     @classmethod
@@ -80,10 +83,12 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
         """Create a graph with one agent per text.
 
         Args:
+            texts: the text of each agent. An empty text leaves the field out.
             field: the agent's field that contains the text: "system_prompt" or "question".
         """
         pairs = zip(AGENT_IDS, texts, strict=False)
-        return cls(agents=[Agent(id=name, type="llm", **{field: text}) for name, text in pairs])
+        made = [Agent(id=name, type="llm", **{field: text or None}) for name, text in pairs]
+        return cls(agents=made)
 
     @classmethod
     def plan(cls, *questions: str) -> Graph:
@@ -106,11 +111,14 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
-def parse_graph(text: str) -> Graph | InvalidGraph:
+def parse_graph(text: str, form: str) -> Graph | InvalidGraph:
     """Parse the graph of two agents in a completion. This function never raises.
 
     Text and a ```json fence may precede the graph, but only the closing fence may follow it. A
     model that is rewarded despite text after the graph would never learn to stop.
+
+    Args:
+        form: the value of --graph-form. Each agent has the field of this form and no other text.
     """
     if "{" not in text:
         return InvalidGraph("no_json", "the text contains no {")
@@ -129,6 +137,9 @@ def parse_graph(text: str) -> Graph | InvalidGraph:
         return InvalidGraph("bad_json", str(error)[:80])
     if len(graph.agents) < len(AGENT_IDS):
         return InvalidGraph("schema", "the graph has one agent instead of two")
+    field = FIELDS[form]
+    if any(agent.texts != [getattr(agent, field)] for agent in graph.agents):
+        return InvalidGraph("schema", f"not every agent has a {field} and no other text")
     return graph
 
 

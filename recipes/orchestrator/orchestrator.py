@@ -36,6 +36,7 @@ from rlm.model import (
 from rlm.runs import changed_inputs
 from rlm.sampling import Sampler, SamplingParams, prompt_seed
 from rlm.tools import load_tool
+from rlm.training import KEPT_AS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -154,6 +155,19 @@ def load_agents(
     return LocalLLM(sampler, tokenizer, partial(using_adapter, policy, name))
 
 
+def exported_adapter(run_dir: Path) -> Path:
+    """Return the adapter that a run exported, which the folder of the run contains.
+
+    Unlike the folder of --output, the folder of the run may have been renamed.
+
+    Raises:
+        UsageError: the run is not finished.
+    """
+    unfinished = "the run is not finished: continue it with --resume"
+    last = check_adapter(run_dir / KEPT_AS["last"], unfinished)
+    return check_adapter(run_dir / KEPT_AS[AdapterInfo.load(last).run["exported"]], unfinished)
+
+
 class Orchestrator:
     """Writes graphs with a policy, and runs these graphs with the agents."""
 
@@ -173,10 +187,7 @@ class Orchestrator:
 
     @classmethod
     def load(cls, run_dir: Path) -> Orchestrator:
-        """Load the orchestrator of a finished run.
-
-        Its policy has the trained adapter, named "default", and the start adapter, named "start",
-        if training began with one.
+        """Load the orchestrator of a finished run, with the adapter that the run exported.
 
         Raises:
             UsageError: the directory contains no finished run.
@@ -187,29 +198,15 @@ class Orchestrator:
                 f"{run_dir} contains no run: create one with python -m recipes.orchestrator.train"
             )
         config = parse(OrchestratorConfig, ["--config", str(file)])
-        model, output = required(config.model, "--model"), required(config.output, "--output")
-        check_adapter(output, "the run is not finished: continue it with --resume")
-        check_base(output, model, base_model_hash(model))
-        trained = AdapterInfo.load(output).run
-        if trained.get("config", {}).get("run_dir", str(config.run_dir)) != str(config.run_dir):
-            raise UsageError(
-                f"{output} is the adapter of the run in {trained['config']['run_dir']}; the run in "
-                f"{run_dir} is not finished: continue it with --resume"
-            )
+        model, adapter = required(config.model, "--model"), exported_adapter(run_dir)
+        check_base(adapter, model, base_model_hash(model))
         tokenizer = load_tokenizer(model)
         base = load_base(model, pick_device(), quantize=config.quantize)
-        policy = load_adapter(base, output, trainable=False)
-        if config.sft_adapter:
-            check_adapter(config.sft_adapter, "the run was started from this adapter")
-            load_adapter(policy, config.sft_adapter, trainable=False, name="start")
-            before = trained.get("start_adapter_hash")
-            if before and before != adapter_hash(config.sft_adapter):
-                terminal.line(
-                    f"warning: {config.sft_adapter} has changed since {run_dir} was started from it"
-                )
+        policy = load_adapter(base, adapter, trainable=False)
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         loaded = cls(config, agents := choose_agents(config), policy, tokenizer, sampler)
-        for what in changed_inputs(trained.get("inputs", {}), identify_agents(agents)):
+        trained_with = AdapterInfo.load(adapter).run.get("inputs", {})
+        for what in changed_inputs(trained_with, identify_agents(agents)):
             terminal.line(
                 f"warning: {what} has changed since {run_dir} was trained with it: the results are "
                 "those of the new version"
@@ -234,8 +231,8 @@ class Orchestrator:
         params = SamplingParams(self.config.max_new_tokens, temperature)
         replies = self.writer.chat(calls, params, on_finish)
         self.writer.release()
-        graphs = [parse_graph(reply.text) for reply in replies]
-        trajectories = self.runner.run(problems, graphs, seed)
+        graphs = [parse_graph(reply.text, self.config.graph_form) for reply in replies]
+        trajectories = self.runner.run(problems, graphs, range(len(graphs)), seed)
         for trajectory, reply in zip(trajectories, replies, strict=True):
             trajectory.written = reply
         return trajectories

@@ -207,7 +207,7 @@ class Trajectory:
             return None
         agent = self.graph.agents[asked]
         if agent.question:
-            draft = self._draft() if asked else "?"
+            draft = self.last_answer() or "?"
             known = {"{problem}": text, "{agentA}": draft}
             text = _PLACEHOLDER.sub(lambda match: known[match[0]], agent.question)
         elif asked:
@@ -215,11 +215,13 @@ class Trajectory:
         prompt = agent.system_prompt or self.format.system_prompt
         return Call(prompt, text, 0 if self.seed is None else prompt_seed(self.seed, agent.id))
 
-    def _draft(self) -> str:
-        """Return the answer in the last reply, read without the gold answer; "?" without one."""
+    def last_answer(self) -> str | None:
+        """Return the answer in the last reply, read without the gold answer; None without one."""
+        if not self.replies:
+            return None
         tags = self.format.tags
         found = grade(self.replies[-1].text, None, strict=False, kind="number", **tags)
-        return found.answer if found.answer and found.is_answer else "?"
+        return found.answer if found.is_answer else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record for rollouts.jsonl."""
@@ -262,21 +264,21 @@ class Runner:
         self,
         problems: Sequence[Problem],
         graphs: Sequence[Graph | InvalidGraph],
+        numbers: Sequence[int],
         seed: int = 0,
-        numbers: Sequence[int] | None = None,
     ) -> list[Trajectory]:
         """Run each graph on the problem at the same position, in one batch per agent of a graph.
 
         Args:
-            seed: the seed of agents that sample at a temperature above 0.
             numbers: one number per graph, which gives the graphs of the same problem different
-                seeds; the default is the position of the graph.
+                seeds.
+            seed: the seed of agents that sample at a temperature above 0.
         """
         runs = [
             Trajectory(*pair, format=self.format) for pair in zip(problems, graphs, strict=True)
         ]
         if self.temperature:
-            for run, number in zip(runs, numbers or range(len(runs)), strict=True):
+            for run, number in zip(runs, numbers, strict=True):
                 run.seed = prompt_seed(seed, run.problem.id, number)
         while asking := [(run, call) for run in runs if (call := run.next_call())]:
             replies = self._chat([call for _, call in asking])
@@ -324,11 +326,12 @@ class GraphReward:
         `truncated` is not needed, because a truncated graph is not valid JSON.
         """
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
-        graphs = [parse_graph(text) for group in groups for text in group]
+        form = self.config.graph_form
+        graphs = [parse_graph(text, form) for group in groups for text in group]
         # The seeds use the position of a graph in its group. Its position in the batch would depend
         # on the other problems and on the number of processes.
         numbers = [number for group in groups for number in range(len(group))]
-        runs = self.runner.run(asked, graphs, self.config.seed, numbers)
+        runs = self.runner.run(asked, graphs, numbers, self.config.seed)
         self._report_failures(runs)
         rows = iter([run.to_dict() | {"reward": verdict_of(run, self.config)} for run in runs])
         records = [[next(rows) for _ in group] for group in groups]

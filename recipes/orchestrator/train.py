@@ -37,6 +37,7 @@ from rlm.cli import UsageError, required, run_main, terminal
 from rlm.data import (
     Problem,
     drop_long_prompts,
+    has_test,
     load_problems,
     own_files,
     require_numeric_answers,
@@ -55,6 +56,7 @@ from rlm.runs import replace_json
 from rlm.training import (
     Group,
     TrainingRun,
+    check_output_place,
     load_data,
     load_policy,
     validation_facts,
@@ -114,6 +116,7 @@ class OrchestratorTrainer(GRPOTrainer):
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
         self.state.inputs = identify_agents(agents)
         self._val_acc: float | None = None  # the last validation accuracy that was measured
+        self._test: Sequence[Problem] = ()  # set by `train_and_test`
 
     def load_model(
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
@@ -194,7 +197,7 @@ class OrchestratorTrainer(GRPOTrainer):
         validation: Sequence[Problem] = (),
         test: Sequence[Problem] = (),
     ) -> tuple[list[Log], dict[str, Any]]:
-        """Train the orchestrator, then evaluate the exported adapter on the test problems.
+        """Train the orchestrator, and evaluate the exported adapter on the test problems.
 
         Returns:
             The rows of train_logs.csv, and the content of summary.json.
@@ -205,21 +208,25 @@ class OrchestratorTrainer(GRPOTrainer):
                 f"graphs will be valid, and invalid graphs earn 0: {self._cold_start()}"
             )
         room = context_window(self.policy), self.config.max_new_tokens
-        test = drop_long_prompts(test, self.render, *room, "test problems")
+        self._test = drop_long_prompts(test, self.render, *room, "test problems")
         summary = self.train(train, validation)
         assert self.run is not None
-        directory = self.run.directory
-        logs = [as_log(row) for row in self.distributed.broadcast(directory.metrics())]
-        share = self.distributed.shard(test)
+        rows = self.distributed.broadcast(self.run.directory.metrics())
+        return [as_log(row) for row in rows], summary
+
+    def finish(self, run: TrainingRun) -> dict[str, Any]:
+        """Export the adapter, and evaluate it on the test problems while the sampler still runs."""
+        summary, directory = super().finish(run), run.directory
+        share = self.distributed.shard(self._test)
         solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
         scored = [score for score in self.distributed.gather(solved) if score is not None]
         correct, total = round(sum(scored)), len(scored)
         accuracy = correct / total if scored else None
         summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
-            directory.write_csv(logs)
+            directory.write_csv([as_log(row) for row in directory.metrics()])
             replace_json(directory.path / "summary.json", summary)
-        return logs, summary
+        return summary
 
 
 def check_graph_form(config: OrchestratorConfig) -> None:
@@ -329,8 +336,8 @@ def run_grpo_training(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def refuse_overlap(run_dir: Path, start: Path) -> None:
-    """Check that the start adapter does not contain the run in which it is trained.
+def refuse_overlap(run_dir: Path, start: Path, start_from: Path | None) -> None:
+    """Check that the cold start, which trains `start`, replaces neither its run nor `start_from`.
 
     Raises:
         UsageError: it does.
@@ -341,6 +348,13 @@ def refuse_overlap(run_dir: Path, start: Path) -> None:
             f"--sft-adapter {start} contains {cold}, the run of the cold start: pass another "
             f"folder, such as --sft-adapter {run_dir}_start"
         )
+    try:
+        check_output_place(start, cold, start_from, "--start-from", resume=False)
+    except ValueError as error:
+        raise UsageError(
+            f"the cold start writes to --sft-adapter {start} and to {cold}, and would replace "
+            f"--start-from {start_from} or its own run: pass another --sft-adapter or --run-dir"
+        ) from error
 
 
 def main(config: OrchestratorConfig) -> int:
@@ -348,13 +362,14 @@ def main(config: OrchestratorConfig) -> int:
     start = config.sft_adapter
     start_is_missing = start is not None and not (start / ADAPTER_FILES[0]).is_file()
     if start and start_is_missing:
-        refuse_overlap(config.run_dir, start)
+        refuse_overlap(config.run_dir, start, config.start_from)
     agents = choose_agents(config)
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
     # The test split of a local file is the whole file, which includes the training problems.
-    if config.test_samples and not own_files(dataset):
+    is_testable = has_test(dataset) and not own_files(dataset)
+    if config.test_samples and is_testable:
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)
     require_numeric_answers(dataset, [*train, *validation, *test])
@@ -366,11 +381,14 @@ def main(config: OrchestratorConfig) -> int:
             )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)
+    elif config.start_from or config.start_questions != OrchestratorConfig.start_questions:
+        why = f"--sft-adapter {start} exists" if start else "--sft-adapter is none"
+        terminal.line(f"--start-from and --start-questions are not used: {why}")
     trainer = OrchestratorTrainer(config, agents)
     limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
-    tested = "not evaluated" + ": a local file has no test split" * bool(own_files(dataset))
+    tested = "not evaluated" + ": the dataset has no test split" * (not is_testable)
     if total := summary["test"]["total"]:
         tested = f"{summary['test']['accuracy']:.1%} of {total}"
     facts = {

@@ -11,6 +11,7 @@ from .loaders import check_dataset as check_dataset
 from .loaders import dataset_name as dataset_name
 from .loaders import dataset_parts as dataset_parts
 from .loaders import has_only_test as has_only_test
+from .loaders import has_test as has_test
 from .loaders import is_local_file as is_local_file
 from .loaders import load_gsm8k as load_gsm8k
 from .loaders import load_jsonl as load_jsonl

@@ -284,6 +284,20 @@ def has_only_test(dataset: str) -> bool:
     return is_hub(dataset) and split_names(dataset, *split_config(dataset)) == ["test"]
 
 
+def has_test(dataset: str) -> bool:
+    """Return whether every dataset that `--dataset` names has a test split.
+
+    The test split of a local file is the whole file.
+    """
+
+    def splits(part: str) -> Sequence[str]:
+        if is_named(part):
+            return SPLITS[dataset_name(part).partition(":")[0]]
+        return split_names(part, *split_config(part)) if is_hub(part) else FILE_SPLITS
+
+    return all("test" in splits(part) for part in dataset_parts(dataset))
+
+
 def require_numeric_answers(dataset: str, problems: Iterable[Problem]) -> None:
     """Check that all answers are numbers, for programs that can verify only numbers.
 

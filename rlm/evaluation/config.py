@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, check_values, command_of, flag, required, terminal
-from rlm.data import FORMATS, Format, dataset_parts, needs_hub, own_files
+from rlm.data import FORMATS, Format, dataset_parts, has_test, needs_hub, own_files
 from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft"), "GRPO": ("adapter", "train_grpo")}
@@ -36,7 +36,8 @@ class EvaluateConfig:
     split: str | None = flag(
         None,
         "split of the dataset, e.g. test[:200]",
-        default_text="test; validation for your own file if it was used for training",
+        default_text="test; validation for your own file if it was used for training, and for a "
+        "dataset without a test split",
     )
     columns: str | None = flag(
         None,
@@ -208,11 +209,19 @@ def without_hub(dataset: str) -> str:
 
 
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
-    """Return the default split: test, or validation if an adapter was trained on the file."""
+    """Return the default split.
+
+    The default is test, or validation if an adapter was trained on the file or if the dataset has
+    no test split. Validation is held out of the rows on which the last adapter was trained.
+    """
     trained = {file for info in adapters for file in own_files(info.dataset or "")}
-    if not own_files(dataset) & trained:
+    is_trained = bool(own_files(dataset) & trained)
+    if not is_trained and has_test(dataset):
         return "test"
-    terminal.line(f"{dataset} was used for training: only its validation problems are evaluated")
+    reason = "was used for training" if is_trained else "has no test split"
+    terminal.line(f"{dataset} {reason}: only its validation problems are evaluated")
+    if not is_trained and dataset not in {info.dataset for info in adapters[-1:]}:
+        return "validation"
     _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
     return f"validation{bracket}{cut}"
 

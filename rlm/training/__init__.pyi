@@ -34,6 +34,8 @@ from .metrics import mean_metrics as mean_metrics
 from .metrics import step_metrics as step_metrics
 from .metrics import summary_card as summary_card
 from .metrics import timer as timer
+from .resolve import KEPT_AS as KEPT_AS
+from .resolve import check_output_place as check_output_place
 from .resolve import choose_max_new_tokens as choose_max_new_tokens
 from .resolve import follow_adapter as follow_adapter
 from .resolve import resolve as resolve

@@ -355,11 +355,11 @@ RULES = (
 )
 NO_REWARD = (
     "no completion of the last {} steps earned a reward: see samples.jsonl for the reasons; "
-    "try easier problems, a larger --group-size, or train_sft.py first"
+    "try easier problems, a larger --group-size, or SFT first"
 )
 TOO_SHORT = (
     "{:.0%} of the completions were cut off before their answer: use --max-new-tokens {}, or "
-    "train the format longer with train_sft.py"
+    "train the format longer with SFT"
 )
 AGENTS_TOO_SHORT = (
     "{:.0%} of the agents' replies were cut off, most before their answer: use "

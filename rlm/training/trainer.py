@@ -281,8 +281,6 @@ class TrainingData:
         if eval_problems:
             what = "validation problems"
             eval_problems = drop_long_prompts(eval_problems, render, *room, what)
-        if isinstance(scorer, Scorer):
-            check_columns(scorer.reward, problems)
         longest = longest_prompts(render, [*problems, *eval_problems])
         warnings = []
         questions = {problem.question for problem in problems}
@@ -294,8 +292,10 @@ class TrainingData:
             )
         tags = required(config.reasoning_format, "--reasoning-format")
         format = FORMATS[tags].with_prompt(config.system_prompt)
-        if other_forms := describe_other_forms(problems, format):
-            warnings.append(other_forms)
+        if isinstance(scorer, Scorer):
+            check_columns(scorer.reward, problems)
+            if other_forms := describe_other_forms(problems, format):
+                warnings.append(other_forms)
         is_strict = isinstance(getattr(scorer, "reward", None), CorrectnessReward)
         if is_strict and config.sft_adapter is None:
             warnings.append(

@@ -10,17 +10,38 @@ from conftest import byte_tokenizer
 
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.evaluation.config import pairs_to_compare
+from rlm.evaluation.config import default_split, pairs_to_compare
 from rlm.evaluation.evaluator import Evaluation, Graded, evaluate
 from rlm.evaluation.report import show_table, summarize, write_report
 from rlm.evaluation.statistics import summarize_scores
 from rlm.grading.answers import Verdict
 from rlm.grading.numbers import parse_number
+from rlm.model import AdapterInfo
 from rlm.model.adapters import ADAPTER_FILES, adapter_hash
 from rlm.runs.plots import accuracy_bars, accuracy_over_time, learning_curves, recent_means
 from rlm.sampling import Completion, prompt_seed
 
 PNG = b"\x89PNG\r\n"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "trained_on", "split"),
+    [
+        ("gsm8k", "openmathinstruct", "test"),
+        ("openmathinstruct", "word-problems", "validation"),
+        ("gsm8k+rollouts:kept.jsonl", None, "validation"),
+        ("hub", "hub", "validation[:20]"),  # held out of the rows of the adapter's --split
+        ("hub", "other.jsonl", "validation"),
+    ],
+)
+def test_a_dataset_without_a_test_split_is_evaluated_on_validation(
+    tmp_path, monkeypatch, dataset, trained_on, split
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    adapter = AdapterInfo(tmp_path, dataset=trained_on, run={"config": {"split": "train[:20]"}})
+    assert default_split(dataset, [adapter] if trained_on else []) == split
 
 
 # --- Evaluation -----------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_llm import ScriptedLLM
 
 from recipes.orchestrator.cold_start import random_graph
 from recipes.orchestrator.evaluate import fixed_graphs
 from recipes.orchestrator.graph import REASONS, Graph, InvalidGraph, parse_graph
 from recipes.orchestrator.orchestrator import SYSTEM_PROMPTS
-from recipes.orchestrator.runner import Trajectory
+from recipes.orchestrator.runner import Call, Runner, Trajectory
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.grading.numbers import numbers_in
@@ -40,11 +41,10 @@ GOOD = written(A, B)
         f"I use {{}} and {{A}} first. ```json\n{GOOD}\n```",
         f"An open {{ brace, then ```json {GOOD} ```",
         json.dumps(json.loads(GOOD), indent=2),
-        GOOD.replace("system_prompt", "question"),
     ],
 )
 def test_a_graph_is_found_wherever_it_stands(text):
-    graph = parse_graph(text)
+    graph = parse_graph(text, "prompts")
     assert isinstance(graph, Graph), graph
     assert graph.texts == ["solve", "check"]
 
@@ -63,9 +63,23 @@ def test_a_graph_is_found_wherever_it_stands(text):
 def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
     texts = [written(A | {"system_prompt": prompt}, B), Graph.chain(prompt, "check").to_json()]
     for text in [*texts, *(f"```json\n{text}\n```" for text in texts)]:
-        graph = parse_graph(text)
+        graph = parse_graph(text, "prompts")
         assert isinstance(graph, Graph), graph
         assert graph.texts == [prompt, "check"]
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "other"),
+    [("prompts", "system_prompt", "question"), ("questions", "question", "system_prompt")],
+)
+def test_each_agent_has_the_field_of_the_graph_form_and_no_other_text(form, field, other):
+    one, two = ({"id": f"agent{name}", "type": "llm", field: "solve"} for name in "AB")
+    assert isinstance(parse_graph(written(one, two), form), Graph)
+    plain = {"id": "agentB", "type": "llm"}
+    for agent in (plain, plain | {other: "check"}, two | {other: "check"}):
+        found = parse_graph(written(one, agent), form)
+        says = f"not every agent has a {field} and no other text"
+        assert found == InvalidGraph("schema", says)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +115,7 @@ def test_braces_quotes_and_fences_inside_a_prompt_are_text(prompt):
     ],
 )
 def test_what_is_no_graph_has_a_reason(text, reason):
-    found = parse_graph(text)
+    found = parse_graph(text, "prompts")
     assert isinstance(found, InvalidGraph), found
     assert found.reason == reason
     json.dumps(found.detail).encode()
@@ -111,7 +125,7 @@ def test_what_is_no_graph_has_a_reason(text, reason):
 @given(st.one_of(st.text(), st.text(alphabet='{}[]",:`\\ agentsAB\n')))
 def test_reading_never_raises(text):
     for candidate in (text, GOOD[: len(text) % len(GOOD)] + text):
-        found = parse_graph(candidate)
+        found = parse_graph(candidate, "prompts")
         assert isinstance(found, Graph) or found.reason in REASONS
 
 
@@ -120,16 +134,24 @@ def test_text_and_reading_are_inverse():
         return [random_graph(random.Random(seed), FORMATS[name]) for seed in range(200)]
 
     graphs = draw("deepseek")
-    assert [parse_graph(graph.to_json()) for graph in graphs] == graphs
+    assert [parse_graph(graph.to_json(), "prompts") for graph in graphs] == graphs
     assert draw("deepseek") == graphs
     others = [graph.to_json().replace("think>", "reasoning>") for graph in graphs]
     assert [graph.to_json() for graph in draw("simple")] == others
     assert "<reasoning></reasoning>" in "".join(others)
     by_hand = fixed_graphs("Solve it.")["two agents, by hand"]
-    assert parse_graph(by_hand.to_json()) == by_hand
+    assert parse_graph(by_hand.to_json(), "prompts") == by_hand
     # What the orchestrator is shown is what is read.
-    for prompt in SYSTEM_PROMPTS.values():
-        assert isinstance(parse_graph(prompt[prompt.index('{"agents') :]), Graph)
+    for form, prompt in SYSTEM_PROMPTS.items():
+        assert isinstance(parse_graph(prompt[prompt.index('{"agents') :], form), Graph)
+
+
+def test_agents_that_were_trained_without_a_system_prompt_have_rivals_too():
+    agents, graphs = ScriptedLLM(), fixed_graphs("")
+    problem, format = Problem("p", "1 + 1?", "2"), FORMATS["deepseek"].with_prompt("")
+    Runner(agents, 9, format=format).run([problem], [graphs["single agent"]], [0])
+    assert agents.batches == [[Call("", "1 + 1?")]]
+    assert graphs["asked twice"].texts == ["Look for mistakes in your draft."]
 
 
 # --- leaks and diversity ------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
     """As it was trained: with its own prompt. A problem that holds a placeholder is plain text."""
     agents = ScriptedLLM(lambda call: draft)
     plan = Graph.plan("What is 6 * 13?", "What is {agentA} + 2? Of {problem}")
-    Runner(agents, 9, format=SIMPLE).run([replace(PENS, answer="0.67")], [plan])
+    Runner(agents, 9, format=SIMPLE).run([replace(PENS, answer="0.67")], [plan], [0])
     told = [(call.system_prompt, call.text) for (call,) in agents.batches]
     rest = PENS.question.removeprefix("6 pens at $13")
     assert told == [
@@ -83,7 +83,7 @@ def test_trained_is_paired_with_the_cold_start_and_the_best_rival():
     def row(*answers, graph=WHOLE_PROBLEM):
         problems = [Problem(f"p{i}", f"{i}?", "1") for i in range(len(answers))]
         runner = Runner(ScriptedLLM(lambda call: answers[int(call.text[0])]), 9)
-        return [[run] for run in runner.run(problems, [graph] * len(answers))]
+        return [[run] for run in runner.run(problems, [graph] * len(answers), range(len(answers)))]
 
     start = row("[1]", "[0]", "[0]", "[0]")
     rows = {

@@ -23,7 +23,7 @@ CHAIN = Graph.chain("solve", "check")
 
 def test_the_second_agent_sees_the_draft_and_has_the_last_word():
     agents = ScriptedLLM()
-    run, alone = Runner(agents, 9).run(SUMS[1:3], [CHAIN, Graph.chain("x")])
+    run, alone = Runner(agents, 9).run(SUMS[1:3], [CHAIN, Graph.chain("x")], range(2))
     draft = "<solve|1 + 1?>"
     read = f"PROBLEM: 1 + 1?\n\nDRAFT of agentA: {draft}"
     final = f"<check|{read}>"
@@ -49,9 +49,9 @@ def test_the_second_agent_sees_the_draft_and_has_the_last_word():
 def test_equal_greedy_calls_are_asked_once():
     agents = ScriptedLLM()
     runner = Runner(agents, 9)
-    first = runner.run(SUMS[:1] * 5, [CHAIN] * 5)
+    first = runner.run(SUMS[:1] * 5, [CHAIN] * 5, range(5))
     assert agents.sizes == [1, 1]
-    assert runner.run(SUMS[:1], [CHAIN])[0].to_dict() == first[0].to_dict()
+    assert runner.run(SUMS[:1], [CHAIN], [0])[0].to_dict() == first[0].to_dict()
     assert agents.sizes == [1, 1]
 
 
@@ -63,11 +63,11 @@ def test_a_failed_call_ends_its_graph_alone_and_is_asked_again():
 
     runner = Runner(ScriptedLLM(answer), 9)
     graphs = [Graph.chain("bad", "check"), CHAIN]
-    lost, good = runner.run(SUMS[2:3] * 2, graphs)
+    lost, good = runner.run(SUMS[2:3] * 2, graphs, range(2))
     assert (lost.error, lost.verdict.reason, len(lost.calls)) == ("no reply", "agent_failed", 1)
     assert good.error is None
     broken = False
-    assert runner.run(SUMS[2:3], graphs[:1])[0].error is None
+    assert runner.run(SUMS[2:3], graphs[:1], [0])[0].error is None
 
 
 # --- rewards ------------------------------------------------------------------------------------
@@ -99,6 +99,9 @@ def test_nothing_is_run_where_no_graph_is_valid():
         "verdict": "no_json", "correct": False, "leak": False, "graph": None,
         "detail": "the text contains no {", "reward": 0,
     }  # fmt: skip
+    other_form = reward_of(agents, graph_form="questions")(SUMS[:1], [[GOOD]])
+    assert (other_form.rewards, other_form.metrics["graph/schema"]) == ([[0.0]], 1)
+    assert agents.batches == []
     # Of several processes one may have no group to replace.
     none = reward_of(agents)([], [])
     assert (none.rewards, none.metrics) == ([], {})
@@ -133,7 +136,9 @@ def test_agents_are_read_by_the_tags_of_their_adapter(tmp_path):
     assert AgentModel("base").format == FORMATS["deepseek"]
     still_thinking = ScriptedLLM(lambda call: "<reasoning>2")
     solved = [
-        Runner(still_thinking, 9, format=tags).run([Problem("p", "?", "2")], [CHAIN])[0].solved()
+        Runner(still_thinking, 9, format=tags)
+        .run([Problem("p", "?", "2")], [CHAIN], [0])[0]
+        .solved()
         for tags in (FORMATS["deepseek"], format)
     ]
     assert solved == [True, False]
@@ -182,7 +187,7 @@ def test_a_server_answers_for_the_agents():
     with ScriptedServer(answer) as server:
         agents = RemoteLLM(APIClient(server.url, concurrency=3), BASE)
         graphs = [Graph.chain(f"solve {i}", f"check {i}") for i in range(3)]
-        runs = Runner(agents, 7).run(SUMS[:3], graphs)
+        runs = Runner(agents, 7).run(SUMS[:3], graphs, range(3))
         asked = server.asked("chat/completions")
     assert [run.replies[-1].text for run in runs] == ["CHECK 0", "CHECK 1", "CHECK 2"]
     assert [run.prompt_tokens for run in runs] == [20] * 3
@@ -220,7 +225,7 @@ def test_the_second_agent_sees_the_reasoning_that_a_server_sends_apart(sent, dra
     with ScriptedServer() as server:
         server.script(chat_reply(text, reasoning=reasoning), chat_reply("4"))
         agents = RemoteLLM(APIClient(server.url, concurrency=1), BASE)
-        (run,) = Runner(agents, 9).run(SUMS[2:3], [CHAIN])
+        (run,) = Runner(agents, 9).run(SUMS[2:3], [CHAIN], [0])
         asked = server.asked("chat/completions")[1]["messages"][1]["content"]
     assert asked == f"PROBLEM: 2 + 2?\n\nDRAFT of agentA: {draft}"
     assert FORMATS["deepseek"].grade(run.replies[0].text, None, strict=False).answer == answer
@@ -229,7 +234,7 @@ def test_the_second_agent_sees_the_reasoning_that_a_server_sends_apart(sent, dra
 def test_local_agents_say_what_the_model_says(tokenizer):
     agents = LocalLLM(Sampler(tiny_model(), tokenizer), tokenizer)
     graphs = [CHAIN, Graph.chain("other", "check")]
-    together = Runner(agents, 8).run(SUMS[:2], graphs)
-    alone = [Runner(agents, 8).run(SUMS[i : i + 1], graphs[i : i + 1])[0] for i in (0, 1)]
+    together = Runner(agents, 8).run(SUMS[:2], graphs, range(2))
+    alone = [Runner(agents, 8).run(SUMS[i : i + 1], graphs[i : i + 1], [0])[0] for i in (0, 1)]
     assert [run.to_dict() for run in together] == [run.to_dict() for run in alone]
     assert all(0 < run.completion_tokens <= 16 for run in together)

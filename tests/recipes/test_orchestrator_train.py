@@ -16,7 +16,7 @@ import torch
 from conftest import byte_tokenizer, let_it_speak, tiny_model
 from conftest import exit_code as run
 from expected_skips import SHARED, needs_shared
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripted_llm import ScriptedLLM
 from scripted_sampler import ScriptedSampler
 from scripted_server import ScriptedServer
@@ -40,7 +40,7 @@ from rlm.cli import resolve_config
 from rlm.cli.options import UsageError, parse
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
-from rlm.model.adapters import new_adapter, set_gradient_checkpointing
+from rlm.model.adapters import exported_tensors, new_adapter, set_gradient_checkpointing
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.export import save_adapter
 from rlm.model.hardware import Setup
@@ -137,7 +137,7 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
     groups = trainer.sampler.sample(prompts, 16, params, range(4))
     texts = [trainer.tokenizer.decode(c.token_ids[:-1]) for group in groups for c in group]
-    graphs = [parse_graph(text) for text in texts]
+    graphs = [parse_graph(text, "prompts") for text in texts]
     valid = [graph for graph in graphs if isinstance(graph, Graph)]
     assert len(valid) > 0.9 * len(graphs)
     words = [graph.texts[1] for graph in valid]
@@ -241,6 +241,29 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
     monkeypatch.setattr(trainer.orchestrator, "solve", lambda *_, **__: runs)
     found = trainer.validation_scores(PROBLEMS[:3], 1, lambda: None)
     assert found == {"accuracy": [0.0, 1.0, 0.0] if zero_leaks else [1.0] * 3}
+
+
+def test_the_test_problems_are_solved_before_the_sampler_is_closed(
+    base, start, tmp_path, monkeypatch
+):
+    """A closed vLLM sampler would start its servers again."""
+    trainer, events = make_trainer(options(base, tmp_path, sft_adapter=start, steps=1)), []
+
+    def solve(problems, *_):
+        events.append(f"{len(problems)} tested")
+        return {"accuracy": [1.0] * len(problems)}
+
+    monkeypatch.setattr(trainer.sampler, "close", lambda: events.append("closed"))
+    monkeypatch.setattr(trainer, "validation_scores", solve)
+    _, summary = trainer.train_and_test(PROBLEMS[:4], test=PROBLEMS[:3])
+    assert events == ["3 tested", "closed"]
+    assert summary["test"] == {"correct": 3, "total": 3, "accuracy": 1.0}
+
+
+def test_no_advice_about_the_form_of_the_orchestrator_s_answer(base, start, tmp_path):
+    trainer = make_trainer(options(base, tmp_path, sft_adapter=start))
+    asks = Problem("p", "What is 1 + 1? Put your final answer in \\boxed{}.", "2")
+    assert trainer.prepare([asks], None).warnings == []
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
@@ -360,7 +383,7 @@ def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, i
     named_otherwise = AgentModel(f"{base}/.", adapter)
     apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
     assert apart.orchestrator.runner.agents.sampler is not apart.sampler
-    asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")])
+    asked = (PROBLEMS[:2], [Graph.chain("solve", "gold"), Graph.chain("red", "blue")], range(2))
 
     def replies(trainer):
         trainer.orchestrator.runner._cache.clear()
@@ -555,6 +578,9 @@ def test_a_start_from_with_a_system_prompt_of_its_own_is_taken(base, tmp_path):
     )  # fmt: skip
     train_start_adapter(config, PROBLEMS[:1])
     assert json.loads((tmp_path / "made" / "adapter_config.json").read_text())["r"] == 4
+    plans = dataclasses.replace(config, graph_form="questions")
+    with pytest.raises(UsageError, match="no plan can be made from --dataset word-problems:1"):
+        train_start_adapter(plans, [Problem("p", "How many?", "2")])
 
 
 def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, capsys):
@@ -567,6 +593,10 @@ def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, ca
     for place, why in ((tmp_path / "link" / "start", "is in --run-dir"), (tmp_path, "contains")):
         assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", place) == 2
         assert f"--sft-adapter {place} {why}" in capsys.readouterr().err
+    made, before = tmp_path / "made", tmp_path / "made.prev"
+    assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", made,
+               "--start-from", before) == 2  # fmt: skip
+    assert f"would replace --start-from {before}" in capsys.readouterr().err
 
 
 def test_the_adapter_never_replaces_the_run(base, tmp_path, capsys):
@@ -623,6 +653,11 @@ def test_the_table_has_every_row(finished, capsys):
     assert 0 < single["written"] <= 12  # the length of two replies
     traces = [json.loads(line) for line in (finished / "evaluation" / "traces.jsonl").open()]
     assert {trace["row"] for trace in traces} == set(rows)
+    vote = [trace for trace in traces if "vote" in trace["row"]]
+    ids = {problem.id for problem in load_problems("word-problems:1", "test", max_samples=3)}
+    k = int(re.search(r"vote of (\d+)", vote[0]["row"])[1])
+    asked = {(trace["problem"], trace["number"]) for trace in vote}
+    assert asked == {(id, number) for id in ids for number in range(1, k + 1)}
     said = capsys.readouterr().out
     assert "asked twice" in said
     assert "has changed since" not in said  # the agents are those of the training
@@ -677,6 +712,36 @@ def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, fir
     assert by_hand == ("test", {"columns": config.columns, "rows": None})
     ours = evaluate.choose_split(evaluate.EvaluateConfig(), config, "word-problems:1")
     assert ours[0] == "test"
+
+
+def test_a_dataset_without_a_test_split_is_trained_on_and_not_tested(
+    base, start, tmp_path, monkeypatch, capsys
+):
+    row = {"problem_id": "p", "generator_id": "g", "ground_truth": "2"}
+    right = {"rollout_id": "1", "is_correct": True, "solution": "<think>1 + 1 = 2</think>2"}
+    rows = [row | {"problem_text": f"Is {i} 2?", "problem_id": f"p{i}"} for i in range(20)]
+    file = tmp_path / "kept.jsonl"
+    file.write_text("".join(json.dumps(row | {"rollouts": [right]}) + "\n" for row in rows))
+    tested = []
+
+    class Trainer:
+        def __init__(self, *_):
+            pass
+
+        def train_and_test(self, train, validation, test):
+            tested.append(test)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "OrchestratorTrainer", Trainer)
+    dataset = f"rollouts:{file}"
+    unused = "--start-from and --start-questions are not used: --sft-adapter"
+    for given, why in (({}, "is none"), ({"sft_adapter": start}, f"{start} exists")):
+        config = options(base, tmp_path, dataset=dataset, start_questions=3, **given)
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(config)
+        assert f"{unused} {why}" in capsys.readouterr().out
+    assert tested == [[], []]
+    assert evaluate.choose_split(evaluate.EvaluateConfig(), config, dataset)[0] == "validation"
 
 
 def test_an_evaluation_reads_the_run_s_columns(finished, tmp_path, monkeypatch):
@@ -792,43 +857,65 @@ def test_asking_shows_graph_texts_and_answer(finished, capsys):
     assert "answer: " in out
 
 
+def test_a_reply_with_two_numbers_is_no_answer(monkeypatch, capsys):
+    (solved,) = runs_of("It is 3 or 4")
+    solved.written = Reply("a graph", completion_tokens=5)
+    orchestrator = SimpleNamespace(solve=lambda *_, **options: [solved])
+    monkeypatch.setattr(Orchestrator, "load", lambda run_dir: orchestrator)
+    assert run(ask, ask.AskConfig, "How many?") == 0
+    assert "answer: none found  (tokens: 5 for the graph" in capsys.readouterr().out
+
+
 def test_asking_without_a_run_or_a_graph_is_one_line(finished, tmp_path, capsys, monkeypatch):
     assert run(ask, ask.AskConfig, "1?", "--run", tmp_path) == 2
     assert "contains no run" in capsys.readouterr().err
     assert run(ask, ask.AskConfig) == 2
     assert "type a question" in capsys.readouterr().err
     none = InvalidGraph("bad_json", "cut off")
-    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda text: none)
+    monkeypatch.setattr("recipes.orchestrator.orchestrator.parse_graph", lambda *_: none)
     assert run(ask, ask.AskConfig, "1?", "--run", finished / "run", "--tries", 2) == 2
     output = capsys.readouterr()
     assert output.out.count("no valid graph (bad_json: cut off)") == 2
     assert "error: no valid graph in 2 tries" in output.err
 
 
-def test_a_finished_run_is_loaded_with_three_adapters(finished):
-    loaded = Orchestrator.load(finished / "run")
+def test_only_evaluate_needs_the_start_adapter(finished, monkeypatch, capsys):
+    run_dir, start = finished / "run", finished / "start"
+    loaded = evaluate.load_run(run_dir)
     assert set(loaded.policy.peft_config) == {"default", "start", "agent"}
-    assert isinstance(loaded.runner.agents, LocalLLM)
-    start = finished / "start"
     assert loaded.config.sft_adapter == start
+    assert "has changed since" not in capsys.readouterr().out
+    monkeypatch.setattr(evaluate, "adapter_hash", lambda path: "another hash")
+    evaluate.load_run(run_dir)
+    says = f"warning: {start} has changed since {run_dir} was started from it"
+    assert says in capsys.readouterr().out
     start.rename(finished / "away")
     try:
         with pytest.raises(UsageError, match="the run was started from this adapter"):
-            Orchestrator.load(finished / "run")
+            evaluate.load_run(run_dir)
+        loaded = Orchestrator.load(run_dir)
     finally:
         (finished / "away").rename(start)
-    run_json = finished / "run" / "adapters_lora" / "run.json"
-    known = run_json.read_text()
-    run_json.write_text(known.replace(str(finished / "run"), "runs/older"))
-    try:
-        with pytest.raises(UsageError, match="is the adapter of the run in runs/older"):
-            Orchestrator.load(finished / "run")
-    finally:
-        run_json.write_text(known)
+    assert set(loaded.policy.peft_config) == {"default", "agent"}
+    assert isinstance(loaded.runner.agents, LocalLLM)
     # A problem that it was trained on: at any other, rounding may decide what it writes.
     (solved,) = loaded.solve(load_problems("word-problems:1", "train", max_samples=1))
     assert isinstance(solved.graph, Graph)
     assert len(solved.written.logprobs) == solved.written.completion_tokens > 0
+
+
+def test_a_run_that_was_moved_keeps_its_own_adapter(finished, tmp_path):
+    """Another run may have taken the folder of its --output."""
+    moved = shutil.copytree(finished / "run", tmp_path / "run.prev")
+    name = json.loads((moved / "summary.json").read_text())["exported"]
+    kept = moved / f"adapter_{name}" / "adapter_model.safetensors"
+    own = {key: tensor + 1 for key, tensor in load_file(kept).items()}
+    save_file(own, kept)
+    loaded = exported_tensors(Orchestrator.load(moved).policy)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in own.items())
+    shutil.rmtree(moved / "adapter_last")
+    with pytest.raises(UsageError, match="the run is not finished: continue it with --resume"):
+        Orchestrator.load(moved)
 
 
 # --- the published Python block -----------------------------------------------------------------

@@ -64,6 +64,7 @@ def test_one_bad_step_is_no_warning_and_neither_is_a_short_run():
 def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_type():
     (text,) = active_alerts(rows(1, completion__truncated_rate=0.34)).values()
     assert text.startswith("34% of the completions were cut off")
+    assert "train_sft.py" not in text  # it does not train the orchestrator
     assert "--max-new-tokens 192" in text  # twice the limit that the longest one reached
     assert active_alerts(rows(1, completion__truncated_rate=0.1)) == {}
     agents = rows(1, agents__truncated_rate=0.5, agents__length_max=96)
@@ -76,6 +77,7 @@ def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
     nothing = rows(reward__mean=0.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert list(active_alerts(nothing)) == ["reward"]  # and not the zero-signal groups once more
     assert "no completion of the last 5 steps earned a reward" in active_alerts(nothing)["reward"]
+    assert "train_sft.py" not in active_alerts(nothing)["reward"]
     everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
     assert "have the reward 1" in active_alerts(everything)["reward"]
     some = [row | {"reward/no_verdict": 3} for row in everything]
