@@ -473,19 +473,24 @@ def test_no_stored_lesson_has_more_than_32_words(text):
 
 
 @pytest.mark.parametrize(
-    ("lesson", "gold", "leaks"),
+    ("lesson", "gold", "tolerance", "leaks"),
     [
-        ("The total is 1080.", "1080", True),
-        ("It gives 1080.0, or -1080", "1080", True),
-        ("Expect 0.75 here", "3/4", True),
-        ("Multiply by 12 for a dozen", "12", False),  # the problem names it
-        ("Try 3 cases", "3", False),  # too common
-        ("Use 10800 or 108", "1080", False),
-        ("Check twice.", "1080", False),
+        ("The total is 1080.", "1080", 0, True),
+        ("It gives 1080.0, or -1080", "1080", 0, True),
+        ("Expect 0.75 here", "3/4", 0, True),
+        ("Multiply by 12 for a dozen", "12", 0, False),  # the problem names it
+        ("Try 3 cases", "3", 0, False),  # too common
+        ("Use 10800 or 108", "1080", 0, False),
+        ("Check twice.", "1080", 0, False),
+        ("A stone falls 4.9 m.", "4.905", 0.01, True),  # 0.1 % off, so it is graded as right
+        ("A stone falls 4.9 m.", "4.905", 0, False),
+        ("A stone falls 4.8 m.", "4.905", 0.01, False),  # 2.1 % off
+        ("Start from 12 pens.", "12.1", 0.01, False),  # the problem names it
     ],
 )
-def test_the_gold_of_the_source_problem_stays_out(lesson, gold, leaks):
-    assert reveals_gold(lesson, Problem("p", PENS.question, gold)) is leaks
+def test_the_gold_of_the_source_problem_stays_out(lesson, gold, tolerance, leaks):
+    problem = Problem("p", PENS.question, gold, columns={"rel_tol": tolerance})
+    assert reveals_gold(lesson, problem) is leaks
 
 
 def test_one_group_adds_one_lesson_and_is_not_heard_for_ever(tmp_path):
