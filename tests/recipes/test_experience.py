@@ -219,6 +219,11 @@ def test_a_plan_whose_values_grow_without_limit_is_not_computed(rule, start, mon
         ("31 pens in each of 72 boxes?", "2233", {"pens": 31, "boxes": 72}, 0.0),  # not its result
         ("A game for Ana and Bob.", "204", {"pens": 3, "boxes": 4}, 0.0),  # a nonsense plan
         ("A game for Ana and Bob.", "12", {"pens": 3, "boxes": 4}, 0.75),  # and its own answer
+        # 0.125 rounded to two decimals; 2e-4 is not rounded to 4e-3.
+        ("0.25 pens in each of 0.5 boxes?", "0.13", {"pens": 0.25, "boxes": 0.5}, 1.0),
+        ("0.02 pens in each of 0.01 boxes?", "0.004", {"pens": 0.02, "boxes": 0.01}, 0.0),
+        # 30 % may be meant as 30 or as 0.3, so nothing is compared.
+        ("30% of 5 boxes?", "1.5", {"pens": "30%", "boxes": 5}, 1.0),
     ],
 )
 def test_r_logic_asks_whether_the_answer_follows_from_the_plan(question, answer, knowns, score):
@@ -271,6 +276,15 @@ def test_the_weighted_totals():
         ("Final answer: 30.1", "29.71", 0.01, "wrong"),  # 1.3 % off
         (r"Final answer: 1.61 \times 10^{-19}", "1.602e-19", 0.01, "correct"),
         ("Final answer: 1.6 × 10^−19 J", "1.602e-19", 0.01, "correct"),
+        ("Final answer: 1.6 × 10⁻¹⁹ C", "1.602e-19", 0.01, "correct"),
+        ("Final answer: 1.42 × 10³ J", "1419", 0.01, "correct"),
+        ("Final answer: 1.6·10^-19 C", "1.602e-19", 0.01, "correct"),
+        ("Final answer: 1.42⋅10³", "1419", 0.01, "correct"),
+        ("Final answer: 1.42 × 10⁴", "1419", 0.01, "wrong"),
+        (r"Final answer: 59.1 \Omega", "59.1", 0.01, "correct"),
+        (r"Final answer: $59.1\,k\Omega$", "59.1", 0.01, "correct"),
+        (r"Final answer: 15 \mu m", "15", 0.01, "correct"),
+        (r"Final answer: 5 \pi", "5", 0.01, "not_a_number"),
         ("Final answer: -29.7", "29.71", 0.01, "wrong"),
     ],
 )
