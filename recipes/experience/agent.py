@@ -22,7 +22,15 @@ from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from tqdm import tqdm
 
 from rlm.api_client import (
@@ -108,6 +116,12 @@ class Endpoint(BaseModel):
 
     _key_source: str = PrivateAttr("")  # the place of the key, for error messages
 
+    @field_validator("base_url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        urlsplit(url)  # raises ValueError
+        return url
+
     def client(self, budget: Budget) -> APIClient:
         """Create the client of a role.
 
@@ -167,10 +181,10 @@ def _is_own_server(entry: Mapping[str, Any]) -> bool:
     """
     if "base_url" not in entry:
         return "api_key" not in entry
-    url, own = urlsplit(entry["base_url"]), urlsplit(OWN_SERVER["base_url"])
     try:
+        url, own = urlsplit(entry["base_url"]), urlsplit(OWN_SERVER["base_url"])
         return is_loopback(url.hostname or "") and url.port == own.port
-    except ValueError:  # the port is not a number, which the client reports
+    except ValueError:  # the URL or its port is invalid, which is reported later
         return False
 
 

@@ -66,7 +66,7 @@ def relative_tolerance(problem: Problem) -> float:
     given = problem.columns.get("rel_tol") or 0  # None: an empty cell
     try:
         share = float(given)
-    except ValueError:
+    except (ValueError, TypeError):
         share = math.nan
     if not 0 <= share < 1:
         raise UsageError(

@@ -787,6 +787,7 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
         ({"rel_tol": "1 %"}, "rel_tol must be a fraction"),
         ({"rel_tol": 1.5}, "rel_tol must be a fraction"),
         ({"rel_tol": -0.1}, "rel_tol must be a fraction"),
+        ({"rel_tol": [0.01]}, "rel_tol must be a fraction"),
         ({"answer": "B", "answer_type": "choice"}, "answers of the type choice"),
     ],
     ids=str,
@@ -875,13 +876,14 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
         ({"BASE_URL": "https://api.example.org:8000/v1", "API_KEY": "k"}, False),
         ({"API_KEY": "k"}, None),  # whose?
         ({"BASE_URL": "http://localhost:x/v1"}, False),
+        ({"BASE_URL": "http://[::1:8000/v1"}, None),
     ],
 )
 def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given, is_ours):
     monkeypatch.chdir(tmp_path)  # no file
     variables = {f"GENERATOR_1_{name}": value for name, value in given.items()}
     if is_ours is None:
-        with pytest.raises(UsageError, match="no base_url"):
+        with pytest.raises(UsageError, match="base_url"):
             load_endpoints(["generator_1"], environment=variables)
         return
     endpoint = load_endpoints(["generator_1"], environment=variables)["generator_1"]
@@ -902,6 +904,15 @@ def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given,
         (f'{{"critic": {{"api_key": "{KEY}"}}}}', "no base_url"),
         ('{"critic": {"base_url": "http://x.example.org"}}', "API key not found for critic"),
         ('{"critic": {"base_url": "http://localhost", "concurrency": 0}}', "concurrency"),
+        ('{"critic": {"base_url": "http://[::1:8000/v1"}}', "base_url: .*Invalid IPv6 URL"),
+        (
+            '{"critic": {"base_url": "http://localhost", "price": {"prompt": -1}}}',
+            "price: .*least 0",
+        ),
+        (
+            '{"critic": {"base_url": "http://localhost", "price": {"prompt": NaN}}}',
+            "price: .*least 0",
+        ),
     ],
 )
 def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
