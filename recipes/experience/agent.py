@@ -163,8 +163,8 @@ def load_endpoints(
         raise UsageError(f"{path} is not a JSON object of roles: {error}") from None
     endpoints = {}
     for name, entry in entries.items():
-        for key in ("api_key", "base_url", "model"):
-            if value := environment.get(f"{name}_{key}".upper()):
+        for key, variable in variables_of(name).items():
+            if value := environment.get(variable):
                 entry[key] = value
         if entry or name != "judge":
             own = OWN_SERVER if not path.exists() and _is_own_server(entry) else {}
@@ -172,6 +172,11 @@ def load_endpoints(
             if max_cost is not None and "price" not in endpoint.model_fields_set:
                 raise UsageError(f"--max-cost requires a price for {name} in {path}")
     return endpoints
+
+
+def variables_of(name: str) -> dict[str, str]:
+    """Return the environment variables that override a role's entry, by the key of the entry."""
+    return {key: f"{name}_{key}".upper() for key in ("api_key", "base_url", "model")}
 
 
 def _is_own_server(entry: Mapping[str, Any]) -> bool:
