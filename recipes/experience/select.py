@@ -52,7 +52,7 @@ from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import WORKED_EXAMPLE, Experience, Problem, similarity
 from rlm.evaluation import holm, mcnemar, show_table
 from rlm.grading import split_completion
-from rlm.runs import replace_json
+from rlm.runs import check_writable, replace_json
 
 KINDS = ("example", "rule", "fusion")
 LIBRARY = "selected_experiences.json"
@@ -302,6 +302,7 @@ def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
     names = (*GENERATORS, "critic")
     agents = open_agents(names, config, config.temperature, config.api_config, file)
+    check_writable("--library-dir", config.library_dir)
     practise, held_out = load_parts(config)
     announce_cost(estimate(config, [*practise, *held_out]), agents.values(), config.max_cost)
     if config.plan:

@@ -48,7 +48,7 @@ from rlm.data import (
     load_problems,
     require_numeric_answers,
 )
-from rlm.runs import Journal, lock_file, read_lines, replace_json
+from rlm.runs import Journal, check_writable, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN_DIR = Path("runs/experience/default")
@@ -184,8 +184,9 @@ def main(config: TrainConfig) -> int:
     budget = Budget(config.max_cost)
     clients = {name: endpoint.client(budget) for name, endpoint in endpoints.items()}
     with ExitStack() as locks:
+        check_writable("--run-dir", config.run_dir)
+        check_writable("--library-dir", config.library_dir)
         for directory in {config.run_dir.resolve(), config.library_dir.resolve()}:
-            directory.mkdir(parents=True, exist_ok=True)
             for name in names:
                 lock = lock_file(directory / f".{name}.lock", str(directory), f"runs {name}")
                 locks.enter_context(lock)

@@ -16,7 +16,7 @@ from conftest import exit_code
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
-from recipes.experience import agent, evaluate, train
+from recipes.experience import agent, evaluate, select, train
 from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
@@ -796,6 +796,28 @@ def test_problems_that_cannot_be_graded_are_refused_at_the_start(place, capsys, 
     write_problems(place.data, [row | changes for row in problems(1)])
     assert place.run("all") == 2
     assert says in one_line(capsys)
+    assert place.asked() == []
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        (train, "--run-dir"),
+        (train, "--library-dir"),
+        (select, "--run-dir"),
+        (select, "--library-dir"),
+        (evaluate, "--run-dir"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_before_any_request(place, capsys, script, option):
+    file = place.path / "file"
+    file.write_text("mine")
+    options = {"--api-config": place.config, "--dataset": place.data, "--run-dir": place.run_dir}
+    config = {train: train.TrainConfig, select: select.SelectConfig}.get(script)
+    options |= {"--library-dir": place.libraries} if config else {"--library": ""}
+    words = [word for pair in (options | {option: file}).items() for word in pair]
+    assert exit_code(script, config or evaluate.EvaluateConfig, *words) == 2
+    assert f"{option} {file} cannot be written" in one_line(capsys)
     assert place.asked() == []
 
 
