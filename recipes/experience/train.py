@@ -108,19 +108,23 @@ def load_problem_set(
 ) -> list[Problem]:
     """Load the problems of a dataset.
 
-    A single local file is loaded as a whole, and so is a dataset that publishes only a test split.
-    AIME problems get ids like aime2024_001.
+    A local file is loaded as a whole, and so is a dataset that publishes only a test split. AIME
+    problems get ids like aime2024_001.
 
     Raises:
-        UsageError: an answer is not a number, or a problem's rel_tol is invalid.
+        UsageError: the dataset is a mixture, an answer is not a number, or a problem's rel_tol is
+            invalid.
     """
+    if len(dataset_parts(dataset)) > 1:
+        raise UsageError(
+            f"--dataset {dataset}: pass one dataset, because this recipe does not mix them"
+        )
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     if is_local_file(source):  # a local file is read in order
         problems = load_jsonl(source)[:max_problems]
     else:
-        whole = all(map(has_only_test, dataset_parts(dataset)))
-        chosen = "test" if whole else split
+        chosen = "test" if has_only_test(dataset) else split
         problems = load_problems(source, chosen, max_samples=max_problems, seed=seed)
     require_numeric_answers(dataset, problems)
     for problem in problems:
