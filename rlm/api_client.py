@@ -157,6 +157,11 @@ class APIError(UsageError):
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the same request would fail again, so that it is not retried."""
+        return self.status is not None and self.status != 429 and self.status < 500
+
 
 @dataclass(frozen=True)
 class ChatReply:
@@ -297,7 +302,7 @@ class APIClient:
             try:
                 return self._send("post", path, Usage(max_cost, tokens), body=body)
             except APIError as error:
-                if error.status is not None and error.status != 429 and error.status < 500:
+                if error.is_final:
                     raise
                 if attempt == self._attempts:
                     raise APIError(f"{error} (attempts: {attempt})", error.status) from error

@@ -35,6 +35,7 @@ from rlm.runs import append_lines, read_lines, replace_file, replace_json
 REWARDS = ("r_ans", "r_logic", "r_graph", "r_total")
 FUSION_REWARDS = ("r_ans", "r_logic", "r_graph", "r_fusion", "r_total")
 ROUNDING = 1e-9  # tolerance for rounding errors in the comparison σ > τ
+MAX_REJECTED = 3  # problems in a row whose requests were all rejected; then the run ends
 MAX_SHOWN = 1500  # maximum characters of each solution in a prompt that compares rollouts
 
 Row = dict[str, Any]
@@ -104,11 +105,15 @@ class Trainer:
     def train(self, tasks: Sequence[Task], stop: threading.Event) -> None:
         """Train on each problem that has no record yet.
 
+        A problem whose requests are all rejected, for example because it is too long, teaches
+        nothing, and is not tried again.
+
         Args:
             stop: once set, training ends after the current problem.
 
         Raises:
-            UsageError: a problem has another text than in its record.
+            UsageError: a problem has another text than in its record, or all its requests failed
+                for another reason, or the requests of MAX_REJECTED problems in a row were rejected.
         """
         done = {row["problem_id"]: row["problem_text"] for row in self.records}
         for problem, _ in tasks:
@@ -119,6 +124,7 @@ class Trainer:
                 )
         rest = [task for task in tasks if task[0].id not in done]
         position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
+        rejected = 0  # problems in a row
         bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
         with tqdm(**bar, position=position, file=sys.stderr) as progress:
             for problem, group in rest:
@@ -128,6 +134,15 @@ class Trainer:
                 with ThreadPoolExecutor(len(group)) as pool:  # the client bounds the requests
                     drawn = [pool.submit(self._sample, problem, lessons, *each) for each in group]
                     rollouts = [future.result() for future in drawn]
+                if all(row["error"] for row in rollouts):
+                    rejected += 1
+                    error = f"all requests for {problem.id} failed: {rollouts[0]['error']}"
+                    is_last = rejected in (MAX_REJECTED, len(tasks))
+                    if is_last or not all(row["rejected"] for row in rollouts):
+                        raise UsageError(f"{self.name}: {error}")
+                    _say(f"  {self.name}: {error}")
+                else:
+                    rejected = 0
                 self._learn(problem, rollouts)
                 progress.update()
 
@@ -150,12 +165,12 @@ class Trainer:
             about = (problem, plan, reply.text)
             solved = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
             thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
-            solved |= {"solution": thought + reply.text, "error": None}
+            solved |= {"solution": thought + reply.text, "error": None, "rejected": False}
         except APIError as error:
             solved = {"answer": "", "is_correct": False, "r_total_of": [], "scored_by": {}}
             solved |= {"answer_reason": "no_reply", "judge_failed": False, "judge_error": None}
             solved |= {"rewards": dict.fromkeys(FUSION_REWARDS if self.is_critic else REWARDS)}
-            solved |= {"solution": "", "error": str(error)}
+            solved |= {"solution": "", "error": str(error), "rejected": error.is_final}
         rewards, answer = solved.pop("rewards"), solved.pop("answer")
         if self.is_critic:
             return row | {"final_answer": answer, "rewards": rewards} | solved
@@ -204,10 +219,6 @@ class Trainer:
 
         The record of the problem is written before the library.
         """
-        if all(row["error"] for row in group):
-            raise UsageError(
-                f"{self.name}: all requests for {problem.id} failed: {group[0]['error']}"
-            )
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
         # With fewer than two proposals, no fusion prompt was sent. Only this prompt contains the
         # lessons, so such a rollout did not use the lessons.

@@ -456,6 +456,31 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     assert place.summary()["failed calls"] == 1
 
 
+def test_a_problem_that_is_always_rejected_does_not_block_the_run(place, model, capsys):
+    """It is recorded, so that the same command does not try it again; three in a row end it."""
+    rejected = {32, 34}
+
+    def answer(body):
+        if numbers(prompt_of(body))[0] in rejected:
+            return refuse(400, "too long")
+        return model(body)
+
+    place.server.answer = answer
+    assert place.run("all", "--max-problems", 4) == 0
+    assert "generator_1: all requests for pens_001 failed: " in capsys.readouterr().err
+    ids = ["pens_000", "pens_001", "pens_002", "pens_003"]
+    assert [row["problem_id"] for row in place.rows()] == ids
+    assert [row["problem_id"] for row in place.rows("critic")][::3] == ids
+    assert place.rows()[1]["mean"] is None
+    before = len(place.asked())
+    assert place.run("all", "--max-problems", 4) == 0
+    assert len(place.asked()) == before
+    rejected.update(range(35, 45))
+    assert place.run("generator", 1) == 2
+    assert "all requests for pens_006 failed" in capsys.readouterr().err
+    assert len(place.rows()) == 6
+
+
 def test_a_call_that_fails_is_no_use_of_a_lesson(place, model):
     assert place.run("generator", 1, "--max-problems", 1) == 0
     place.configure(attempts=1)
@@ -487,6 +512,7 @@ def test_a_problem_that_changed_under_its_id_is_refused(place, capsys):
         (401, "generator_1: "),
         (404, "generator_1: "),
         (500, "generator_1: all requests for pens_000 failed"),
+        (400, "generator_1: all requests for pens_000 failed"),
     ],
 )
 def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(
