@@ -50,7 +50,7 @@ from rlm.serving import is_loopback
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
 # The endpoint of `python server.py`. max_tokens is the default limit of this server, which reserves
-# half of the limit for the JSON of a plan.
+# half of the limit for the JSON of a plan. A larger --max-tokens has no effect.
 OWN_SERVER: dict[str, Any] = {
     "base_url": "http://127.0.0.1:8000/v1",
     "max_tokens": 512,
@@ -250,6 +250,12 @@ class Agent:
     def reply_tokens(self) -> int:
         """The maximum length of a reply in tokens."""
         return min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens)
+
+    @property
+    def limited_by(self) -> str:
+        """The option that limits the length of a reply."""
+        own = self.reply_tokens == self.max_tokens
+        return "--max-tokens" if own else f"max_tokens of {self.name} in --api-config"
 
     def ask(
         self,

@@ -234,7 +234,7 @@ def main(config: EvaluateConfig) -> int:
     options = (config, config.temperature, config.api_config, file)
     agent = open_agents([config.role], *options)[config.role]
     problems = load_unseen(config)
-    announce_cost(estimate(config, problems, libraries), [agent], config.max_cost)
+    announce_cost(estimate(config, problems, libraries), [agent], agent.client.budget)
     if config.plan:
         return 0
     replies = {}

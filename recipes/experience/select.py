@@ -304,7 +304,8 @@ def main(config: SelectConfig) -> int:
     agents = open_agents(names, config, config.temperature, config.api_config, file)
     check_writable("--library-dir", config.library_dir)
     practise, held_out = load_parts(config)
-    announce_cost(estimate(config, [*practise, *held_out]), agents.values(), config.max_cost)
+    budget = agents[GENERATORS[0]].client.budget
+    announce_cost(estimate(config, [*practise, *held_out]), agents.values(), budget)
     if config.plan:
         return 0
     drawn = [

@@ -201,17 +201,19 @@ def main(config: TrainConfig) -> int:
             problems = load_problem_set(config.dataset, "train", config.max_problems, config.seed)
             tasks = [(p, [(n,) for n in range(1, config.rollouts + 1)]) for p in problems]
         agents = {agent.name: agent for t in trainers for agent in (t.agent, t.judge) if agent}
-        announce_cost(estimate(config, [p for p, _ in tasks]), agents.values(), config.max_cost)
+        budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
+        announce_cost(estimate(config, tasks), agents.values(), budget)
         if config.plan:
             return 0
-        budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
         for trainer in trainers:
             own = () if trainer.is_critic else ("dataset", "rollouts")
             trainer.check_options({name: getattr(config, name) for name in SHARED + own})
         try:
             train_at_once(trainers[: len(GENERATORS)], tasks)
-            if config.target == "all":  # the critic trains on the generators' new rollouts
-                train_at_once(trainers[-1:], load_proposals(config.run_dir))
+            if config.target == "all":  # the critic trains on the rollouts of these problems
+                asked = {problem.id for problem, _ in tasks}
+                proposed = load_proposals(config.run_dir)
+                train_at_once(trainers[-1:], [task for task in proposed if task[0].id in asked])
         finally:
             for trainer in trainers:
                 shown = trainer.summary()
@@ -220,7 +222,7 @@ def main(config: TrainConfig) -> int:
     return 0
 
 
-def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
+def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
     """Estimate an upper bound of the requests and input tokens of each role.
 
     Every plan is counted with the maximum length of a reply.
@@ -228,10 +230,12 @@ def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tupl
     Returns:
         Role → (requests, input tokens).
     """
-    count, rollouts = len(problems), config.rollouts
+    count, rollouts = len(tasks), config.rollouts
+    if config.target == "critic":  # the generators' recorded rollouts
+        rollouts = max((len(rows) for _, group in tasks for _, rows in group), default=0)
     prompts = [prompt.template for prompt in load_prompts().values()]
     one = max(tokens_of([text]) for text in prompts) + MAX_TOKENS
-    one += tokens_of([p.question for p in problems]) // max(count, 1)
+    one += tokens_of([problem.question for problem, _ in tasks]) // max(count, 1)
     compared = one + rollouts * (MAX_SHOWN // 4 + config.max_tokens)
     generator = count * (2 * rollouts * one + rollouts * config.max_tokens + compared)
     critic = count * (6 * one + 3 * (rollouts + 1) * config.max_tokens + compared)

@@ -310,7 +310,7 @@ class Trainer:
         listed = ", ".join(f"{count} {name}" for name, count in counts.items())
         if not plans.get("parsed"):
             why = f"no reply was a valid plan ({listed or 'no replies'})"
-            remedy = "raise --max-tokens, " * ("truncated" in plans)
+            remedy = f"raise {self.agent.limited_by}, " * ("truncated" in plans)
             remedy += "set a model that can write plans in --api-config"
         elif not summary["groups with σ > τ"]:
             right = f"{summary['right']} of {summary['rollouts']} attempts were right"
@@ -355,7 +355,7 @@ def _read_plan(
     try:
         return parse_plan(text, acyclic=acyclic), None
     except ReplyError as error:
-        return None, "truncated: the plan is longer than --max-tokens" if truncated else str(error)
+        return None, "truncated: the token limit cut the plan off" if truncated else str(error)
 
 
 def _rewards(row: Row) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scripted_model import write_problems
 
 from recipes.experience import train
-from recipes.experience.agent import PLACEHOLDERS, PROMPTS, load_prompts
+from recipes.experience.agent import GENERATORS, PLACEHOLDERS, PROMPTS, load_prompts
 from recipes.experience.library import Library, count_tokens, reveals_gold, shorten
 from recipes.experience.plan import (
     Plan,
@@ -675,6 +675,22 @@ def test_the_temperature_of_a_role(command, role, temperature):
     config = parse(train.TrainConfig, command.split())
     assert config.temperature_of(role) == temperature
     assert (config.rollouts, config.tau) == (3, 0.05)
+
+
+@pytest.mark.parametrize(("target", "counts"), [("critic", (2, 4)), ("generator 1", (3, 3))])
+def test_the_critic_s_tokens_depend_on_the_recorded_rollouts(target, counts):
+    """The default of --rollouts says nothing about the rollouts that a run has recorded."""
+
+    def read(role, rollouts):
+        tasks = [(PENS, [(name, [{}] * rollouts) for name in GENERATORS])] * 5
+        return train.estimate(config, tasks)[role]
+
+    config = parse(train.TrainConfig, [*target.split(), "--max-tokens", "100"])
+    (requests, few), (_, many) = (read("critic", count) for count in (2, 4))
+    assert requests == 7 * 5
+    # Each of two more rollouts: a plan in three prompts; a solution and a plan in the comparison.
+    more = (counts[1] - counts[0]) * (3 * 100 + 1500 // 4 + 100)
+    assert many - few == 5 * more
 
 
 def test_importing_the_recipe_loads_no_torch():

@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 from conftest import exit_code
@@ -10,11 +9,11 @@ from scripted_model import Model, write_endpoints, write_problems
 from scripted_server import ScriptedServer
 
 from recipes.experience import evaluate, select
-from recipes.experience.agent import Endpoint
+from recipes.experience.agent import Agent, Endpoint
 from recipes.experience.answers import announce_cost, format_attempt, tokens_of
 from recipes.experience.library import read_questions, replace_library
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
-from rlm.api_client import ChatReply
+from rlm.api_client import Budget, ChatReply
 from rlm.cli.options import UsageError
 from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
 from rlm.data.problem import Problem
@@ -22,6 +21,7 @@ from rlm.evaluation import holm
 
 GOOD = "A gross is 144 pieces: multiply the number of gross by 144."
 KINDS = {"gross": 144, "score": 20}
+URL = "http://127.0.0.1:9/v1"
 
 
 def reply(text: str, reasoning: str = "") -> ChatReply:
@@ -140,17 +140,22 @@ def test_lessons_of_one_kind_have_no_placebo():
 
 
 def test_a_price_is_named_before_it_is_paid(capsys):
-    paid = Endpoint(price={"prompt": 1.0, "completion": 2.0})
-    agents = [SimpleNamespace(name="generator_1", reply_tokens=100, endpoint=paid)]
-    agents += [SimpleNamespace(name="critic", reply_tokens=50, endpoint=Endpoint())]
+    paid = Endpoint(base_url=URL, price={"prompt": 1.0, "completion": 2.0})
+    budget = Budget(3.0)
+    budget.cost = 1.9
+    options = (paid.client(budget), None, {}, 0.0, 100)
+    agents = [Agent("generator_1", paid, *options)]
+    agents += [Agent("critic", Endpoint(base_url=URL, max_tokens=50), *options)]
     calls = {"generator_1": (1000, 500_000), "critic": (10, 9000), "judge": (1, 1)}
     # 0.5 million read at 1, 0.1 million written at 2
-    announce_cost(calls, agents, 3.0)
+    announce_cost(calls, agents, budget)
     said = " ".join(capsys.readouterr().out.split())
     assert "generator_1: at most 1,000 requests, about 500,000 tokens read" in said
     assert "100,000 written, cost 0.7" in said
-    assert "at most 500 written, no price given" in said
-    assert "total cost: at most about 0.7; limit 3" in said
+    assert (
+        "at most 500 written (each reply at most 50: max_tokens of critic in --api-config)" in said
+    )
+    assert "total cost: at most about 0.7; limit 3, of which earlier replies cost 1.9" in said
     assert tokens_of(["12345678", ""]) == 2 + 64 + 64
 
 

@@ -230,12 +230,17 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
     assert place.summary()["plans"] == {"no_json": 6}
 
 
-def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place):
-    place.server.script(chat_reply('{"target_variable": "pe', finish="length"), chat_reply("7"))
-    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 1) == 0
+@pytest.mark.parametrize(
+    ("limit", "named"),
+    [(None, "--max-tokens"), (50, "max_tokens of generator_1 in --api-config")],
+)
+def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place, limit, named):
+    place.configure(max_tokens=limit)
+    place.server.answer = lambda body: chat_reply('{"target_variable": "pe', finish="length")
+    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 2) == 0
     assert place.rows()[0]["rollouts"][0]["scaffold_error"].startswith("truncated: ")
-    assert place.summary()["plans"] == {"truncated": 1}
-    assert "raise --max-tokens, set a model" in place.summary()["learned"]
+    assert place.summary()["plans"] == {"truncated": 2}
+    assert f"raise {named}, set a model" in place.summary()["learned"]
 
 
 def test_what_no_file_can_hold_ends_no_run(place, model):
@@ -371,6 +376,15 @@ def test_the_critic_takes_the_problems_that_all_three_have(place, capsys):
 
 
 # --- a judge --------------------------------------------------------------------------------
+
+
+def test_the_critic_of_all_takes_the_problems_of_the_command(place, capsys):
+    """Not those that the generators had recorded before, which the command did not announce."""
+    for number in (1, 2, 3):
+        assert place.run("generator", number, "--max-problems", 3) == 0
+    assert place.run("all", "--max-problems", 1) == 0
+    assert "critic: at most 7 requests" in capsys.readouterr().out
+    assert {row["problem_id"] for row in place.rows("critic")} == {"pens_000"}
 
 
 def test_a_judge_that_fails_is_null_and_counted(place, model):
