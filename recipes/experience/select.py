@@ -49,7 +49,7 @@ from recipes.experience.library import LIBRARIES, replace_library, reveals_gold,
 from recipes.experience.train import RUN_DIR, load_problem_set
 from rlm.api_client import ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import WORKED_EXAMPLE, Experience, Problem, similarity
+from rlm.data import WORKED_EXAMPLE, Experience, Problem, plain_question, similarity
 from rlm.evaluation import holm, mcnemar, show_table
 from rlm.grading import split_completion
 from rlm.runs import check_writable, replace_json
@@ -287,7 +287,10 @@ def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tup
 
 
 def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to practise on, and the held-out problems for trials."""
+    """Load the problems to practise on, and the held-out problems for trials.
+
+    No held-out problem has the question of a practice problem.
+    """
     count = config.problems + config.held_out
     problems = load_problem_set(config.dataset, config.split, count, config.seed)
     if len(problems) < count:
@@ -295,7 +298,15 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
             f"{config.dataset} has {len(problems)} problems, but {count} are needed: "
             "lower --problems or --held-out"
         )
-    return problems[: config.problems], problems[config.problems :]
+    practise, rest = problems[: config.problems], problems[config.problems :]
+    known = {plain_question(problem.question) for problem in practise}
+    held_out = [problem for problem in rest if plain_question(problem.question) not in known]
+    if len(held_out) < config.trial_size:
+        raise UsageError(
+            f"{config.dataset}: only {len(held_out)} held-out problems have other questions than "
+            "the practice problems: lower --problems or --trial-size"
+        )
+    return practise, held_out
 
 
 def main(config: SelectConfig) -> int:

@@ -132,11 +132,16 @@ def test_placebo_lessons_stand_where_the_others_did():
 
 
 def test_lessons_of_one_kind_have_no_placebo():
-    """Another lesson for the same problems is none; a lesson alone has no other."""
+    """Another lesson for the same problems is none; a lesson alone has no other.
+
+    Without a reach, as in the libraries of train, a lesson is for all problems.
+    """
     lessons = [
         Experience(str(n), "144", about=problem("gross", n).question, reach=0.5) for n in (1, 2)
     ]
     assert evaluate.placebo(lessons) == evaluate.placebo(lessons[:1]) == []
+    untested = [Experience(k, k, about=problem(k, 1).question) for k in KINDS]
+    assert evaluate.placebo(untested) == []
 
 
 def test_a_price_is_named_before_it_is_paid(capsys):
@@ -277,6 +282,23 @@ def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys
     assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
 
 
+def test_no_trial_asks_the_question_of_a_candidate(tmp_path):
+    """Of 20 questions, each twice in the file, 12 are practised: 8 of them are asked again."""
+    rows = [problem("gross", n) for n in range(2, 22)]
+    rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
+    again = [
+        row | {"id": f"{i}", "question": row["question"].upper()} for i, row in enumerate(rows)
+    ]
+    data = write_problems(tmp_path / "twice.jsonl", [*rows, *again])
+    where = {"dataset": str(data), "problems": 12}
+    practise, held_out = select.load_parts(select.SelectConfig(held_out=16, trial_size=6, **where))
+    assert [p.id for p in practise] == [f"gross_{n}" for n in range(2, 14)]
+    assert [p.id for p in held_out] == [f"gross_{n}" for n in range(14, 22)]
+    config = select.SelectConfig(held_out=16, trial_size=9, **where)
+    with pytest.raises(UsageError, match=r"only 8 held-out problems .* lower --problems or"):
+        select.load_parts(config)
+
+
 def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
     """Another --run-dir knows nothing of the selection; the library does."""
     path, data, _ = selected
@@ -287,6 +309,11 @@ def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
     assert len(left) == 88 - 52
     assert not seen & {problem.question for problem in left}
     assert "52 problems are left out: they were used to make or to test" in capsys.readouterr().out
+    shouted = tmp_path / "shouted.jsonl"  # with other letters and spaces, they are the same
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    write_problems(shouted, [row | {"question": row["question"].upper() + " "} for row in rows])
+    config = evaluate.EvaluateConfig(library=(library,), **where | {"dataset": str(shouted)})
+    assert len(evaluate.load_unseen(config)) == 88 - 52
     copy = tmp_path / "copy.json"  # without the file beside it
     copy.write_text(library.read_text())
     sources = {item["source_question"] for item in json.loads(copy.read_text())}
