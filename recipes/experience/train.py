@@ -77,7 +77,7 @@ class TrainConfig(CostConfig):
     max_problems: int | None = flag(
         None, "use at most this many problems", min=1, default_text="all"
     )
-    rollouts: int = flag(3, "attempts per generator and problem", min=1)
+    rollouts: int = flag(3, "attempts per generator and problem", min=2)
     temperature: float | None = flag(
         None, "sampling temperature", min=0, default_text="0.3; 0.0 for the critic"
     )

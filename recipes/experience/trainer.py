@@ -296,11 +296,9 @@ class Trainer:
     def conclusion(self, summary: Row) -> str:
         """Say how to use the learned lessons, or why there are none and what to do about it."""
         if count := len(self.library.items):
-            return (
-                f"{count} {'lesson is' if count == 1 else 'lessons are'} stored in "
-                f"{self.library.path}; to use the library: "
-                f'python inference.py --experiences {self.library.path} "…"'
-            )
+            stored = f"{count} {'lesson is' if count == 1 else 'lessons are'} stored in"
+            use = f'; to use the library: python inference.py --experiences {self.library.path} "…"'
+            return f"{stored} {self.library.path}" + use * (not self.is_critic)
         if not summary["rollouts"]:
             return "nothing: the run contains no problems"
         plans = summary.get("plans", {})
@@ -308,7 +306,10 @@ class Trainer:
         if plans.get("parsed"):
             counts = {**summary.get("extractions", {}), **summary.get("operations", {})}
         listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        if not plans.get("parsed"):
+        if self.is_critic and not plans:
+            why = "no generator has two valid plans for the same problem, which could be merged"
+            remedy = "set models that can write plans for the generators in --api-config"
+        elif not plans.get("parsed"):
             why = f"no reply was a valid plan ({listed or 'no replies'})"
             remedy = f"raise {self.agent.limited_by}, " * ("truncated" in plans)
             remedy += "set a model that can write plans in --api-config"
@@ -369,8 +370,9 @@ def _rewards(row: Row) -> dict[str, float | None]:
 def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
     """Return the mean μ and the population standard deviation σ of r_total over a group.
 
-    Rollouts that lack a reward, because a call or the judge failed, are left out. If no rollout
-    remains, μ is None. If fewer than two rollouts remain, σ is 0.
+    Rollouts that lack a reward are left out: a call or the judge failed, or the critic had fewer
+    than two plans to merge. If no rollout remains, μ is None. If fewer than two rollouts remain, σ
+    is 0.
     """
     whole = [each for row in group if None not in (each := _rewards(row)).values()]
     totals = [total for each in whole if (total := each["r_total"]) is not None]

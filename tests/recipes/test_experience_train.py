@@ -300,6 +300,8 @@ def test_the_critic_writes_three_lines_a_problem_and_reads_its_lessons(place):
     assert place.summary("critic")["fusions"] == {"fused": 18}
     assert place.lessons("critic")[0] in prompt_of(place.asked("fusion")[-1])
     assert place.items("critic")[0]["id"] == "C-001"
+    learned = place.summary("critic")["learned"]  # no other program uses this library
+    assert learned.endswith("critic_experiences.json")
     critics = place.asked("fusion", "critic_extraction")
     assert {body["temperature"] for body in critics} == {0.0}
     assert {body["temperature"] for body in place.asked("scaffold")} == {0.3}
@@ -330,7 +332,13 @@ def test_a_fusion_that_is_none_is_refused_with_a_reason(place, model, fusion, re
 
 def test_too_few_valid_proposals_are_not_called_a_fusion(place, model):
     """Nobody reads the critic's lessons then, and they are not credited."""
-    place.libraries.mkdir()
+    only = [json.dumps(plan(31, 72))]  # one generator has one valid plan, the others have none
+    model.scaffold = lambda prompt, seed: only.pop() if only else "no plan"
+    assert place.run("all", "--max-problems", 1) == 0
+    said = place.summary("critic")["learned"]
+    assert said.startswith("nothing was learned: no generator has two valid plans")
+    place.run_dir.rename(place.path / "first")
+    place.libraries.mkdir(exist_ok=True)
     lesson = {"id": "C-001", "content": "Compare the units.", "category": CRITIC_CATEGORIES[0]}
     (place.libraries / "critic_experiences.json").write_text(json.dumps([lesson]))
     only = [json.dumps(plan(31, 72))]  # one generator has one valid plan, the others have none
@@ -875,7 +883,7 @@ def test_no_server_or_no_settings_are_one_line(place, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --rollouts 0",
+        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --rollouts 1",
         "--samples 0", "--role critic",  # of evaluate
     ],
 )  # fmt: skip
@@ -1020,8 +1028,8 @@ def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):
 def test_reasoning_that_comes_apart_is_kept(place):
     reply = chat_reply("Final answer: 2232")
     reply.body["choices"][0]["message"]["reasoning_content"] = "31 times 72"
-    place.server.script(chat_reply(json.dumps(plan(31, 72))), reply)
-    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 1) == 0
-    (rollout,) = place.rows()[0]["rollouts"]
-    assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
-    assert rollout["is_correct"]
+    place.model.answer = lambda prompt, seed: reply
+    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 2) == 0
+    for rollout in place.rows()[0]["rollouts"]:
+        assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
+        assert rollout["is_correct"]
