@@ -109,8 +109,8 @@ def answer_all(
     library: Sequence[Experience],
     samples: int,
     *,
-    stage: str = "solve",
-    nearest: int | None = NEAREST,
+    stage: str,
+    nearest: int = NEAREST,
 ) -> Replies:
     """Sample replies to each problem, with the nearest lessons of the library before the question.
 

@@ -91,6 +91,7 @@ class SelectConfig(AskingConfig):
         above=0,
         max=0.5,
     )
+    seed: int = flag(0, "random seed of the problems, which is also sent with the requests")
     api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
     run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")

@@ -30,7 +30,7 @@ from recipes.experience.rewards import compute_rewards, fusion_reward, graph_rew
 from rlm.api_client import APIError
 from rlm.cli import UsageError
 from rlm.data import Problem, experience_block
-from rlm.runs import append_lines, read_lines, replace_file, replace_json
+from rlm.runs import append_lines, json_lines, read_lines, replace_file, replace_json
 
 REWARDS = ("r_ans", "r_logic", "r_graph", "r_total")
 FUSION_REWARDS = ("r_ans", "r_logic", "r_graph", "r_fusion", "r_total")
@@ -70,8 +70,7 @@ class Trainer:
         self.records = read_lines(self._path)
         if self.is_critic and (part := len(self.records) % len(GENERATORS)):
             del self.records[-part:]  # lines of a problem whose other lines are missing
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.records)
-            replace_file(self._path, "".join(lines))
+            replace_file(self._path, json_lines(self.records))
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:

@@ -210,7 +210,7 @@ def test_ctrl_c_sends_no_queued_request():
 
     agent = SimpleNamespace(name="g", client=SimpleNamespace(concurrency=1), ask=ask)
     with pytest.raises(KeyboardInterrupt):
-        evaluate.answer_all(agent, [Problem("p", "?", "1")], [], samples=20)
+        evaluate.answer_all(agent, [Problem("p", "?", "1")], [], samples=20, stage="solve")
     assert len(asked) < 5  # those that were begun meanwhile
 
 
