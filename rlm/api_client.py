@@ -49,6 +49,10 @@ class Price:
     prompt: float = 0.0
     completion: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not all(0 <= price < math.inf for price in (self.prompt, self.completion)):
+            raise ValueError("a price must be a number of at least 0")
+
     def cost(self, prompt_tokens: float, completion_tokens: float) -> float:
         return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
@@ -62,17 +66,15 @@ class Usage:
 
     cost: float = 0.0
     tokens: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
     started: float = 0.0
 
 
 class Budget:
-    """Counts the tokens and cost of all requests, and limits the total cost. Thread-safe."""
+    """Counts the cost of all requests, and limits it. Thread-safe."""
 
     def __init__(self, max_cost: float | None = None) -> None:
         self.max_cost = math.inf if max_cost is None else max_cost
-        self.cost, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
+        self.cost = 0.0
         self._reserved: list[float] = []  # the maximum costs of the requests in flight
         self._changed = threading.Condition()
 
@@ -105,8 +107,6 @@ class Budget:
                 self._changed.notify_all()
                 self._reserved.remove(max_cost)
                 self.cost += usage.cost
-                self.prompt_tokens += usage.prompt_tokens
-                self.completion_tokens += usage.completion_tokens
 
     def _fits(self, cost: float) -> bool:
         return self.cost + math.fsum(self._reserved) + cost <= self.max_cost
@@ -156,6 +156,11 @@ class APIError(UsageError):
     def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same request would fail again, so that it is not retried."""
+        return self.status is not None and self.status != 429 and self.status < 500
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,7 @@ class APIClient:
             try:
                 return self._send("post", path, Usage(max_cost, tokens), body=body)
             except APIError as error:
-                if error.status is not None and error.status != 429 and error.status < 500:
+                if error.is_final:
                     raise
                 if attempt == self._attempts:
                     raise APIError(f"{error} (attempts: {attempt})", error.status) from error
@@ -344,7 +349,7 @@ class APIClient:
             try:
                 answer = dict(response.json())
                 if "usage" in answer:
-                    counts = usage.prompt_tokens, usage.completion_tokens = _token_counts(answer)
+                    counts = _token_counts(answer)
                     usage.cost, usage.tokens = self.price.cost(*counts), sum(counts)
             except (ValueError, TypeError, KeyError) as error:
                 raise APIError(f"{response.url}: invalid reply", 200) from error

@@ -6,8 +6,9 @@
         server.requests[-1].body["temperature"]    # what was asked
 
 What the script does not answer, the server does by itself: `/models`, loading and unloading of
-adapters (as vLLM), `/chat/completions` with what `answer(body)` says, `/completions` with tokens
-that are a function of (prompt, seed) and end on the first of the request's `stop_token_ids`.
+adapters (as vLLM), `/chat/completions` with the text or `Reply` of `answer(body)`, `/completions`
+with tokens that are a function of (prompt, seed) and end on the first of the request's
+`stop_token_ids`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Seen:
 class ScriptedServer:
     """See the module. `requests` and `most_in_flight` tell what happened."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], str] = lambda body: "ok") -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], str | Reply] = lambda body: "ok") -> None:
         self.answer = answer
         self.requests: list[Seen] = []
         self.most_in_flight = 0
@@ -165,7 +166,8 @@ class ScriptedServer:
         if seen.path not in ("completions", "chat/completions"):
             return Reply({"detail": "Not Found"}, 404)
         if seen.path == "chat/completions":
-            return chat_reply(self.answer(body))
+            answer = self.answer(body)
+            return answer if isinstance(answer, Reply) else chat_reply(answer)
         if body["model"] != BASE and body["model"] not in self.adapters:
             return refuse(404, f"The model `{body['model']}` does not exist.")
         return completions_reply(*(self._choice(body, i) for i in range(body["n"])))

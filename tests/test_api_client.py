@@ -69,9 +69,7 @@ def test_chat_sends_what_it_is_given_and_returns_text_tokens_and_cost(server):
         | {"seed": 7, "top_p": 0.9}
     ]
     client.chat(HELLO, **ASK)  # the server's own answer: 10 tokens read, 5 written
-    spent = client.budget
-    assert (spent.prompt_tokens, spent.completion_tokens) == (1010, 205)
-    assert spent.cost == pytest.approx(0.004 + 0.00007)
+    assert client.budget.cost == pytest.approx(0.004 + 0.00007)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,15 @@ from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from tqdm import tqdm
 
 from rlm.api_client import (
@@ -42,7 +50,7 @@ from rlm.serving import is_loopback
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 API_CONFIG = Path("data/api_keys/api_config.json")
 # The endpoint of `python server.py`. max_tokens is the default limit of this server, which reserves
-# half of the limit for the JSON of a plan.
+# half of the limit for the JSON of a plan. A larger --max-tokens has no effect.
 OWN_SERVER: dict[str, Any] = {
     "base_url": "http://127.0.0.1:8000/v1",
     "max_tokens": 512,
@@ -108,6 +116,12 @@ class Endpoint(BaseModel):
 
     _key_source: str = PrivateAttr("")  # the place of the key, for error messages
 
+    @field_validator("base_url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        urlsplit(url)  # raises ValueError
+        return url
+
     def client(self, budget: Budget) -> APIClient:
         """Create the client of a role.
 
@@ -149,8 +163,8 @@ def load_endpoints(
         raise UsageError(f"{path} is not a JSON object of roles: {error}") from None
     endpoints = {}
     for name, entry in entries.items():
-        for key in ("api_key", "base_url", "model"):
-            if value := environment.get(f"{name}_{key}".upper()):
+        for key, variable in variables_of(name).items():
+            if value := environment.get(variable):
                 entry[key] = value
         if entry or name != "judge":
             own = OWN_SERVER if not path.exists() and _is_own_server(entry) else {}
@@ -160,6 +174,11 @@ def load_endpoints(
     return endpoints
 
 
+def variables_of(name: str) -> dict[str, str]:
+    """Return the environment variables that override a role's entry, by the key of the entry."""
+    return {key: f"{name}_{key}".upper() for key in ("api_key", "base_url", "model")}
+
+
 def _is_own_server(entry: Mapping[str, Any]) -> bool:
     """Return whether a role that only environment variables define uses this project's server.
 
@@ -167,10 +186,10 @@ def _is_own_server(entry: Mapping[str, Any]) -> bool:
     """
     if "base_url" not in entry:
         return "api_key" not in entry
-    url, own = urlsplit(entry["base_url"]), urlsplit(OWN_SERVER["base_url"])
     try:
+        url, own = urlsplit(entry["base_url"]), urlsplit(OWN_SERVER["base_url"])
         return is_loopback(url.hostname or "") and url.port == own.port
-    except ValueError:  # the port is not a number, which the client reports
+    except ValueError:  # the URL or its port is invalid, which is reported later
         return False
 
 
@@ -231,6 +250,12 @@ class Agent:
     def reply_tokens(self) -> int:
         """The maximum length of a reply in tokens."""
         return min(self.max_tokens, self.endpoint.max_tokens or self.max_tokens)
+
+    @property
+    def limited_by(self) -> str:
+        """The option that limits the length of a reply."""
+        own = self.reply_tokens == self.max_tokens
+        return "--max-tokens" if own else f"max_tokens of {self.name} in --api-config"
 
     def ask(
         self,

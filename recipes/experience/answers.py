@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from recipes.experience.rewards import grade_answer
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import flag, terminal
 from rlm.data import FORMATS, NEAREST, Experience, Problem, apply_experiences
-from rlm.runs import Journal
+from rlm.runs import Journal, check_writable
 
 # k replies per problem, with None for a call that failed after all retries.
 Replies = list[list[ChatReply | None]]
@@ -68,6 +69,7 @@ def open_agents(
         file: the file of the journal.
     """
     endpoints = load_endpoints(names, api_config, max_cost=config.max_cost)
+    check_writable("--run-dir", file.parent)  # before any reply is paid for
     journal, prompts, budget = Journal(file), load_prompts(), Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
     options = (journal, prompts, temperature, config.max_tokens, config.seed)
@@ -107,8 +109,8 @@ def answer_all(
     library: Sequence[Experience],
     samples: int,
     *,
-    stage: str = "solve",
-    nearest: int | None = NEAREST,
+    stage: str,
+    nearest: int = NEAREST,
 ) -> Replies:
     """Sample replies to each problem, with the nearest lessons of the library before the question.
 
@@ -160,15 +162,16 @@ def tokens_of(texts: Sequence[str]) -> int:
 
 
 def announce_cost(
-    calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], max_cost: float | None
+    calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], budget: Budget
 ) -> None:
     """Print the expected cost of each role's requests, and the total cost.
 
     The number of output tokens is an upper bound, and the number of input tokens is an estimate.
-    `max_cost` is enforced even if the estimate is too low.
+    The budget is enforced even if the estimate is too low.
 
     Args:
         calls: role → (requests, input tokens).
+        budget: the budget of all agents; its cost is that of earlier replies.
     """
     total = 0.0
     for agent in agents:
@@ -178,10 +181,14 @@ def announce_cost(
         money = "no price given"
         if "price" in agent.endpoint.model_fields_set:
             money = f"cost {price.cost(read, written):.4g}"
+        limit = ""
+        if agent.reply_tokens < agent.max_tokens:
+            limit = f" (each reply at most {agent.reply_tokens}: {agent.limited_by})"
         terminal.line(
             f"{agent.name}: at most {requests:,} requests, about {read:,} tokens read, at most "
-            f"{written:,} written, {money}"
+            f"{written:,} written{limit}, {money}"
         )
     if total:
-        limit = "no limit (--max-cost)" if max_cost is None else f"limit {max_cost:g}"
+        limit = f"limit {budget.max_cost:g}, of which earlier replies cost {budget.cost:.4g}"
+        limit = "no limit (--max-cost)" if budget.max_cost == math.inf else limit
         terminal.line(f"total cost: at most about {total:.4g}; {limit}")

@@ -12,12 +12,13 @@ in weights/ was trained on similar ones.
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.experience import evaluate, select
-from recipes.experience.agent import GENERATORS, OWN_SERVER
+from recipes.experience.agent import GENERATORS, OWN_SERVER, variables_of
 from recipes.experience.library import problems_file
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.serving import server_process
@@ -83,6 +84,8 @@ def main(config: DemoConfig) -> int:
     with server_process(server_command(config), log=config.run_dir / SERVER_LOG) as (url, _):
         roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": f"{url}/v1"})
         folders["api_config"].write_text(json.dumps(roles))
+        for variable in (name for role in roles for name in variables_of(role).values()):
+            os.environ.pop(variable, None)  # otherwise, it would override the file
         terminal.line(
             "\n[2 of 3] the model attempts problems; each lesson made from the attempts is tested"
         )

@@ -35,7 +35,15 @@ from recipes.experience.select import LIBRARY, RECORD
 from recipes.experience.train import RUN_DIR, load_problem_set
 from recipes.experience.trainer import Row, records_path
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import NEAREST, Experience, Problem, load_experiences, similarity
+from rlm.data import (
+    NEAREST,
+    Experience,
+    Problem,
+    dataset_name,
+    load_experiences,
+    plain_question,
+    similarity,
+)
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.runs import read_lines, replace_json
 
@@ -90,14 +98,14 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
         if not options:
             raise UsageError(f"{config.run_dir} contains no run of {config.role}: pass a --dataset")
         practised: str = options["dataset"]
-        dataset = OTHER_SET.get(practised, practised)
+        dataset = OTHER_SET.get(dataset_name(practised), practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
     seen = {row["problem_text"] for rows in records for row in rows} | {*selection.get("seen", ())}
     seen |= {question for library in config.library for question in questions_of(library)}
-    seen = {question.strip() for question in seen}
+    seen = {plain_question(question) for question in seen}
     most = config.max_problems and config.max_problems + len(seen)
     problems = load_problem_set(dataset, config.split, most)
-    unseen = [problem for problem in problems if problem.question.strip() not in seen]
+    unseen = [problem for problem in problems if plain_question(problem.question) not in seen]
     if not unseen:
         raise UsageError(
             f"all {len(problems)} problems of {dataset} were used to make or to test the lessons: "
@@ -134,14 +142,14 @@ def placebo(library: Sequence[Experience]) -> list[Experience]:
 
     A replacement is used for the same problems as the original lesson, so that prompts change as
     often as with the library, but by lessons of other problems. A lesson has no replacement if even
-    the least similar lesson fits its problems, that is, if it is within the lesson's reach.
+    the least similar lesson fits its problems, that is, if it is within the lesson's reach. The
+    lessons of recipes.experience.train have a reach of 0, so they fit all problems.
     """
     others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
     return [
         replace(other, id=f"placebo {other.id}", about=place.about, reach=place.reach)
         for place, other in zip(library, others, strict=True)
-        if other is not place
-        and (not place.reach or similarity(other.about, place.about) < place.reach)
+        if other is not place and similarity(other.about, place.about) < place.reach
     ]
 
 
@@ -204,7 +212,8 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
                 libraries[f"placebo of {path.stem}"] = others
             else:
                 terminal.line(
-                    f"{path.stem} has no placebo row: all lessons are for the same kind of problem"
+                    f"{path.stem} has no placebo row: its lessons are for one kind of problem, or "
+                    "recipes.experience.select did not test them"
                 )
     return libraries
 
@@ -234,7 +243,7 @@ def main(config: EvaluateConfig) -> int:
     options = (config, config.temperature, config.api_config, file)
     agent = open_agents([config.role], *options)[config.role]
     problems = load_unseen(config)
-    announce_cost(estimate(config, problems, libraries), [agent], config.max_cost)
+    announce_cost(estimate(config, problems, libraries), [agent], agent.client.budget)
     if config.plan:
         return 0
     replies = {}

@@ -22,10 +22,11 @@ from typing import Any
 
 from recipes.experience.agent import Agent
 from recipes.experience.plan import ReplyError, find_object
+from recipes.experience.rewards import relative_tolerance
 from rlm.api_client import APIError
 from rlm.cli import UsageError, terminal
 from rlm.data import Problem, load_experiences
-from rlm.grading import numbers_in, parse_number
+from rlm.grading import parse_number, states_number
 from rlm.runs import replace_file, replace_json
 
 LIBRARIES = Path("data/grpo_experiences")
@@ -290,7 +291,7 @@ def shorten(text: str) -> str | None:
 
 
 def reveals_gold(lesson: str, problem: Problem) -> bool:
-    """Return whether a lesson contains the gold answer of the problem.
+    """Return whether a lesson contains a right answer to the problem, within the rel_tol of it.
 
     A later run on the same problem could copy the answer from the lesson. A gold that is an integer
     below 10 is ignored, because such numbers are too common. Numbers that occur in the problem
@@ -299,7 +300,7 @@ def reveals_gold(lesson: str, problem: Problem) -> bool:
     gold = parse_number(problem.answer)
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):
         return False
-    return abs(gold) in numbers_in(lesson) - numbers_in(problem.question)
+    return states_number(lesson, gold, problem.question, relative_tolerance(problem))
 
 
 def count_tokens(items: Sequence[Lesson]) -> int:

@@ -215,12 +215,13 @@ def plan_value(plan: Plan) -> Fraction | None:
     """Compute the target by the plan's own steps in exact arithmetic.
 
     Returns:
-        The value of the target, or None if it cannot be computed: a value is unknown or has more
-        than MAX_BITS bits, a formula is invalid, or a formula uses more than + - * / // % ** and
-        the EXACT_FUNCTIONS.
+        The value of the target, or None if it cannot be computed: a value is unknown, a percentage
+        or has more than MAX_BITS bits, a formula is invalid, or a formula uses more than
+        + - * / // % ** and the EXACT_FUNCTIONS.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
-    values = {name: value for name, value in known.items() if value is not None}
+    # "30%" may be meant as 30 or as 0.3.
+    values = {n: v for n, v in known.items() if v is not None and "%" not in str(plan.knowns[n])}
     rules = {link.effect: link.rule for link in plan.causal_graph}
     try:
         for step in plan.computation_plan:

@@ -33,12 +33,17 @@ LOGIC_SCHEMA = {
     "required": list(LOGIC_SCORES),
     "additionalProperties": False,
 }
-ROUNDED = Fraction(
-    1, 200
-)  # tolerance for non-integer answers, which may be rounded to two decimals
+# The tolerance for non-integer answers, which may be rounded to two decimals, and its maximum as a
+# share of the value.
+ROUNDED, ROUNDED_SHARE = Fraction(1, 200), Fraction(1, 20)
 NO_CONFLICT = 0.7  # score of conflict resolution if the proposals have no conflicts
 
-_POWER_OF_TEN = re.compile(r" ?(?:×|x|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-−+]?\d{1,3})\}?")
+_POWER_OF_TEN = re.compile(
+    r" ?(?:[×x*·⋅]|\\times|\\cdot) ?10"
+    r"(?: ?(?:\^|\*\*) ?\{?([-−+]?\d{1,3})\}?|([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,3}))"
+)
+_EXPONENTS = str.maketrans("−⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "--+0123456789")
+_LATEX_UNIT = re.compile(r"\\(?=(?:Omega|mu)(?![A-Za-z]))")
 
 
 def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float]) -> float | None:
@@ -61,7 +66,7 @@ def relative_tolerance(problem: Problem) -> float:
     given = problem.columns.get("rel_tol") or 0  # None: an empty cell
     try:
         share = float(given)
-    except ValueError:
+    except (ValueError, TypeError):
         share = math.nan
     if not 0 <= share < 1:
         raise UsageError(
@@ -78,7 +83,8 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     """
     tolerance = relative_tolerance(problem)
     if tolerance:
-        text = _POWER_OF_TEN.sub(lambda match: "e" + match[1].replace("−", "-"), text)
+        text = _POWER_OF_TEN.sub(lambda m: "e" + (m[1] or m[2]).translate(_EXPONENTS), text)
+        text = _LATEX_UNIT.sub("", text)  # 59 \Omega is 59 Omega
         # Without the unit, "5 K" would be read as 5000.
         unit = re.escape(str(problem.columns.get("unit") or ""))
         text = re.sub(rf"(?<=\d) ?{unit}(?!\w)", "", text) if unit else text
@@ -210,7 +216,7 @@ def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
     grounded = sum(abs(number) in named for number in given) / len(given) if given else 1.0
     value, written = plan_value(plan), parse_number(answer)
     if value is not None and written is not None:
-        rounded = 0 if value.denominator == 1 else ROUNDED
+        rounded = 0 if value.denominator == 1 else min(ROUNDED, ROUNDED_SHARE * abs(value))
         tolerance = max(rounded, Fraction(relative_tolerance(problem)) * abs(value))
         if abs(value - written) > tolerance:
             return 0.0

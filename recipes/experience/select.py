@@ -49,10 +49,10 @@ from recipes.experience.library import LIBRARIES, replace_library, reveals_gold,
 from recipes.experience.train import RUN_DIR, load_problem_set
 from rlm.api_client import ChatReply
 from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
-from rlm.data import WORKED_EXAMPLE, Experience, Problem, similarity
+from rlm.data import WORKED_EXAMPLE, Experience, Problem, plain_question, similarity
 from rlm.evaluation import holm, mcnemar, show_table
 from rlm.grading import split_completion
-from rlm.runs import replace_json
+from rlm.runs import check_writable, replace_json
 
 KINDS = ("example", "rule", "fusion")
 LIBRARY = "selected_experiences.json"
@@ -91,6 +91,7 @@ class SelectConfig(AskingConfig):
         above=0,
         max=0.5,
     )
+    seed: int = flag(0, "random seed of the problems, which is also sent with the requests")
     api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
     run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")
@@ -287,7 +288,10 @@ def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tup
 
 
 def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the problems to practise on, and the held-out problems for trials."""
+    """Load the problems to practise on, and the held-out problems for trials.
+
+    No held-out problem has the question of a practice problem.
+    """
     count = config.problems + config.held_out
     problems = load_problem_set(config.dataset, config.split, count, config.seed)
     if len(problems) < count:
@@ -295,15 +299,25 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
             f"{config.dataset} has {len(problems)} problems, but {count} are needed: "
             "lower --problems or --held-out"
         )
-    return problems[: config.problems], problems[config.problems :]
+    practise, rest = problems[: config.problems], problems[config.problems :]
+    known = {plain_question(problem.question) for problem in practise}
+    held_out = [problem for problem in rest if plain_question(problem.question) not in known]
+    if len(held_out) < config.trial_size:
+        raise UsageError(
+            f"{config.dataset}: only {len(held_out)} held-out problems have other questions than "
+            "the practice problems: lower --problems or --trial-size"
+        )
+    return practise, held_out
 
 
 def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
     names = (*GENERATORS, "critic")
     agents = open_agents(names, config, config.temperature, config.api_config, file)
+    check_writable("--library-dir", config.library_dir)
     practise, held_out = load_parts(config)
-    announce_cost(estimate(config, [*practise, *held_out]), agents.values(), config.max_cost)
+    budget = agents[GENERATORS[0]].client.budget
+    announce_cost(estimate(config, [*practise, *held_out]), agents.values(), budget)
     if config.plan:
         return 0
     drawn = [

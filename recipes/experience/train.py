@@ -48,7 +48,7 @@ from rlm.data import (
     load_problems,
     require_numeric_answers,
 )
-from rlm.runs import Journal, lock_file, read_lines, replace_json
+from rlm.runs import Journal, check_writable, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
 RUN_DIR = Path("runs/experience/default")
@@ -77,7 +77,7 @@ class TrainConfig(CostConfig):
     max_problems: int | None = flag(
         None, "use at most this many problems", min=1, default_text="all"
     )
-    rollouts: int = flag(3, "attempts per generator and problem", min=1)
+    rollouts: int = flag(3, "attempts per generator and problem", min=2)
     temperature: float | None = flag(
         None, "sampling temperature", min=0, default_text="0.3; 0.0 for the critic"
     )
@@ -108,19 +108,23 @@ def load_problem_set(
 ) -> list[Problem]:
     """Load the problems of a dataset.
 
-    A single local file is loaded as a whole, and so is a dataset that publishes only a test split.
-    AIME problems get ids like aime2024_001.
+    A local file is loaded as a whole, and so is a dataset that publishes only a test split. AIME
+    problems get ids like aime2024_001.
 
     Raises:
-        UsageError: an answer is not a number, or a problem's rel_tol is invalid.
+        UsageError: the dataset is a mixture, an answer is not a number, or a problem's rel_tol is
+            invalid.
     """
+    if len(dataset_parts(dataset)) > 1:
+        raise UsageError(
+            f"--dataset {dataset}: pass one dataset, because this recipe does not mix them"
+        )
     name = dataset_name(dataset).partition(":")[0]
     source = str(PHYSICS) if dataset == "physics" else dataset
     if is_local_file(source):  # a local file is read in order
         problems = load_jsonl(source)[:max_problems]
     else:
-        whole = all(map(has_only_test, dataset_parts(dataset)))
-        chosen = "test" if whole else split
+        chosen = "test" if has_only_test(dataset) else split
         problems = load_problems(source, chosen, max_samples=max_problems, seed=seed)
     require_numeric_answers(dataset, problems)
     for problem in problems:
@@ -184,8 +188,9 @@ def main(config: TrainConfig) -> int:
     budget = Budget(config.max_cost)
     clients = {name: endpoint.client(budget) for name, endpoint in endpoints.items()}
     with ExitStack() as locks:
+        check_writable("--run-dir", config.run_dir)
+        check_writable("--library-dir", config.library_dir)
         for directory in {config.run_dir.resolve(), config.library_dir.resolve()}:
-            directory.mkdir(parents=True, exist_ok=True)
             for name in names:
                 lock = lock_file(directory / f".{name}.lock", str(directory), f"runs {name}")
                 locks.enter_context(lock)
@@ -196,17 +201,19 @@ def main(config: TrainConfig) -> int:
             problems = load_problem_set(config.dataset, "train", config.max_problems, config.seed)
             tasks = [(p, [(n,) for n in range(1, config.rollouts + 1)]) for p in problems]
         agents = {agent.name: agent for t in trainers for agent in (t.agent, t.judge) if agent}
-        announce_cost(estimate(config, [p for p, _ in tasks]), agents.values(), config.max_cost)
+        budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
+        announce_cost(estimate(config, tasks), agents.values(), budget)
         if config.plan:
             return 0
-        budget.cost = sum(row["cost"] for t in trainers for row in t.agent.journal.rows.values())
         for trainer in trainers:
             own = () if trainer.is_critic else ("dataset", "rollouts")
             trainer.check_options({name: getattr(config, name) for name in SHARED + own})
         try:
             train_at_once(trainers[: len(GENERATORS)], tasks)
-            if config.target == "all":  # the critic trains on the generators' new rollouts
-                train_at_once(trainers[-1:], load_proposals(config.run_dir))
+            if config.target == "all":  # the critic trains on the rollouts of these problems
+                asked = {problem.id for problem, _ in tasks}
+                proposed = load_proposals(config.run_dir)
+                train_at_once(trainers[-1:], [task for task in proposed if task[0].id in asked])
         finally:
             for trainer in trainers:
                 shown = trainer.summary()
@@ -215,7 +222,7 @@ def main(config: TrainConfig) -> int:
     return 0
 
 
-def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
+def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
     """Estimate an upper bound of the requests and input tokens of each role.
 
     Every plan is counted with the maximum length of a reply.
@@ -223,10 +230,12 @@ def estimate(config: TrainConfig, problems: Sequence[Problem]) -> dict[str, tupl
     Returns:
         Role → (requests, input tokens).
     """
-    count, rollouts = len(problems), config.rollouts
+    count, rollouts = len(tasks), config.rollouts
+    if config.target == "critic":  # the generators' recorded rollouts
+        rollouts = max((len(rows) for _, group in tasks for _, rows in group), default=0)
     prompts = [prompt.template for prompt in load_prompts().values()]
     one = max(tokens_of([text]) for text in prompts) + MAX_TOKENS
-    one += tokens_of([p.question for p in problems]) // max(count, 1)
+    one += tokens_of([problem.question for problem, _ in tasks]) // max(count, 1)
     compared = one + rollouts * (MAX_SHOWN // 4 + config.max_tokens)
     generator = count * (2 * rollouts * one + rollouts * config.max_tokens + compared)
     critic = count * (6 * one + 3 * (rollouts + 1) * config.max_tokens + compared)

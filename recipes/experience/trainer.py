@@ -30,11 +30,12 @@ from recipes.experience.rewards import compute_rewards, fusion_reward, graph_rew
 from rlm.api_client import APIError
 from rlm.cli import UsageError
 from rlm.data import Problem, experience_block
-from rlm.runs import append_lines, read_lines, replace_file, replace_json
+from rlm.runs import append_lines, json_lines, read_lines, replace_file, replace_json
 
 REWARDS = ("r_ans", "r_logic", "r_graph", "r_total")
 FUSION_REWARDS = ("r_ans", "r_logic", "r_graph", "r_fusion", "r_total")
 ROUNDING = 1e-9  # tolerance for rounding errors in the comparison σ > τ
+MAX_REJECTED = 3  # problems in a row whose requests were all rejected; then the run ends
 MAX_SHOWN = 1500  # maximum characters of each solution in a prompt that compares rollouts
 
 Row = dict[str, Any]
@@ -69,8 +70,7 @@ class Trainer:
         self.records = read_lines(self._path)
         if self.is_critic and (part := len(self.records) % len(GENERATORS)):
             del self.records[-part:]  # lines of a problem whose other lines are missing
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.records)
-            replace_file(self._path, "".join(lines))
+            replace_file(self._path, json_lines(self.records))
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
@@ -104,11 +104,15 @@ class Trainer:
     def train(self, tasks: Sequence[Task], stop: threading.Event) -> None:
         """Train on each problem that has no record yet.
 
+        A problem whose requests are all rejected, for example because it is too long, teaches
+        nothing, and is not tried again.
+
         Args:
             stop: once set, training ends after the current problem.
 
         Raises:
-            UsageError: a problem has another text than in its record.
+            UsageError: a problem has another text than in its record, or all its requests failed
+                for another reason, or the requests of MAX_REJECTED problems in a row were rejected.
         """
         done = {row["problem_id"]: row["problem_text"] for row in self.records}
         for problem, _ in tasks:
@@ -119,6 +123,7 @@ class Trainer:
                 )
         rest = [task for task in tasks if task[0].id not in done]
         position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
+        rejected = 0  # problems in a row
         bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
         with tqdm(**bar, position=position, file=sys.stderr) as progress:
             for problem, group in rest:
@@ -128,6 +133,15 @@ class Trainer:
                 with ThreadPoolExecutor(len(group)) as pool:  # the client bounds the requests
                     drawn = [pool.submit(self._sample, problem, lessons, *each) for each in group]
                     rollouts = [future.result() for future in drawn]
+                if all(row["error"] for row in rollouts):
+                    rejected += 1
+                    error = f"all requests for {problem.id} failed: {rollouts[0]['error']}"
+                    is_last = rejected in (MAX_REJECTED, len(tasks))
+                    if is_last or not all(row["rejected"] for row in rollouts):
+                        raise UsageError(f"{self.name}: {error}")
+                    _say(f"  {self.name}: {error}")
+                else:
+                    rejected = 0
                 self._learn(problem, rollouts)
                 progress.update()
 
@@ -150,12 +164,12 @@ class Trainer:
             about = (problem, plan, reply.text)
             solved = compute_rewards(*about, judge=self.judge, seed=seed, **r_fusion)
             thought = f"<think>{reply.reasoning}</think>" if reply.reasoning else ""
-            solved |= {"solution": thought + reply.text, "error": None}
+            solved |= {"solution": thought + reply.text, "error": None, "rejected": False}
         except APIError as error:
             solved = {"answer": "", "is_correct": False, "r_total_of": [], "scored_by": {}}
             solved |= {"answer_reason": "no_reply", "judge_failed": False, "judge_error": None}
             solved |= {"rewards": dict.fromkeys(FUSION_REWARDS if self.is_critic else REWARDS)}
-            solved |= {"solution": "", "error": str(error)}
+            solved |= {"solution": "", "error": str(error), "rejected": error.is_final}
         rewards, answer = solved.pop("rewards"), solved.pop("answer")
         if self.is_critic:
             return row | {"final_answer": answer, "rewards": rewards} | solved
@@ -204,10 +218,6 @@ class Trainer:
 
         The record of the problem is written before the library.
         """
-        if all(row["error"] for row in group):
-            raise UsageError(
-                f"{self.name}: all requests for {problem.id} failed: {group[0]['error']}"
-            )
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
         # With fewer than two proposals, no fusion prompt was sent. Only this prompt contains the
         # lessons, so such a rollout did not use the lessons.
@@ -285,11 +295,9 @@ class Trainer:
     def conclusion(self, summary: Row) -> str:
         """Say how to use the learned lessons, or why there are none and what to do about it."""
         if count := len(self.library.items):
-            return (
-                f"{count} {'lesson is' if count == 1 else 'lessons are'} stored in "
-                f"{self.library.path}; to use the library: "
-                f'python inference.py --experiences {self.library.path} "…"'
-            )
+            stored = f"{count} {'lesson is' if count == 1 else 'lessons are'} stored in"
+            use = f'; to use the library: python inference.py --experiences {self.library.path} "…"'
+            return f"{stored} {self.library.path}" + use * (not self.is_critic)
         if not summary["rollouts"]:
             return "nothing: the run contains no problems"
         plans = summary.get("plans", {})
@@ -297,9 +305,12 @@ class Trainer:
         if plans.get("parsed"):
             counts = {**summary.get("extractions", {}), **summary.get("operations", {})}
         listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        if not plans.get("parsed"):
+        if self.is_critic and not plans:
+            why = "no generator has two valid plans for the same problem, which could be merged"
+            remedy = "set models that can write plans for the generators in --api-config"
+        elif not plans.get("parsed"):
             why = f"no reply was a valid plan ({listed or 'no replies'})"
-            remedy = "raise --max-tokens, " * ("truncated" in plans)
+            remedy = f"raise {self.agent.limited_by}, " * ("truncated" in plans)
             remedy += "set a model that can write plans in --api-config"
         elif not summary["groups with σ > τ"]:
             right = f"{summary['right']} of {summary['rollouts']} attempts were right"
@@ -344,7 +355,7 @@ def _read_plan(
     try:
         return parse_plan(text, acyclic=acyclic), None
     except ReplyError as error:
-        return None, "truncated: the plan is longer than --max-tokens" if truncated else str(error)
+        return None, "truncated: the token limit cut the plan off" if truncated else str(error)
 
 
 def _rewards(row: Row) -> dict[str, float | None]:
@@ -358,8 +369,9 @@ def _rewards(row: Row) -> dict[str, float | None]:
 def group_statistics(group: Sequence[Row]) -> tuple[float | None, float]:
     """Return the mean μ and the population standard deviation σ of r_total over a group.
 
-    Rollouts that lack a reward, because a call or the judge failed, are left out. If no rollout
-    remains, μ is None. If fewer than two rollouts remain, σ is 0.
+    Rollouts that lack a reward are left out: a call or the judge failed, or the critic had fewer
+    than two plans to merge. If no rollout remains, μ is None. If fewer than two rollouts remain, σ
+    is 0.
     """
     whole = [each for row in group if None not in (each := _rewards(row)).values()]
     totals = [total for each in whole if (total := each["r_total"]) is not None]

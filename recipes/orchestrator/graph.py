@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, StringConstraints, ValidationError, field_validator
 
 from rlm.data import Problem
-from rlm.grading import numbers_in, parse_number
+from rlm.grading import parse_number, states_number
 
 AGENT_IDS = ["agentA", "agentB"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -187,11 +187,11 @@ _COUNT = re.compile(rf"(?<![\w.,/])\d (?!(?:{_NO_NOUN})\b)([a-z]+s|step|line|sen
 def is_leaked(problem: Problem, texts: Sequence[str]) -> bool:
     """Return whether one of the texts contains the gold answer while the problem does not."""
     gold = parse_number(problem.answer)
-    if gold is None or abs(gold) in numbers_in(problem.question):
+    if gold is None:
         return False
     if abs(gold) < SMALL and gold.denominator == 1:
         return _is_small_leaked(problem.question, abs(gold), texts)
-    return any(abs(gold) in numbers_in(text) for text in texts)
+    return any(states_number(text, gold, problem.question) for text in texts)
 
 
 def _is_small_leaked(question: str, gold: Fraction, texts: Sequence[str]) -> bool:
@@ -203,4 +203,4 @@ def _is_small_leaked(question: str, gold: Fraction, texts: Sequence[str]) -> boo
         return match[0] if match[1] in words else match[1]
 
     kept = (_COUNT.sub(keep_quantity, _ITEM.sub(" ", text)) for text in texts)
-    return any(gold in numbers_in(text) for text in kept)
+    return any(states_number(text, gold, question) for text in kept)

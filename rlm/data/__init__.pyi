@@ -24,6 +24,7 @@ from .problem import Problem as Problem
 from .problem import answer_types as answer_types
 from .problem import as_problems as as_problems
 from .problem import example_questions as example_questions
+from .problem import plain_question as plain_question
 from .prompts import FORMATS as FORMATS
 from .prompts import IGNORE_INDEX as IGNORE_INDEX
 from .prompts import ChatTemplateError as ChatTemplateError

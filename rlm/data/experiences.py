@@ -97,7 +97,7 @@ def with_experiences(question: str, lessons: Sequence[str]) -> str:
 
 
 def apply_experiences(
-    question: str, library: Sequence[Experience], limit: int | None = NEAREST
+    question: str, library: Sequence[Experience], limit: int = NEAREST
 ) -> InformedQuestion:
     """Add the most similar lessons of a library to a question.
 
@@ -105,7 +105,7 @@ def apply_experiences(
     most similar example last.
 
     Args:
-        limit: the maximum number of lessons; None uses all lessons whose `reach` allows it.
+        limit: the maximum number of lessons. A lesson is used only if its `reach` allows it.
     """
     found = [(similarity(question, lesson.about), lesson) for lesson in library]
     found = [pair for pair in found if pair[0] >= pair[1].reach]

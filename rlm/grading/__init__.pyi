@@ -17,3 +17,4 @@ from .equations import find_equations as find_equations
 from .equations import has_wrong_equation as has_wrong_equation
 from .numbers import numbers_in as numbers_in
 from .numbers import parse_number as parse_number
+from .numbers import states_number as states_number

@@ -333,3 +333,16 @@ def numbers_in(text: str) -> set[Fraction]:
     words = {match[0] for match in _NAMED.finditer(text)}
     words |= {part for word in words for part in word.split("/")}
     return {number for word in words if (number := _value(word)) is not None}
+
+
+def states_number(text: str, value: Fraction, question: str, tolerance: float = 0.0) -> bool:
+    """Return whether a text contains a value that the question does not contain, with any sign.
+
+    Args:
+        tolerance: the maximum relative difference between the two numbers.
+
+    >>> states_number("It falls 4.9 m.", Fraction("4.905"), "How far does it fall in 1 s?", 0.01)
+    True
+    """
+    value, most = abs(value), Fraction(tolerance) * abs(value)
+    return any(abs(n - value) <= most for n in numbers_in(text) - numbers_in(question))

@@ -1,5 +1,6 @@
 from .atomic_files import Journal as Journal
 from .atomic_files import append_lines as append_lines
+from .atomic_files import check_writable as check_writable
 from .atomic_files import json_lines as json_lines
 from .atomic_files import lock_file as lock_file
 from .atomic_files import read_lines as read_lines
@@ -20,7 +21,6 @@ from .checkpoints import run_origin as run_origin
 from .checkpoints import writing as writing
 from .checkpoints import writing_beside as writing_beside
 from .directory import RunDirectory as RunDirectory
-from .directory import check_writable as check_writable
 from .directory import git_commit as git_commit
 from .plots import BLUE as BLUE
 from .plots import GREY as GREY

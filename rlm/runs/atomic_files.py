@@ -68,6 +68,21 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Check that a directory can be created and written, before hours of work are spent.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write_test_{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """Format rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

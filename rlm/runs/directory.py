@@ -26,6 +26,7 @@ from rlm.cli import Interrupted, UsageError, terminal
 from rlm.runs.atomic_files import (
     LOCK,
     append_lines,
+    check_writable,
     json_lines,
     lock_file,
     read_log,
@@ -37,21 +38,6 @@ from rlm.runs.trackers import RUN_ID, Tracker, open_tracker
 
 # Each of these logs has one or more lines per step.
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Check that a directory can be created and written, before hours of work are spent.
-
-    Raises:
-        UsageError: the directory cannot be written.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write_test_{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
 class RunDirectory:

@@ -23,8 +23,12 @@ def test_the_demo_ends_with_a_table_of_the_library(tmp_path, monkeypatch, capsys
             yield server.url.removesuffix("/v1"), None
 
         monkeypatch.setattr(demo, "server_process", scripted)
+        # The variables of a paid endpoint are not for the demo.
+        monkeypatch.setenv("GENERATOR_1_BASE_URL", "https://api.example.org/v1")
+        monkeypatch.setenv("GENERATOR_2_MODEL", "another")
         config = demo.DemoConfig(dataset=str(data), problems=30, run_dir=tmp_path / "run")
         assert demo.main(config) == 0
+        assert {body["model"] for body in server.asked("chat/completions")} == {"base"}
     assert {file.name for file in config.run_dir.iterdir()} <= demo.FILES
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["rows"]
     assert found["selected_experiences"]["accuracy"]["mean"] == 1.0

@@ -180,6 +180,25 @@ def test_the_practice_of_another_run_is_left_out(practised, tmp_path):
         evaluate.load_unseen(evaluate.EvaluateConfig(library=(library(path),), **where))
 
 
+@pytest.mark.parametrize(
+    ("practised", "evaluated"),
+    [
+        ("aime2024", "aime2025"),
+        ("HuggingFaceH4/aime_2024", "aime2025"),  # the name of the same dataset on the hub
+        ("aime2025", "aime2024"),
+        ("gsm8k", "gsm8k"),
+    ],
+)
+def test_the_other_year_is_evaluated(tmp_path, monkeypatch, practised, evaluated):
+    (tmp_path / "generator_1_config.json").write_text(json.dumps({"dataset": practised}))
+    problem = Problem("p", "?", "1")
+    monkeypatch.setattr(
+        evaluate, "load_problem_set", lambda name, *_: [problem] * (name == evaluated)
+    )
+    config = evaluate.EvaluateConfig(run_dir=tmp_path, library=())
+    assert evaluate.load_unseen(config) == [problem]
+
+
 def test_ctrl_c_sends_no_queued_request():
     asked = []
 
@@ -191,7 +210,7 @@ def test_ctrl_c_sends_no_queued_request():
 
     agent = SimpleNamespace(name="g", client=SimpleNamespace(concurrency=1), ask=ask)
     with pytest.raises(KeyboardInterrupt):
-        evaluate.answer_all(agent, [Problem("p", "?", "1")], [], samples=20)
+        evaluate.answer_all(agent, [Problem("p", "?", "1")], [], samples=20, stage="solve")
     assert len(asked) < 5  # those that were begun meanwhile
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 from conftest import exit_code
@@ -10,11 +9,11 @@ from scripted_model import Model, write_endpoints, write_problems
 from scripted_server import ScriptedServer
 
 from recipes.experience import evaluate, select
-from recipes.experience.agent import Endpoint
+from recipes.experience.agent import Agent, Endpoint
 from recipes.experience.answers import announce_cost, format_attempt, tokens_of
 from recipes.experience.library import read_questions, replace_library
 from recipes.experience.select import Candidate, Group, Trial, differing_groups, most_similar
-from rlm.api_client import ChatReply
+from rlm.api_client import Budget, ChatReply
 from rlm.cli.options import UsageError
 from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
 from rlm.data.problem import Problem
@@ -22,6 +21,7 @@ from rlm.evaluation import holm
 
 GOOD = "A gross is 144 pieces: multiply the number of gross by 144."
 KINDS = {"gross": 144, "score": 20}
+URL = "http://127.0.0.1:9/v1"
 
 
 def reply(text: str, reasoning: str = "") -> ChatReply:
@@ -132,25 +132,35 @@ def test_placebo_lessons_stand_where_the_others_did():
 
 
 def test_lessons_of_one_kind_have_no_placebo():
-    """Another lesson for the same problems is none; a lesson alone has no other."""
+    """Another lesson for the same problems is none; a lesson alone has no other.
+
+    Without a reach, as in the libraries of train, a lesson is for all problems.
+    """
     lessons = [
         Experience(str(n), "144", about=problem("gross", n).question, reach=0.5) for n in (1, 2)
     ]
     assert evaluate.placebo(lessons) == evaluate.placebo(lessons[:1]) == []
+    untested = [Experience(k, k, about=problem(k, 1).question) for k in KINDS]
+    assert evaluate.placebo(untested) == []
 
 
 def test_a_price_is_named_before_it_is_paid(capsys):
-    paid = Endpoint(price={"prompt": 1.0, "completion": 2.0})
-    agents = [SimpleNamespace(name="generator_1", reply_tokens=100, endpoint=paid)]
-    agents += [SimpleNamespace(name="critic", reply_tokens=50, endpoint=Endpoint())]
+    paid = Endpoint(base_url=URL, price={"prompt": 1.0, "completion": 2.0})
+    budget = Budget(3.0)
+    budget.cost = 1.9
+    options = (paid.client(budget), None, {}, 0.0, 100)
+    agents = [Agent("generator_1", paid, *options)]
+    agents += [Agent("critic", Endpoint(base_url=URL, max_tokens=50), *options)]
     calls = {"generator_1": (1000, 500_000), "critic": (10, 9000), "judge": (1, 1)}
     # 0.5 million read at 1, 0.1 million written at 2
-    announce_cost(calls, agents, 3.0)
+    announce_cost(calls, agents, budget)
     said = " ".join(capsys.readouterr().out.split())
     assert "generator_1: at most 1,000 requests, about 500,000 tokens read" in said
     assert "100,000 written, cost 0.7" in said
-    assert "at most 500 written, no price given" in said
-    assert "total cost: at most about 0.7; limit 3" in said
+    assert (
+        "at most 500 written (each reply at most 50: max_tokens of critic in --api-config)" in said
+    )
+    assert "total cost: at most about 0.7; limit 3, of which earlier replies cost 1.9" in said
     assert tokens_of(["12345678", ""]) == 2 + 64 + 64
 
 
@@ -272,6 +282,23 @@ def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys
     assert "has 88 problems, but 948 are needed" in capsys.readouterr().err
 
 
+def test_no_trial_asks_the_question_of_a_candidate(tmp_path):
+    """Of 20 questions, each twice in the file, 12 are practised: 8 of them are asked again."""
+    rows = [problem("gross", n) for n in range(2, 22)]
+    rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
+    again = [
+        row | {"id": f"{i}", "question": row["question"].upper()} for i, row in enumerate(rows)
+    ]
+    data = write_problems(tmp_path / "twice.jsonl", [*rows, *again])
+    where = {"dataset": str(data), "problems": 12}
+    practise, held_out = select.load_parts(select.SelectConfig(held_out=16, trial_size=6, **where))
+    assert [p.id for p in practise] == [f"gross_{n}" for n in range(2, 14)]
+    assert [p.id for p in held_out] == [f"gross_{n}" for n in range(14, 22)]
+    config = select.SelectConfig(held_out=16, trial_size=9, **where)
+    with pytest.raises(UsageError, match=r"only 8 held-out problems .* lower --problems or"):
+        select.load_parts(config)
+
+
 def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
     """Another --run-dir knows nothing of the selection; the library does."""
     path, data, _ = selected
@@ -282,6 +309,11 @@ def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
     assert len(left) == 88 - 52
     assert not seen & {problem.question for problem in left}
     assert "52 problems are left out: they were used to make or to test" in capsys.readouterr().out
+    shouted = tmp_path / "shouted.jsonl"  # with other letters and spaces, they are the same
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    write_problems(shouted, [row | {"question": row["question"].upper() + " "} for row in rows])
+    config = evaluate.EvaluateConfig(library=(library,), **where | {"dataset": str(shouted)})
+    assert len(evaluate.load_unseen(config)) == 88 - 52
     copy = tmp_path / "copy.json"  # without the file beside it
     copy.write_text(library.read_text())
     sources = {item["source_question"] for item in json.loads(copy.read_text())}

@@ -16,7 +16,7 @@ from conftest import exit_code
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
-from recipes.experience import agent, evaluate, train
+from recipes.experience import agent, evaluate, select, train
 from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
@@ -230,12 +230,17 @@ def test_a_plan_that_is_no_scaffold_is_counted_and_still_answered(place, model):
     assert place.summary()["plans"] == {"no_json": 6}
 
 
-def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place):
-    place.server.script(chat_reply('{"target_variable": "pe', finish="length"), chat_reply("7"))
-    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 1) == 0
+@pytest.mark.parametrize(
+    ("limit", "named"),
+    [(None, "--max-tokens"), (50, "max_tokens of generator_1 in --api-config")],
+)
+def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place, limit, named):
+    place.configure(max_tokens=limit)
+    place.server.answer = lambda body: chat_reply('{"target_variable": "pe', finish="length")
+    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 2) == 0
     assert place.rows()[0]["rollouts"][0]["scaffold_error"].startswith("truncated: ")
-    assert place.summary()["plans"] == {"truncated": 1}
-    assert "raise --max-tokens, set a model" in place.summary()["learned"]
+    assert place.summary()["plans"] == {"truncated": 2}
+    assert f"raise {named}, set a model" in place.summary()["learned"]
 
 
 def test_what_no_file_can_hold_ends_no_run(place, model):
@@ -295,6 +300,8 @@ def test_the_critic_writes_three_lines_a_problem_and_reads_its_lessons(place):
     assert place.summary("critic")["fusions"] == {"fused": 18}
     assert place.lessons("critic")[0] in prompt_of(place.asked("fusion")[-1])
     assert place.items("critic")[0]["id"] == "C-001"
+    learned = place.summary("critic")["learned"]  # no other program uses this library
+    assert learned.endswith("critic_experiences.json")
     critics = place.asked("fusion", "critic_extraction")
     assert {body["temperature"] for body in critics} == {0.0}
     assert {body["temperature"] for body in place.asked("scaffold")} == {0.3}
@@ -325,7 +332,13 @@ def test_a_fusion_that_is_none_is_refused_with_a_reason(place, model, fusion, re
 
 def test_too_few_valid_proposals_are_not_called_a_fusion(place, model):
     """Nobody reads the critic's lessons then, and they are not credited."""
-    place.libraries.mkdir()
+    only = [json.dumps(plan(31, 72))]  # one generator has one valid plan, the others have none
+    model.scaffold = lambda prompt, seed: only.pop() if only else "no plan"
+    assert place.run("all", "--max-problems", 1) == 0
+    said = place.summary("critic")["learned"]
+    assert said.startswith("nothing was learned: no generator has two valid plans")
+    place.run_dir.rename(place.path / "first")
+    place.libraries.mkdir(exist_ok=True)
     lesson = {"id": "C-001", "content": "Compare the units.", "category": CRITIC_CATEGORIES[0]}
     (place.libraries / "critic_experiences.json").write_text(json.dumps([lesson]))
     only = [json.dumps(plan(31, 72))]  # one generator has one valid plan, the others have none
@@ -371,6 +384,15 @@ def test_the_critic_takes_the_problems_that_all_three_have(place, capsys):
 
 
 # --- a judge --------------------------------------------------------------------------------
+
+
+def test_the_critic_of_all_takes_the_problems_of_the_command(place, capsys):
+    """Not those that the generators had recorded before, which the command did not announce."""
+    for number in (1, 2, 3):
+        assert place.run("generator", number, "--max-problems", 3) == 0
+    assert place.run("all", "--max-problems", 1) == 0
+    assert "critic: at most 7 requests" in capsys.readouterr().out
+    assert {row["problem_id"] for row in place.rows("critic")} == {"pens_000"}
 
 
 def test_a_judge_that_fails_is_null_and_counted(place, model):
@@ -456,6 +478,31 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
     assert place.summary()["failed calls"] == 1
 
 
+def test_a_problem_that_is_always_rejected_does_not_block_the_run(place, model, capsys):
+    """It is recorded, so that the same command does not try it again; three in a row end it."""
+    rejected = {32, 34}
+
+    def answer(body):
+        if numbers(prompt_of(body))[0] in rejected:
+            return refuse(400, "too long")
+        return model(body)
+
+    place.server.answer = answer
+    assert place.run("all", "--max-problems", 4) == 0
+    assert "generator_1: all requests for pens_001 failed: " in capsys.readouterr().err
+    ids = ["pens_000", "pens_001", "pens_002", "pens_003"]
+    assert [row["problem_id"] for row in place.rows()] == ids
+    assert [row["problem_id"] for row in place.rows("critic")][::3] == ids
+    assert place.rows()[1]["mean"] is None
+    before = len(place.asked())
+    assert place.run("all", "--max-problems", 4) == 0
+    assert len(place.asked()) == before
+    rejected.update(range(35, 45))
+    assert place.run("generator", 1) == 2
+    assert "all requests for pens_006 failed" in capsys.readouterr().err
+    assert len(place.rows()) == 6
+
+
 def test_a_call_that_fails_is_no_use_of_a_lesson(place, model):
     assert place.run("generator", 1, "--max-problems", 1) == 0
     place.configure(attempts=1)
@@ -487,6 +534,7 @@ def test_a_problem_that_changed_under_its_id_is_refused(place, capsys):
         (401, "generator_1: "),
         (404, "generator_1: "),
         (500, "generator_1: all requests for pens_000 failed"),
+        (400, "generator_1: all requests for pens_000 failed"),
     ],
 )
 def test_an_endpoint_that_always_fails_ends_the_run_and_records_nothing(
@@ -787,6 +835,7 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
         ({"rel_tol": "1 %"}, "rel_tol must be a fraction"),
         ({"rel_tol": 1.5}, "rel_tol must be a fraction"),
         ({"rel_tol": -0.1}, "rel_tol must be a fraction"),
+        ({"rel_tol": [0.01]}, "rel_tol must be a fraction"),
         ({"answer": "B", "answer_type": "choice"}, "answers of the type choice"),
     ],
     ids=str,
@@ -795,6 +844,28 @@ def test_problems_that_cannot_be_graded_are_refused_at_the_start(place, capsys, 
     write_problems(place.data, [row | changes for row in problems(1)])
     assert place.run("all") == 2
     assert says in one_line(capsys)
+    assert place.asked() == []
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        (train, "--run-dir"),
+        (train, "--library-dir"),
+        (select, "--run-dir"),
+        (select, "--library-dir"),
+        (evaluate, "--run-dir"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_before_any_request(place, capsys, script, option):
+    file = place.path / "file"
+    file.write_text("mine")
+    options = {"--api-config": place.config, "--dataset": place.data, "--run-dir": place.run_dir}
+    config = {train: train.TrainConfig, select: select.SelectConfig}.get(script)
+    options |= {"--library-dir": place.libraries} if config else {"--library": ""}
+    words = [word for pair in (options | {option: file}).items() for word in pair]
+    assert exit_code(script, config or evaluate.EvaluateConfig, *words) == 2
+    assert f"{option} {file} cannot be written" in one_line(capsys)
     assert place.asked() == []
 
 
@@ -812,7 +883,7 @@ def test_no_server_or_no_settings_are_one_line(place, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --rollouts 0",
+        "generator", "generator 4", "generator1 2", "critic 1", "nobody", "all --rollouts 1",
         "--samples 0", "--role critic",  # of evaluate
     ],
 )  # fmt: skip
@@ -875,13 +946,14 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
         ({"BASE_URL": "https://api.example.org:8000/v1", "API_KEY": "k"}, False),
         ({"API_KEY": "k"}, None),  # whose?
         ({"BASE_URL": "http://localhost:x/v1"}, False),
+        ({"BASE_URL": "http://[::1:8000/v1"}, None),
     ],
 )
 def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given, is_ours):
     monkeypatch.chdir(tmp_path)  # no file
     variables = {f"GENERATOR_1_{name}": value for name, value in given.items()}
     if is_ours is None:
-        with pytest.raises(UsageError, match="no base_url"):
+        with pytest.raises(UsageError, match="base_url"):
             load_endpoints(["generator_1"], environment=variables)
         return
     endpoint = load_endpoints(["generator_1"], environment=variables)["generator_1"]
@@ -902,6 +974,15 @@ def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given,
         (f'{{"critic": {{"api_key": "{KEY}"}}}}', "no base_url"),
         ('{"critic": {"base_url": "http://x.example.org"}}', "API key not found for critic"),
         ('{"critic": {"base_url": "http://localhost", "concurrency": 0}}', "concurrency"),
+        ('{"critic": {"base_url": "http://[::1:8000/v1"}}', "base_url: .*Invalid IPv6 URL"),
+        (
+            '{"critic": {"base_url": "http://localhost", "price": {"prompt": -1}}}',
+            "price: .*least 0",
+        ),
+        (
+            '{"critic": {"base_url": "http://localhost", "price": {"prompt": NaN}}}',
+            "price: .*least 0",
+        ),
     ],
 )
 def test_bad_settings_are_one_line_without_the_key(tmp_path, content, says):
@@ -947,8 +1028,8 @@ def test_an_edited_prompt_is_what_is_sent(place, tmp_path, monkeypatch):
 def test_reasoning_that_comes_apart_is_kept(place):
     reply = chat_reply("Final answer: 2232")
     reply.body["choices"][0]["message"]["reasoning_content"] = "31 times 72"
-    place.server.script(chat_reply(json.dumps(plan(31, 72))), reply)
-    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 1) == 0
-    (rollout,) = place.rows()[0]["rollouts"]
-    assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
-    assert rollout["is_correct"]
+    place.model.answer = lambda prompt, seed: reply
+    assert place.run("generator", 1, "--max-problems", 1, "--rollouts", 2) == 0
+    for rollout in place.rows()[0]["rollouts"]:
+        assert rollout["solution"] == "<think>31 times 72</think>Final answer: 2232"
+        assert rollout["is_correct"]
