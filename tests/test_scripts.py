@@ -142,6 +142,7 @@ def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
     trained_on, evaluated_on, left_out, tmp_path, capsys
 ):
     given = {"sft_adapter": None, "adapter": an_adapter(tmp_path, dataset=trained_on)}
+    given["split"] = "test"  # without it, the hub is asked whether the dataset has a test split
     assert evaluate.EvaluateConfig.resolve(given)["dataset"] == evaluated_on
     said = " ".join(capsys.readouterr().out.split())
     line = f"evaluated on {evaluated_on} alone: {left_out} needs the Hugging Face hub"
