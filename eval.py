@@ -250,12 +250,12 @@ def main(config: EvaluateConfig) -> int:
     device, weights = pick_device(), base_model_hash(model_name)
     for path in config.adapters.values():
         check_base(path, model_name, weights)
-    same = equal_adapters(config.adapters)
     check_journal(config.output, config.resume)
     tokenizer = load_tokenizer(model_name)
     base = load_base(model_name, device, quantize=config.quantize)
     for path in config.adapters.values():  # reports an unsuitable adapter early
         base = take_adapters_off(load_adapter(base, path, trainable=False))
+    same = equal_adapters(config.adapters)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
     journal = open_journal(config.output, config.resume)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, load_experiences
 from rlm.model import ADAPTER, QUANTIZATIONS, check_adapter
-from rlm.reasoner import HOW_TO_TRAIN
+from rlm.reasoner import TRAIN_OR_BASE
 
 if TYPE_CHECKING:
     from rlm.data import Experience
@@ -123,7 +123,7 @@ class ServerConfig:
 
 def main(config: ServerConfig) -> int:
     if not config.base:
-        check_adapter(config.adapter, HOW_TO_TRAIN)
+        check_adapter(config.adapter, TRAIN_OR_BASE)
     if config.adapters and not config.adapters.is_dir():
         raise UsageError(f"--adapters {config.adapters}: no such directory")
     keys = read_keys(config)

@@ -129,7 +129,7 @@ def product_cells(
     arms = {ONEDNN: decoding_products(model, by_onednn(ops), dtype)}
     if ops.has_linear:
         arms = {harness.OURS: decoding_products(model, ops, dtype)} | arms
-        terminal.line(f"{name}: ours {'with' if ops.has_tiles else 'without'} AMX tiles")
+        terminal.line(f"{name}: ours and oneDNN")
     else:
         terminal.line(f"{name}: oneDNN only, {ops.batch_note}")
     generator, most = torch.Generator().manual_seed(config.seed), max(*config.rows, COMPARED_ROWS)

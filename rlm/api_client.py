@@ -348,6 +348,11 @@ class APIClient:
                 return {}
             try:
                 answer = dict(response.json())
+                if "choices" not in answer and isinstance(fault := answer.get("error"), dict):
+                    # Some gateways answer with status 200, and with the status in the error.
+                    usage.cost, code = 0.0, fault.get("code")
+                    status = code if isinstance(code, int) else 200
+                    raise APIError(f"{response.url}: {self._message(answer)}", status)
                 if "usage" in answer:
                     counts = _token_counts(answer)
                     usage.cost, usage.tokens = self.price.cost(*counts), sum(counts)
@@ -357,14 +362,9 @@ class APIClient:
 
     def _refusal(self, error: openai.APIStatusError) -> UsageError:
         """Return the exception for a response whose status is not 2xx."""
-        said, response = error.body, error.response
-        for key in ("error", "message", "detail"):  # the keys of OpenAI and of FastAPI
-            said = said[key] if isinstance(said, dict) and key in said else said
-        message = " ".join(str(said).split())
-        if self._key:  # some servers repeat the key; mask it before the text is truncated
-            message = message.replace(self._key, "***")
+        message, response = self._message(error.body), error.response
         status = error.status_code
-        text = f"{response.url}: {status} {response.reason_phrase}: {message[:300]}"
+        text = f"{response.url}: {status} {response.reason_phrase}: {message}"
         if status in (401, 403):
             where = f"; it is read from {self._key_source}" if self._key_source else ""
             return UsageError(f"{text} (wrong or missing API key{where})")
@@ -372,6 +372,15 @@ class APIClient:
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
         return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
+
+    def _message(self, said: Any) -> str:
+        """Return the message in the body of an error, as one line without the key."""
+        for key in ("error", "message", "detail"):  # the keys of OpenAI and of FastAPI
+            said = said[key] if isinstance(said, dict) and key in said else said
+        message = " ".join(str(said).split())
+        if self._key:  # some servers repeat the key; mask it before the text is truncated
+            message = message.replace(self._key, "***")
+        return message[:300]
 
 
 def _checked_key(variable: str | None, given: str, source: str) -> str:

@@ -150,7 +150,7 @@ def tile_kernels() -> Kernels:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CC", command)
             made = load_ops.__wrapped__(torch.bfloat16, 3, 64)
-        if made.has_tiles:
+        if isinstance(made, Kernels) and made._columns == 32:
             return made
     assert not isinstance(made, Kernels), "tiles were asked for and are not there"
     pytest.skip(made.description)

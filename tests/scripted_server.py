@@ -187,8 +187,8 @@ class ScriptedServer:
     def _choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         """Tokens 3… that count up from (prompt, seed + index); every third one is cut off."""
         end = body["stop_token_ids"][0]
-        if body["top_k"] == 1:  # the best two are equal: certain once top_p leaves one of them out
-            logprob = 0.0 if self.processed_logprobs and body["top_p"] < 0.5 else -0.7
+        if body["top_p"] < 0.5:  # the best two are equal: certain once top_p leaves one of them out
+            logprob = 0.0 if self.processed_logprobs else -0.7
             return completion_choice([5, 6, end], [0.0, logprob, 0.0], "stop", index)
         start = 3 + (sum(body["prompt"]) + body["seed"] + index) % 100
         cut = (body["seed"] + index) % 3 == 2

@@ -74,8 +74,11 @@ def test_chat_sends_what_it_is_given_and_returns_text_tokens_and_cost(server):
 
 @pytest.mark.parametrize(
     "failure",
-    [refuse(429), refuse(500), refuse(503), Reply("<html>bad gateway", 502), HANG_UP],
-    ids=["429", "500", "503", "502 in HTML", "hang up"],
+    [
+        *(refuse(429), refuse(500), refuse(503), Reply("<html>bad gateway", 502), HANG_UP),
+        Reply({"error": {"message": "quota", "code": 429}}),  # as OpenRouter does
+    ],
+    ids=["429", "500", "503", "502 in HTML", "hang up", "429 in 200"],
 )
 def test_passing_failures_are_tried_again(server, failure):
     server.script(failure, failure, chat_reply("yes"))
@@ -96,6 +99,7 @@ def test_passing_failures_are_tried_again(server, failure):
         (refuse(404, "The model `m` does not exist."), UsageError, r"`m` does not exist\.$"),
         (GARBAGE, APIError, "invalid reply"),
         (Reply([1]), APIError, "invalid reply"),
+        (Reply({"error": {"message": "no credit"}}), APIError, "completions: no credit$"),
         (Reply({"choices": []}), APIError, "has no message or no usage"),
         (Reply({"choices": [{"message": {}}], "usage": {}}), APIError, "invalid reply"),
         (Reply("<html>", content_type="text/html"), APIError, "has no message or no usage"),

@@ -247,6 +247,10 @@ def test_evaluate_refuses_an_adapter_before_the_bases_row(trained, tmp_path, mon
     adapters = ("--sft-adapter", trained / "sft", "--adapter", tmp_path / "dora")
     assert run(evaluate, *adapters, *DATA, *options) == 2
     assert f"adapter {tmp_path / 'dora'} is more than plain LoRA" in capsys.readouterr().err
+    file.write_text((trained / "sft/adapter_config.json").read_text())
+    file.with_name("adapter_model.safetensors").write_bytes(b"version https://git-lfs")
+    assert run(evaluate, *adapters, *DATA, *options) == 2
+    assert "adapter_model.safetensors is a Git LFS pointer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from .adapter_info import ADAPTER as ADAPTER
 from .adapter_info import ADAPTER_FILES as ADAPTER_FILES
+from .adapter_info import HOW_TO_TRAIN as HOW_TO_TRAIN
 from .adapter_info import HOW_TO_TRAIN_SFT as HOW_TO_TRAIN_SFT
 from .adapter_info import TRAINED_ADAPTER as TRAINED_ADAPTER
 from .adapter_info import AdapterInfo as AdapterInfo

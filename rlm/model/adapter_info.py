@@ -25,6 +25,8 @@ ADAPTER = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make a start adapter
+HOW_TO_TRAIN = f"{HOW_TO_TRAIN_SFT} && {command_of('train_grpo')}"
+HOW_TO_TRAIN = f"{HOW_TO_TRAIN_SFT} && {command_of('train_grpo')}"
 OUR_FOLDERS = ("weights", "runs")  # a missing path in these folders is never taken for a hub id
 
 
@@ -103,7 +105,7 @@ class AdapterInfo:
 
         Raises:
             UsageError: the file or its config is not a JSON object, or it contains unknown answer
-                types.
+                types, or a base model that is not a name.
         """
         file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
         if not file.exists():
@@ -119,8 +121,11 @@ class AdapterInfo:
         said = {name: config.get(name) for name in names}
         for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
             said[name] = run.get(name)
+        said["base_model"] = said["base_model"] or made_for or None
+        if not isinstance(base := said["base_model"], str | None):
+            raise UsageError(f"{file}: base_model is {base!r:.60}, not the name of a model")
         if kinds := run.get("answer_types"):
-            if not isinstance(kinds, list) or not {*kinds} <= {*ANSWER_TYPES}:
+            if not isinstance(kinds, list) or any(kind not in ANSWER_TYPES for kind in kinds):
                 known = ", ".join(ANSWER_TYPES)
                 raise UsageError(f"{file}: answer_types are {kinds!r:.60}; valid types are {known}")
             said["answer_types"] = tuple(kinds)

@@ -51,6 +51,11 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
 
 LORA_MATRIX = re.compile(r"\.(lora_[AB])(\.default)?\.weight$")  # the end of a LoRA matrix's name
+# Exceptions of PEFT for an adapter_config.json whose values it cannot use.
+ADAPTER_ERRORS = (
+    *(OSError, ValueError, TypeError, RuntimeError, AttributeError, KeyError),
+    *(SafetensorError, re.error),
+)
 # Options of PEFT's LoraConfig that an adapter may set, with their allowed values (None: any value).
 # An adapter with only these options consists of two matrices for each adapted linear layer, and the
 # base model stays unchanged.
@@ -189,11 +194,17 @@ def _chat_template(directory: Path) -> str | None:
 
     The result is also None if the directory does not exist, as for a model on the hub, which is
     identified by its commit.
+
+    Raises:
+        UsageError: tokenizer_config.json is not valid JSON.
     """
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    try:
+        settings = dict(json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{config} is not valid JSON, so copy it again: {error}") from error
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None  # older files may list several templates
 
@@ -226,7 +237,7 @@ def load_adapter(
         set_peft_model_state_dict(policy, tensors, adapter_name=name)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+    except ADAPTER_ERRORS as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"adapter {path} does not fit this base model: {first_line}") from error
     if isinstance(base_of(policy).get_output_embeddings(), LoraLayer):
@@ -394,10 +405,11 @@ def lora_layers(model: nn.Module) -> list[LoraLayer]:
 
 @torch.no_grad()
 def merged_weight(linear: nn.Module) -> torch.Tensor:
-    """Return a linear layer's weight (out, in), merged with the active adapters, as a new tensor.
+    """Return a layer's weight, in the layout of the layer, merged with the active adapters.
 
-    Quantized weights are dequantized. The sum is computed in fp32, so that it is rounded only once
-    and not after each adapter.
+    Without an active adapter, the result may be the layer's own tensor. Quantized weights are
+    dequantized. The sum is computed in fp32, so that it is rounded only once and not after each
+    adapter.
     """
     lora = isinstance(linear, LoraLayer)
     weight = dequantized_weight(linear.get_base_layer() if lora else linear)
@@ -408,7 +420,8 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
         if adapter in linear.lora_A:
             sides = linear.lora_A[adapter], linear.lora_B[adapter]
             down, up = (cast("nn.Linear", side).weight for side in sides)
-            total = total + linear.scaling[adapter] * (up.float() @ down.float())
+            update = linear.scaling[adapter] * (up.float() @ down.float())  # (out, in)
+            total = total + (update.T if linear.fan_in_fan_out else update)  # (in, out) in Conv1D
     return total.to(weight.dtype)
 
 

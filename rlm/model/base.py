@@ -18,9 +18,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
@@ -43,6 +44,11 @@ PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by s
 LFS_POINTER = b"version https://git-lfs"
 READ_FILES = ("*.safetensors", "tokenizer*")  # model files that may be Git LFS pointers
 WEIGHTS = "model*.safetensors"  # weight files of a model on the hub
+# Exceptions of the libraries for files that are missing, damaged or of another program.
+LOADING_ERRORS = (
+    *(ImportError, OSError, ValueError, TypeError, KeyError),
+    *(SafetensorError, StrictDataclassError),
+)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -153,8 +159,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     directory, where = _hub_arguments(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, **where)
-    except (OSError, ValueError) as error:
-        raise UsageError(_cannot_load(name, error)) from error
+    except LOADING_ERRORS as error:
+        missing = Path(name).is_dir() and not [*Path(name).glob("tokenizer*")]
+        why = "the tokenizer is missing: copy tokenizer.json and tokenizer_config.json"
+        raise UsageError(_cannot_load(name, why if missing else error)) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -171,7 +179,8 @@ def load_base(
             this device. The sampler has an attention implementation of its own.
 
     Raises:
-        UsageError: no model can be loaded, or its weights are stored in fp8.
+        UsageError: no model can be loaded, tensors are missing in its files or have another size
+            there, or its weights are stored in fp8.
     """
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
@@ -187,17 +196,29 @@ def load_base(
     # An argument that is None would hide that the stored weights are already quantized.
     quantized = {"quantization_config": packed} if packed else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            **where,
-            **quantized,
-            dtype=device.dtype,
-            use_safetensors=True,
-            device_map=place,
-            attn_implementation=attn,
+        model, found = cast(
+            "Any",  # the stub leaves out `output_loading_info`
+            AutoModelForCausalLM.from_pretrained(
+                directory,
+                **where,
+                **quantized,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with the name of a tensor
+                dtype=device.dtype,
+                use_safetensors=True,
+                device_map=place,
+                attn_implementation=attn,
+            ),
         )
-    except (ImportError, OSError, ValueError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         raise UsageError(_cannot_load(name, error)) from error
+    # transformers fills these tensors with random values.
+    if random := sorted(found["missing_keys"] | {key for key, *_ in found["mismatched_keys"]}):
+        raise UsageError(
+            f"--model {name}: {len(random)} tensors that its config.json describes are not in its "
+            f"weight files, or have another size there ({random[0]}{' …' * (len(random) > 1)}): "
+            "download or convert the model again"
+        )
     if any(p.dtype in FLOAT8 for p in model.parameters()):
         raise UsageError(f"--model {name} is stored in fp8: use the model without quantization")
     if packed or getattr(model, "is_quantized", False):
@@ -228,7 +249,7 @@ def load_empty_base(name: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(directory, **where)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except LOADING_ERRORS as error:
         raise UsageError(_cannot_load(name, error)) from error
     with suppress(OSError):  # older models have no generation config
         model.generation_config = GenerationConfig.from_pretrained(model_directory(name))
@@ -265,21 +286,28 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedMode
             raise UsageError(
                 f"{config.model_type} models are not supported: they scale their logits ({name})"
             )
-    if base.get_decoder().get_output_embeddings() is not None:
+    decoder, head = base.get_decoder(), base.get_output_embeddings()
+    if decoder is head or decoder.get_output_embeddings() is not None:
         raise UsageError(
             f"{config.model_type} models are not supported: they expose no decoder without the "
             "LM head"
         )
-    return base.get_decoder(), cast("nn.Linear", base.get_output_embeddings())
+    return decoder, cast("nn.Linear", head)
 
 
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
     """Return the maximum length of a prompt with its completion; None if there is no limit.
 
-    Neither the sampler nor the packed training pass supports longer sequences than `local_window`.
+    Neither the sampler nor the packed training pass supports longer sequences than `local_window`,
+    or than the original window of a model with LongRoPE (Phi-3 and Phi-4-mini), which rotates the
+    keys of all rows of a batch in another way if one row is longer.
     """
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(filter(None, (longest, local_window(model))), default=None)
+    config = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), local_window(model)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limits.append(rope["original_max_position_embeddings"])
+    return min(filter(None, limits), default=None)
 
 
 def check_context_window(model: PreTrainedModel | PeftModel, tokens: int) -> None:
@@ -316,11 +344,9 @@ def announce_local_window(model: PreTrainedModel | PeftModel) -> None:
         )
 
 
-def _cannot_load(name: str, error: Exception) -> str:
+def _cannot_load(name: str, error: Exception | str) -> str:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(name).exists():
-        if not [*Path(name).glob("tokenizer*")]:
-            first_line = "the tokenizer is missing: copy tokenizer.json and tokenizer_config.json"
         return f"--model {name}: the directory contains no loadable model ({first_line})"
     if hub_reachable():
         return f"--model {name}: {first_line}"  # a misspelled name, or a gated model
@@ -336,6 +362,9 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
 
     Args:
         download: if false, return "" for a hub model instead of downloading it.
+
+    Raises:
+        UsageError: there are no weight files.
     """
     folder, pattern = Path(model_directory(name)), WEIGHTS
     if not folder.is_dir():
@@ -344,6 +373,8 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
         folder = _download_weights(name)
     # Some repositories contain a second copy of the weights under other file names.
     files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"--model {name} has no safetensors files: convert its weights to them")
     return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"
 
 

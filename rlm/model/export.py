@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from rlm.cli import UsageError, command_of, terminal
+from rlm.cli import UsageError, terminal
 from rlm.data import opened_reasoning, stop_token_ids
-from rlm.model.adapter_info import ADAPTER_FILES, AdapterInfo, check_adapter
+from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN, AdapterInfo, check_adapter
 from rlm.model.adapters import (
     check_base,
     load_adapter,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # rlm.model.adapters must import bitsandbytes before peft
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHIPPED = "shipped_rlm_lora"  # folder in which the project's own adapter is preserved
-HOW_TO_TRAIN = f"run: {command_of('train_sft')} && {command_of('train_grpo')}"
 
 
 def check_output(path: Path, option: str = "--output") -> None:

@@ -38,7 +38,8 @@ GPU_MODELS = {
     5: ("Qwen/Qwen2.5-1.5B-Instruct", "Apache 2.0", 3.1),
 }
 DRIVER = Path("/proc/driver/nvidia/version")
-CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2 of this process's container
+CGROUP = Path("/sys/fs/cgroup")  # the root of the control groups (version 2) that are visible here
+OWN_CGROUP = Path("/proc/self/cgroup")  # names the control group of this process
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,9 @@ def release_memory() -> None:
 
 
 def available_memory(device_type: str) -> int:
-    """Return the available memory in bytes: of the GPU, or of this machine or its container.
+    """Return the available memory in bytes: of the GPU, or of this machine or its control groups.
 
+    Containers, Slurm and systemd limit memory with control groups. Only version 2 is read.
     The processes that torchrun starts on a machine share its memory equally.
     """
     if device_type == "cuda":
@@ -299,13 +301,16 @@ def available_memory(device_type: str) -> int:
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + held
     available = psutil.virtual_memory().available
-    limit, used = (CGROUP / f"memory.{name}" for name in ("max", "current"))
-    if limit.is_file() and limit.read_text().strip() != "max":
-        # Used memory includes the page cache, which the system frees on demand.
-        statistics = used.with_name("memory.stat").read_text().split()
-        cached = int(statistics[statistics.index("inactive_file") + 1])
-        in_use = max(0, int(used.read_text()) - cached)
-        available = min(available, int(limit.read_text()) - in_use)
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (CGROUP / own, *(CGROUP / above for above in Path(own).parents)):
+        limit, used = (group / f"memory.{name}" for name in ("max", "current"))
+        if limit.is_file() and limit.read_text().strip() != "max":
+            # Used memory includes the page cache, which the system frees on demand.
+            statistics = used.with_name("memory.stat").read_text().split()
+            cached = int(statistics[statistics.index("inactive_file") + 1])
+            in_use = max(0, int(used.read_text()) - cached)
+            available = min(available, int(limit.read_text()) - in_use)
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

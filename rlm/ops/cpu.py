@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlm.cli import terminal
+from rlm.cli import UsageError, terminal
 
 if TYPE_CHECKING:  # the options need DTYPES, and --help must not import torch
     import torch
@@ -55,9 +55,17 @@ VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def cache_folder() -> Path:
-    """Return the folder for compiled kernels, timings and the unpacked model."""
-    named = os.environ.get("RLM_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "rlm"
+    """Return the folder for compiled kernels, timings and the unpacked model.
+
+    Raises:
+        UsageError: RLM_CACHE is not set, and this user has no home directory.
+    """
+    if named := os.environ.get("RLM_CACHE"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "rlm"
+    except RuntimeError as error:  # neither HOME nor an entry in passwd
+        raise UsageError("this user has no home directory: set RLM_CACHE to a folder") from error
 
 
 _failed: set[str] = set()  # digests of this process's failed builds
@@ -182,7 +190,7 @@ def fast_dtype(
     if held_down in WITHOUT_BF16:
         return torch.float32, f"ONEDNN_MAX_CPU_ISA={held_down} disables bf16"
     if not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
-        return torch.float32, "this CPU has no bf16 units"
+        return torch.float32, "this CPU has neither AVX512-BF16 nor AMX"
     seconds = _measured(kind, work)
     times = _times_as_fast(seconds)
     name = "bfloat16" if times > MARGIN else "float32"

@@ -1,4 +1,4 @@
-/* The operations between the matmuls of a decoding step, for CPUs; compiled by build.py.
+/* The operations between the matmuls of a decoding step, for CPUs; compiled by cpu.py.
  *
  * Attention: each row is one completion and has one new token. The keys and values of the new token
  * are stored first. Then the queries of the token attend to the three segments of the row: the
@@ -9,7 +9,7 @@
  * Rotary embedding takes one pass. torch needs half a dozen passes, each of which takes a few
  * microseconds to start. The norm is in learn.c.
  *
- * Every result is computed in fp32 and rounded once. build.py defines the macros QUERIES (query
+ * Every result is computed in fp32 and rounded once. kernels.py defines the macros QUERIES (query
  * heads per key-value head), WIDTH (of a head) and, for bf16, BF16. The code uses the vector types
  * of GCC and Clang; in loops of constant length, the compiler keeps arrays of vectors in registers.
  */

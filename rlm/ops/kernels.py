@@ -136,10 +136,9 @@ class Kernels:
     ) -> None:
         self.dtype = dtype
         self._head_shape = head_shape  # query heads per key-value head, and the head width
-        self._columns = library.block_columns()
+        self._columns = library.block_columns()  # 32 if matmuls use AMX tiles
         # Whether matmuls are compiled for this CPU and dtype.
         self.has_linear = self._columns > 0
-        self.has_tiles = bool(library.uses_tiles())  # whether matmuls use AMX
         self._inputs_together = library.inputs_together()  # inputs with adjacent weights
         self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, without a copy
         self._library = library
@@ -264,11 +263,18 @@ class Kernels:
             part.keys, part.values = keys.data_ptr(), values.data_ptr()
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
             part.slot, part.length = slot.data_ptr(), length.data_ptr()
-        call = self._library.decode_attention
+        call, (queries, width) = self._library.decode_attention, self._head_shape
+        expected = [(heads, 1, width) for heads in (step.heads * queries, step.heads, step.heads)]
 
         def attend(
             layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
         ) -> Tensor:
+            for x, shape in zip((q, k, v), expected, strict=True):
+                if x is not None and (x.shape[1:] != shape or x.dtype != self.dtype):
+                    raise ValueError(
+                        f"a layer's attention has heads of shape {(*x.shape[1:],)} in {x.dtype}, "
+                        f"but the kernels are compiled for {shape} in {self.dtype}"
+                    )
             out = torch.empty(q.shape, dtype=q.dtype)
             # There is one token per row: (N, heads, D). The rows need not be contiguous.
             parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]

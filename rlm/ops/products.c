@@ -1,5 +1,5 @@
 /* The matmuls of the fast path, for CPUs with fused multiply-add (x86 from AVX2 on, ARM); compiled
- * by build.py. In bf16, CPUs with AVX512-BF16 multiply pairs of numbers, and CPUs with AMX multiply
+ * by cpu.py. In bf16, CPUs with AVX512-BF16 multiply pairs of numbers, and CPUs with AMX multiply
  * whole tiles; on other CPUs, numbers are widened to fp32 when they are read.
  *
  * With 64 rows, multiplying a block of weights takes about as long as loading the block from
@@ -81,8 +81,7 @@ static inline void ask(request *next) {
 static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #endif
 
-int uses_tiles(void) { return may_use_tiles(); }
-int block_columns(void) { return uses_tiles() ? COLUMNS : 0; }
+int block_columns(void) { return may_use_tiles() ? COLUMNS : 0; }
 int inputs_together(void) { return TOGETHER; }
 
 typedef struct {
@@ -168,7 +167,6 @@ static void multiply_tile(int64_t rows, const number *x, const number *weights, 
 }
 
 #else
-int uses_tiles(void) { return 0; }
 int block_columns(void) { return COLUMNS; }
 int inputs_together(void) { return TOGETHER; }
 
@@ -346,7 +344,6 @@ void linear(const product *p, int threads) {
 }
 
 #else
-int uses_tiles(void) { return 0; }
 int block_columns(void) { return 0; } /* no matmuls are compiled */
 int inputs_together(void) { return 1; }
 #endif

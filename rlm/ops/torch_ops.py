@@ -31,7 +31,6 @@ class TorchOps:
     """Matmuls, attention, sampling and scoring in torch."""
 
     has_linear = False  # whether our own matmuls run, in which rows are independent
-    has_tiles = False
     logit_bytes = 3 * 4  # bytes per logit in sampling: fp32 logits, exponentials, running sums
 
     def __init__(self, reason: str = "torch was requested", batch_note: str | None = None) -> None:

@@ -12,8 +12,8 @@ from .answers import read_sample as read_sample
 from .answers import trace as trace
 from .answers import verify as verify
 from .answers import without_marks as without_marks
-from .local import HOW_TO_TRAIN as HOW_TO_TRAIN
 from .local import TEMPERATURE_OF_SEVERAL as TEMPERATURE_OF_SEVERAL
+from .local import TRAIN_OR_BASE as TRAIN_OR_BASE
 from .local import ReasoningModel as ReasoningModel
 from .local import Reply as Reply
 from .local import ask as ask

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from rlm.cli import command_of
 from rlm.data import Format, render_prompt
 from rlm.grading import AnswerType
-from rlm.model import ADAPTER, AdapterInfo, check_adapter
+from rlm.model import ADAPTER, HOW_TO_TRAIN, AdapterInfo, check_adapter
 from rlm.reasoner.answers import Answer, Usage, count_tokens, read_answer
 from rlm.reasoner.stream import ReasoningStream
 from rlm.tools import Tool, as_tool, load_tool
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
 
     from rlm.sampling import Sampler, SamplingParams, StructuredOutputs
 
-HOW_TO_TRAIN = (
-    f"run: {command_of('train_sft')} && {command_of('train_grpo')}, "
-    "or add --base for the untrained base model"
-)
+TRAIN_OR_BASE = f"{HOW_TO_TRAIN}, or add --base for the untrained base model"
 TEMPERATURE_OF_SEVERAL = 0.7  # default temperature when several answers are sampled
 MAX_NUM_SEQS = 16  # maximum number of answers that are sampled at the same time
 
@@ -59,7 +55,7 @@ def load_rlm_model(
     """
     adapter = Path(adapter)
     if not base:
-        check_adapter(adapter, HOW_TO_TRAIN)
+        check_adapter(adapter, TRAIN_OR_BASE)
     info = AdapterInfo.load(adapter)
     used = load_tool(info.resolve_tool(tool)) if isinstance(tool, str) else as_tool(tool)
     from rlm.model import (  # imported after the paths are checked, because this import loads torch

@@ -1,7 +1,6 @@
 from .draw import sample_tokens as sample_tokens
 from .engine import Sampler as Sampler
 from .kv_cache import CacheConfig as CacheConfig
-from .requests import AllowedTokens as AllowedTokens
 from .requests import Completion as Completion
 from .requests import FinishReason as FinishReason
 from .requests import ForceTokens as ForceTokens

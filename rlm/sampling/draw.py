@@ -69,7 +69,7 @@ def sample_rows(
     """Draw one token per row with the row's own parameters; return (token, logprob) pairs."""
     members: dict[tuple, list[int]] = {}
     for row, own in enumerate(params):
-        members.setdefault((own.temperature, own.top_p, own.top_k), []).append(row)
+        members.setdefault((own.temperature, own.top_p), []).append(row)
     drawn: list[tuple[int, float]] = [(0, 0.0)] * len(params)
     for rows in members.values():
         every = len(rows) == len(params)
@@ -106,31 +106,24 @@ def sample_tokens(
         UsageError: the logits of a row are not finite.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
-    if temperature and (params.top_k or params.top_p < 1):
+    if temperature and params.top_p < 1:
         logits, ops = logits.float(), TorchOps()
-        logits, temperature = apply_top_k_top_p(logits / temperature, params), 1.0
+        logits, temperature = apply_top_p(logits / temperature, params.top_p), 1.0
     drawn = ops.sample(logits, uniform, temperature)
     if drawn is None:
         raise UsageError(NOT_FINITE)
     return drawn
 
 
-def apply_top_k_top_p(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Mask the logits outside top_k and top_p with -inf.
+def apply_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Mask the logits outside top_p with -inf.
 
     top_p keeps the smallest set of most likely tokens whose total probability is at least top_p.
-    At least one token is always kept. The input tensor itself is returned when top_k and top_p are
-    both off.
+    At least one token is always kept.
     """
-    if params.top_k:
-        kept = logits.topk(min(params.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kept, -torch.inf)
-    if params.top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
-        probabilities = ordered.softmax(-1)
-        mass_before = probabilities.cumsum(-1) - probabilities
-        beyond = mass_before >= params.top_p
-        beyond[:, 0] = False  # keep one token even if top_p is so small that it is 0 in fp32
-        excluded = beyond.scatter(-1, order, beyond)
-        logits = logits.masked_fill(excluded, -torch.inf)
-    return logits
+    ordered, order = logits.sort(-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    beyond = mass_before >= top_p
+    beyond[:, 0] = False  # keep one token even if top_p is so small that it is 0 in fp32
+    return logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)

@@ -31,13 +31,12 @@ class SamplingParams:
 
     max_new_tokens: the maximum number of new tokens, including the end token.
     temperature: with 0, the most likely token is always chosen.
-    top_p, top_k: top_p = 1 and top_k = 0 leave the distribution unchanged.
+    top_p: keeps the most likely tokens up to this total probability; 1 keeps all tokens.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -46,8 +45,6 @@ class SamplingParams:
             raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
 
 
 # A function that is called after each sampled token with (row, tokens before it, the token). It
@@ -283,13 +280,19 @@ class Scheduler:
             sequence.finished |= sequence.parent.id == request_id
 
     def fill_batch(self, prefill: Callable[[list[RequestState]], None]) -> None:
-        """Start ready sequences while rows are free; prefill more requests when none are ready."""
+        """Start ready sequences while rows are free; prefill more requests when none are ready.
+
+        While sequences are running, at most one batch of prompts is prefilled, because the running
+        sequences get no token before this function returns.
+        """
+        was_running, prefilled = bool(self.running), False
         while len(self.running) < self.max_num_seqs:
             if not self.ready:
-                requests = self._next_to_prefill()
+                requests = [] if was_running and prefilled else self._next_to_prefill()
                 if not requests:
                     return
                 prefill(requests)
+                prefilled = True
             self.running.append(self.ready.popleft())
 
     def _next_to_prefill(self) -> list[RequestState]:

@@ -64,12 +64,17 @@ def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
 def served_name(model: str, served: Collection[str], where: str) -> str:
     """Return the server's name for a base model: an equal hub id, or a folder of the same name.
 
+    Two hub ids of different owners are different models, even if their last parts are equal.
+
     Raises:
         UsageError: the server does not serve this model. Without this check, SkyRL would silently
             train the model that it serves.
     """
+    if model in served:
+        return model
     for name in served:
-        if Path(name).name == Path(model).name:
+        is_folder = Path(model).is_dir() or Path(name).is_absolute()
+        if is_folder and Path(name).name == Path(model).name:
             return name
     named = ", ".join(sorted(served)) or "nothing"
     raise UsageError(f"{where} does not serve --model {model}: choose one of its models ({named})")
@@ -189,7 +194,7 @@ class TinkerEngine:
                 max_tokens=params.max_new_tokens,
                 temperature=params.temperature,
                 top_p=params.top_p,
-                top_k=params.top_k or -1,
+                top_k=-1,  # off
                 seed=seed % 2**30,  # the server accepts seeds of 32 bits
                 stop=sorted(self.stop_ids),
             )

@@ -15,7 +15,8 @@ from rlm.sampling.requests import Completion, SamplingParams
 
 # Neutral sampling parameters, which are sent with each request because vLLM would otherwise use the
 # values in the model's generation_config.json.
-NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+NEUTRAL = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}
+NEUTRAL |= {"presence_penalty": 0, "frequency_penalty": 0}
 LOAD_TIMEOUT = 300.0  # seconds to wait until the main process has loaded an adapter
 
 
@@ -220,7 +221,6 @@ class VLLMSampler:
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "top_k": params.top_k,
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": 0,  # return the log-probabilities of the sampled tokens only
             "return_token_ids": True,
@@ -257,12 +257,11 @@ class VLLMSampler:
         """Check that the server returns log-probabilities under the sampled distribution.
 
         By default, vLLM returns the log-probabilities before temperature, top_p and top_k are
-        applied. With top_k = 1, the log-probability under the sampled distribution is 0. Several
-        tokens are requested, because the model may assign a probability near 1 to a single token
-        anyway. If the two highest logits are equal, as happens in bf16, top_k = 1 leaves two
-        tokens; the small top_p then leaves one token.
+        applied. A small top_p leaves one token, so the log-probability under the sampled
+        distribution is 0. Several tokens are requested, because the model may assign a probability
+        near 1 to a single token anyway.
         """
-        params = SamplingParams(max_new_tokens=8, top_k=1, top_p=1e-6)
+        params = SamplingParams(max_new_tokens=8, top_p=1e-6)
         (drawn,) = self._group(client, model, [min(self.stop_ids)], 1, params, 0)
         if min(drawn.logprobs) < -1e-4:
             raise UsageError(

@@ -1,10 +1,10 @@
 """The forward pass of the sampler, with the model itself or with a merged copy of its weights.
 
-`UnmergedWeights` runs the model itself with the adapter unmerged. It supports any architecture and
-needs no extra memory. `MergedWeights` is the fast path of the Llama family. It runs a copy of the
-base model with the adapter merged, with fused projections in the memory layout of the CPU's
-matmuls. Neither class changes the model. Both call the function `attend`, which computes attention
-over the KV cache.
+`UnmergedWeights` runs the model itself with the adapter unmerged. It supports any architecture that
+computes the same logits with our KV cache as without it, and it needs no extra memory.
+`MergedWeights` is the fast path of the Llama family. It runs a copy of the base model with the
+adapter merged, with fused projections in the memory layout of the CPU's matmuls. Neither class
+changes the model. Both call the function `attend`, which computes attention over the KV cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from rlm.cli import UsageError
 from rlm.model import (
     active_lora_tensors,
     available_memory,
+    base_of,
     decoder_and_head,
     merged_weight,
 )
@@ -32,12 +33,11 @@ from rlm.ops import (
     LinearFunction,
     Ops,
     fast_dtype,
-    head_dim,
     learning_dtype,
-    num_key_value_heads,
     ops_for,
     softmax_scale,
 )
+from rlm.sampling.kv_cache import CacheConfig, KVCache
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
     from peft import PeftModel
@@ -47,6 +47,10 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
         LlamaRMSNorm,
     )
 
+PREFILLED, CHECKED = 3, 5  # tokens of the check of an architecture; the others are decoded
+# Maximum relative difference of the logits in this check. Rounding to bf16 changes the logits by
+# 0.01 to 0.05, and a part of the attention that is left out changes them by 0.7 or more.
+TOLERANCE = 0.2
 DECODED_ROWS = 64  # number of rows with which the dtypes are timed
 _SWITCH = threading.Lock()  # held while a model's config selects the attention function "rlm_cache"
 # The attention function that `_through_cache` calls. It is a context variable, because some models
@@ -62,7 +66,7 @@ class UnmergedWeights:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """
         Raises:
-            UsageError: the attention of this architecture cannot use our KV cache.
+            UsageError: this architecture does not compute the same with our KV cache.
         """
         self._decoder, self.head = decoder_and_head(model)
         self.dtype = model.dtype
@@ -71,27 +75,42 @@ class UnmergedWeights:
             raise UsageError(
                 f"{kind} models are not supported: transformers cannot replace their attention"
             )
-        self._check_attention()
+        self._check_attention(model)
 
     @torch.no_grad()
-    def _check_attention(self) -> None:
-        """Check the shapes of keys and values by running a single token through all layers."""
-        config = self._decoder.config
-        expected = num_key_value_heads(config), head_dim(config)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            for name, part in (("keys", k), ("values", v)):
-                found = part.shape[1], part.shape[-1]  # heads, width
-                if found != expected:
-                    raise UsageError(
-                        f"{config.model_type} models are not supported: their {name} have "
-                        f"{found[0]} heads of width {found[1]}, but the cache expects "
-                        f"{expected[0]} heads of width {expected[1]}"
-                    )
-            return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.head.weight.device)
-        self.forward(token, token, attend)
+    def _check_attention(self, model: PreTrainedModel | PeftModel) -> None:
+        """Compare the logits of a few tokens with those of the model's usual forward pass."""
+        config, device = self._decoder.config, self.head.weight.device
+        step = config.vocab_size // (CHECKED + 2)  # avoids special tokens at both ends
+        ids = torch.arange(1, CHECKED + 1, device=device)[None] * step
+        positions = torch.arange(CHECKED, device=device)[None]
+        try:
+            room = CacheConfig(1, 1, PREFILLED, CHECKED - PREFILLED)
+            cache = KVCache(config, room, self.dtype, device, ops_for(model))
+            parts = [(slice(PREFILLED), cache.prefill_prompts([0], PREFILLED, 0))]
+            for own in range(CHECKED - PREFILLED):
+                place = slice(PREFILLED + own, PREFILLED + own + 1)
+                parts.append((place, cache.decode([0], [0], [PREFILLED], [own])))
+            hidden = [self.forward(ids[:, at], positions[:, at], attend) for at, attend in parts]
+        except (RuntimeError, ValueError, IndexError) as error:  # of the operations on the cache
+            raise UsageError(
+                f"{config.model_type} models are not supported: their keys, values or queries do "
+                f"not fit the KV cache ({str(error).splitlines()[0]})"
+            ) from error
+        base = base_of(model)
+        with _SWITCH:
+            usual = base(input_ids=ids, use_cache=False).logits
+            difference = _difference(self.head(torch.cat(hidden, 1)), usual)
+            if difference <= TOLERANCE:
+                return
+            # In bf16, rounding alone may have this effect, for example if it selects other experts.
+            with base.get_input_embeddings().register_forward_hook(_rounded_otherwise):
+                noise = _difference(base(input_ids=ids, use_cache=False).logits, usual)
+        if difference > TOLERANCE + 2 * noise:
+            raise UsageError(
+                f"{config.model_type} models are not supported: with the sampler's KV cache, the "
+                f"logits of {CHECKED} tokens differ by {difference:.0%} from those of transformers"
+            )
 
     def refresh(self) -> None:
         """Do nothing, because training updates the same weights in place."""
@@ -100,17 +119,12 @@ class UnmergedWeights:
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) for token ids and positions (B, T)."""
-        config, calls = self._decoder.config, []
-
-        def attend_and_count(*inputs: Any) -> Tensor:
-            calls.append(1)
-            return attend(*inputs)
-
+        config = self._decoder.config
         with _SWITCH:  # another thread may use the same model, and thus the same config
-            usual, token = config._attn_implementation, _ATTEND.set(attend_and_count)
+            usual, token = config._attn_implementation, _ATTEND.set(attend)
             config._attn_implementation = "rlm_cache"
             try:
-                hidden = self._decoder(
+                return self._decoder(
                     input_ids=ids,
                     position_ids=positions,
                     # transformers passes a 4D mask on unchanged, and `_through_cache` ignores it,
@@ -121,13 +135,19 @@ class UnmergedWeights:
             finally:
                 _ATTEND.reset(token)
                 config._attn_implementation = usual
-        if len(calls) != config.num_hidden_layers:
-            # Without this check, tokens would silently not attend to the tokens before them.
-            raise UsageError(
-                f"{config.model_type} models are not supported: only {len(calls)} of "
-                f"{config.num_hidden_layers} layers use attention with a KV cache"
-            )
-        return hidden
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative difference of logits, without their means, which the softmax ignores."""
+    found, wanted = (part.float() - part.float().mean(-1, keepdim=True) for part in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _rounded_otherwise(module: nn.Module, inputs: object, embeddings: Tensor) -> Tensor:
+    """Change embeddings (…, hidden) by at most the relative precision of their dtype."""
+    ripple = torch.linspace(-1, 1, embeddings.shape[-1], device=embeddings.device)
+    factors = 1 + torch.finfo(embeddings.dtype).eps * ripple
+    return (embeddings.float() * factors).to(embeddings.dtype)
 
 
 def _through_cache(
@@ -253,13 +273,15 @@ def choose_weights(
     size, free = copy_bytes(model, dtype), share * available_memory(model.device.type)
     gb = f"{size / 2**30:.1f} GB"
     if merged is None and reason is None and size > free / 2:
-        reason = f"a merged copy would take {gb}, but only {free / 2**30:.1f} GB are free"
+        reason = (
+            f"a merged copy of the layers would take {gb}, but only {free / 2**30:.1f} GB are free"
+        )
     if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
     how = ", matmuls compiled" if ops.has_linear else ""
     if dtype != model.dtype:
         how = f" in {str(dtype).removeprefix('torch.')}{how}"
-    return MergedWeights(model, ops, dtype), f"a merged copy of the weights ({gb}){how}"
+    return MergedWeights(model, ops, dtype), f"a merged copy of the layers ({gb}){how}"
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from rlm.model import (
     pick_device,
     public_dataset,
 )
-from rlm.reasoner import HOW_TO_TRAIN
+from rlm.reasoner import TRAIN_OR_BASE
 from rlm.runs import file_hash
 from rlm.sampling import Sampler, common_prefix_length, sampling_dtype
 from rlm.tools import Tool, load_tool
@@ -105,7 +105,7 @@ def find_models(
     """
     paths = ([] if base else [adapter]) + _adapters_in(folder, None if base else adapter)
     for path in paths:
-        check_adapter(path, HOW_TO_TRAIN if path == adapter else _without(path))
+        check_adapter(path, TRAIN_OR_BASE if path == adapter else _without(path))
         _check_files(path, folder)
     infos = [AdapterInfo.load(path) for path in paths]
     own = _base_info(adapter, model) if base else infos[0]
@@ -207,7 +207,7 @@ def load_replicas(
     for name, adapter in models.adapters.items():
         if adapter.path is not None:
             is_default = name == models.default
-            with _adding(f"; {HOW_TO_TRAIN if is_default else _without(adapter.path)}"):
+            with _adding(f"; {TRAIN_OR_BASE if is_default else _without(adapter.path)}"):
                 model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
     replicas, share = {}, 1 / len(models.adapters)  # memory fraction of each sampler

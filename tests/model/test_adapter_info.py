@@ -46,6 +46,7 @@ def test_an_adapter_of_another_tool_says_its_base_itself(tmp_path):
     with pytest.raises(UsageError, match="trained on /of/another/machine, which does not exist"):
         of("/of/another/machine").resolve_base()
     assert info(tmp_path, {"base_model": "b"}).base_model == "b"
+    assert info(tmp_path, {"note": "of another tool"}).base_model == "/of/another/machine"
 
 
 @pytest.mark.parametrize("text", ["{", "3"])
@@ -53,6 +54,18 @@ def test_a_broken_run_json_is_one_line(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UsageError, match=r"run\.json is not valid JSON"):
         AdapterInfo.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"base_model": 5}, "base_model is 5, not"),
+        ({"answer_types": [{}]}, r"answer_types are \[{}"),
+    ],
+)
+def test_a_wrong_value_in_run_json_is_one_line(tmp_path, run, said):
+    with pytest.raises(UsageError, match=rf"run\.json: {said}"):
+        info(tmp_path, run)
 
 
 @pytest.mark.parametrize("config", [None, "mine.yaml"])

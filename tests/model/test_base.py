@@ -17,6 +17,7 @@ from rlm.model.adapters import (
     ADAPTER_FILES,
     adapter_tensors,
     check_adapter,
+    check_base,
     exported_tensors,
     load_adapter,
     new_adapter,
@@ -25,6 +26,11 @@ from rlm.model.export import save_adapter
 from rlm.model.hardware import Device
 from rlm.ops import use_fused_layers
 from rlm.runs.checkpoints import file_hash
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -35,6 +41,11 @@ from rlm.runs.checkpoints import file_hash
         ("gemma3_text", {"sliding_window": 40, "sliding_window_pattern": 2}, 40, 40),
         # A window that no layer uses.
         ("qwen2", {"use_sliding_window": True, "sliding_window": 40}, None, 1024),
+        (
+            "phi3",
+            {"original_max_position_embeddings": 40, "rope_parameters": LONGROPE},
+            *(None, 40),
+        ),
     ],
 )
 def test_local_attention_limits_the_length(family, options, local, longest, capsys):
@@ -127,6 +138,8 @@ def text_with(**change):
         (text_with(peft_type="LOHA"), "has peft_type LOHA, but only LoRA"),
         (text_with(modules_to_save=["lm_head"]), "modules_to_save"),
         (text_with(trainable_token_indices=[1]), "trainable_token_indices"),
+        (text_with(target_modules="(q"), r"fit this base model: .*unterminated subpattern"),
+        (text_with(rank_pattern=[1]), "fit this base model: "),
         (lambda file: file.write_text("{"), BROKEN),
         (lambda file: file.write_text("[1]"), BROKEN),
         (lambda file: file.write_text("null"), BROKEN),
@@ -292,10 +305,35 @@ def test_a_model_that_was_not_downloaded_whole_is_one_line(model_dir, tmp_path):
         said = refusal(file, lambda _: b"version https://git-lfs.github.com/spec/v1\noid 0\n")
         assert f"{file} is a Git LFS pointer, not the content: run git lfs pull" in said
     assert "no loadable model" in refusal("model.safetensors", lambda whole: whole[:-1])
+    assert "no loadable model" in refusal("tokenizer.json", lambda _: b'{"version": "1.0"}')
+    assert "'hidden_size'" in refusal("config.json", lambda whole: edited(whole, hidden_size="x"))
+    said = refusal("config.json", lambda whole: edited(whole, intermediate_size=128))
+    assert "6 tensors that its config.json describes are not in its weight files, or" in said
+    assert "(model.layers.0.mlp.down_proj.weight …)" in said
+    said = refusal("config.json", lambda whole: edited(whole, num_hidden_layers=3))
+    assert "9 tensors" in said
+    assert "(model.layers.2.input_layernorm.weight …)" in said
+    load()
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).unlink()
     with pytest.raises(UsageError, match=r"tokenizer is missing: copy tokenizer\.json and "):
         models.load_tokenizer(str(model))
+    (model / "model.safetensors").write_bytes(b"{")  # the tokenizer is not the cause
+    with pytest.raises(UsageError, match=r"no loadable model .Error while deserializing"):
+        models.load_base(str(model), Device("cpu", torch.float32, ""))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="has no safetensors files"):
+        models.base_model_hash(str(model))
+
+
+def edited(config, **change):
+    return json.dumps(json.loads(config) | change).encode()
+
+
+def test_a_chat_template_that_was_cut_off_is_one_line(plain, model_dir):
+    (plain / "tokenizer_config.json").write_text('{"chat')
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json is not valid JSON, so copy it"):
+        check_base(plain, str(model_dir), "")
 
 
 def test_an_adapter_whose_weights_are_not_there_is_one_line(plain):
@@ -327,6 +365,7 @@ def test_a_download_is_said_first_and_needs_room(hub_cache, monkeypatch, capsys,
 
     hub.disable_progress_bars()
     monkeypatch.setattr(models, "hub_reachable", lambda: True)
+    (hub_cache / "model.safetensors").touch()
     here = SimpleNamespace(file_size=7, will_download=False)
     bars = []
 

@@ -185,6 +185,13 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
     (tmp_path / "memory.current").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {2**21}\nactive_file 9\n")
     assert machine.available_memory("cpu") == 3 * 2**20
+    # A group in it, as Slurm and systemd make, may allow less, and the process may be below it.
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("4:memory:/old\n0::/job/step\n")
+    for name, content in (("max", 2**20), ("current", 2**18), ("stat", "inactive_file 0")):
+        (tmp_path / "job").mkdir(exist_ok=True)
+        (tmp_path / "job" / f"memory.{name}").write_text(f"{content}\n")
+    assert machine.available_memory("cpu") == 3 * 2**18
 
 
 @pytest.mark.parametrize("same_weights", [True, False])

@@ -81,6 +81,20 @@ def test_a_merged_model_in_bf16_is_rounded_once(adapter, tmp_path):
     assert exported("--adapter", adapter, "--gguf", "x.gguf", "--merge-dtype", "bfloat16") == 2
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it itself
+@torch.no_grad()
+def test_layers_that_store_their_weights_transposed_are_merged(tokenizer, tmp_path):
+    """The Conv1D of GPT-2: (inputs, outputs)."""
+    base = tiny_model("gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    policy = let_it_speak(new_adapter(base, r=2, alpha=4), 0.3).eval()
+    save_adapter(policy, tokenizer, tmp_path / "lora", {"base_model": str(tmp_path / "base")})
+    merged, _ = merge_adapter(tmp_path / "lora")
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(merged(ids).logits, policy(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "tied"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen2", False)]
 )

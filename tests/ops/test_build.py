@@ -6,6 +6,7 @@ import stat
 
 import pytest
 
+from rlm.cli.options import UsageError
 from rlm.ops import cpu as this_cpu
 from rlm.ops.cpu import load_library
 
@@ -52,6 +53,16 @@ def test_a_folder_that_cannot_be_written_keeps_no_build(compiler, tmp_path, monk
     assert load_library([*MACROS, "BF16"]).block_columns() >= 0
     assert compiler() == 2
     assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("RLM_CACHE", raising=False)
+    monkeypatch.setattr(this_cpu.Path, "home", no_home)
+    with pytest.raises(UsageError, match="no home directory: set RLM_CACHE"):
+        this_cpu.cache_folder()
 
 
 def test_a_failed_build_is_no_part_of_a_measurement(tmp_path, monkeypatch):

@@ -105,6 +105,9 @@ def test_advantages_give_the_gradient_back():
 
 def test_the_servers_name_of_a_base():
     assert engine.served_name("Qwen/Qwen3-8B", ["a", "/data/Qwen3-8B"], "it") == "/data/Qwen3-8B"
+    assert engine.served_name("b/X", ["a/X", "b/X"], "it") == "b/X"
+    with pytest.raises(UsageError, match="it does not serve --model me/Qwen3-8B"):
+        engine.served_name("me/Qwen3-8B", ["Qwen/Qwen3-8B"], "it")
     with pytest.raises(UsageError, match=r"it does not serve --model tiny: .* its models .a, b."):
         engine.served_name("tiny", ["b", "a"], "it")
 
