@@ -414,7 +414,7 @@ class GRPOConfig:
 
         may_lack = bool(self.model or self.plan or self.backend != "local")
         start = start_info(self.sft_adapter, self.model, may_lack)
-        problems = check_start(self, start)
+        problems = check_start(start, self.dataset, self.columns, self.split, self.tool)
         load_reward(self.reward, problems)
 
     @property

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from rlm.model import AdapterInfo
-    from rlm.training.config import GRPOConfig
-    from rlm.training.sft_config import SFTConfig
 
 Config = TypeVar("Config", bound="DataclassInstance")  # GRPOConfig or SFTConfig
 
@@ -129,22 +127,28 @@ def _with_previous(path: Path) -> tuple[Path, Path]:
     return path, path.with_name(f"{path.name}.prev")
 
 
-def check_start(config: GRPOConfig | SFTConfig, start: AdapterInfo | None) -> list[Problem]:
+def check_start(
+    start: AdapterInfo | None,
+    dataset: str | None,
+    columns: str | None,
+    rows: str | None,
+    tool: str,
+) -> list[Problem]:
     """Check the data and the tool before torch is imported.
 
     Args:
         start: the metadata of the start adapter, if there is a start adapter.
+        rows: the value of --split.
 
     Returns:
         The problems in the user's own files (see `peek_problems`).
     """
-    dataset, columns = config.dataset, config.columns
     if dataset:
         check_dataset(dataset)
     if start and dataset:
         columns = start.resolve_data(dataset, columns)["columns"]
-    load_tool(config.tool)
-    return peek_problems(dataset, columns, config.split) if dataset else []
+    load_tool(tool)
+    return peek_problems(dataset, columns, rows) if dataset else []
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:

@@ -169,7 +169,7 @@ class SFTConfig:
     def check_files(self) -> None:
         """Check the adapter, the data and the tool before torch is imported."""
         start = start_info(self.adapter)
-        check_start(self, start)
+        check_start(start, self.dataset, self.columns, self.split, self.tool)
 
     def epochs_for(self, examples: int) -> int:
         """Return the number of passes over the examples.

@@ -145,7 +145,8 @@ def test_a_base_that_is_stored_quantized_is_loaded_as_such_and_merged_unpacked(
 def test_a_base_that_is_stored_in_fp8_is_refused(model_dir, monkeypatch):
     model = tiny_model()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.float8_e4m3fn))
-    monkeypatch.setattr(base.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    loaded = model, {"missing_keys": set(), "mismatched_keys": set()}
+    monkeypatch.setattr(base.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: loaded)
     with pytest.raises(UsageError, match="stored in fp8"):
         load_base(str(model_dir), CPU)
 
