@@ -99,8 +99,7 @@ if TYPE_CHECKING:
 class GRPOTrainer:
     """Trains a LoRA adapter with GRPO.
 
-    A recipe overrides `load_model`, `render`, `validation_scores`, `log` and `finish`, and sets
-    `scorer`.
+    A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
     """
 
     def __init__(
@@ -134,6 +133,7 @@ class GRPOTrainer:
             config, str(model_name), self.base_hash, tool, self.distributed.size
         )
         config = self.config
+        self._asked_steps = config.steps  # None: one pass over the problems
         self.answer_types = start.answer_types  # `prepare` replaces these by the data's types
         tags = required(config.reasoning_format, "--reasoning-format")
         self.format = FORMATS[tags].with_prompt(config.system_prompt)
@@ -219,11 +219,7 @@ class GRPOTrainer:
                 self.log(run, metrics, groups, advantages)
                 if run.save_or_stop(step, control):
                     break
-            return self.finish(run)
-
-    def finish(self, run: TrainingRun) -> dict[str, Any]:
-        """Export the adapter after the last step, and return the summary of the run."""
-        return run.export()
+            return run.export()
 
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
@@ -350,7 +346,8 @@ class GRPOTrainer:
             self.config, self.policy, self.render, self.scorer, dataset, eval_dataset
         )
         self.answer_types = data.answer_types
-        self.config = replace(self.config, steps=self.config.steps_for(len(data.problems)))
+        asked = replace(self.config, steps=self._asked_steps)
+        self.config = replace(asked, steps=asked.steps_for(len(data.problems)))
         self.state.validations.measure = self.validator.measure
         data.announce(self.config, self.weights, self.sampler)
         return data

@@ -336,7 +336,7 @@ class APIClient:
                 response = send(where, cast_to=httpx2.Response, options=options, **body)
             except openai.APIStatusError as error:
                 usage.cost = 0.0
-                raise self._refusal(error) from None  # the cause would contain the key
+                raise self._refused(error) from None  # the cause would contain the key
             except openai.APIConnectionError as error:
                 cause = error.__cause__
                 what = str(cause) or type(cause).__name__  # timeouts have no message
@@ -352,7 +352,7 @@ class APIClient:
                     # Some gateways answer with status 200, and with the status in the error.
                     usage.cost, code = 0.0, fault.get("code")
                     status = code if isinstance(code, int) else 200
-                    raise APIError(f"{response.url}: {self._message(answer)}", status)
+                    raise self._refusal(f"{response.url}", self._message(answer), status)
                 if "usage" in answer:
                     counts = _token_counts(answer)
                     usage.cost, usage.tokens = self.price.cost(*counts), sum(counts)
@@ -360,18 +360,22 @@ class APIClient:
                 raise APIError(f"{response.url}: invalid reply", 200) from error
             return answer
 
-    def _refusal(self, error: openai.APIStatusError) -> UsageError:
+    def _refused(self, error: openai.APIStatusError) -> UsageError:
         """Return the exception for a response whose status is not 2xx."""
-        message, response = self._message(error.body), error.response
-        status = error.status_code
-        text = f"{response.url}: {status} {response.reason_phrase}: {message}"
+        response, status = error.response, error.status_code
+        where = f"{response.url}: {status} {response.reason_phrase}"
+        wait = _retry_after(response.headers.get("retry-after", "0"))
+        return self._refusal(where, self._message(error.body), status, wait)
+
+    def _refusal(self, url: str, message: str, status: int, wait: float = 0.0) -> UsageError:
+        text = f"{url}: {message}"
         if status in (401, 403):
             where = f"; it is read from {self._key_source}" if self._key_source else ""
             return UsageError(f"{text} (wrong or missing API key{where})")
         if status == 404:  # for a missing model the message names the model
             hint = " (the URL usually ends in /v1)" if message.lower() == "not found" else ""
             return UsageError(text + hint)
-        return APIError(text, status, _retry_after(response.headers.get("retry-after", "0")))
+        return APIError(text, status, wait)
 
     def _message(self, said: Any) -> str:
         """Return the message in the body of an error, as one line without the key."""

@@ -653,7 +653,9 @@ def test_what_is_a_change_and_what_is_none():
     (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)
     assert "the start adapter: its file has changed" in change
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}
-    assert differences(old, origin, MAY_CHANGE) == ["--dtype: None → auto"]  # an option since then
+    assert differences(old, origin, MAY_CHANGE) == [
+        "--dtype: not recorded → auto"
+    ]  # an option since then
     fewer = ["--steps: 20 → 19"]
     for schedule, steps, expected in (
         ("linear", 19, fewer), ("linear", 21, []), ("constant", 19, []),

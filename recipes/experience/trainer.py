@@ -105,7 +105,8 @@ class Trainer:
         """Train on each problem that has no record yet.
 
         A problem whose requests are all rejected, for example because it is too long, teaches
-        nothing, and is not tried again.
+        nothing, and is not tried again. It is recorded only when a later problem has had a reply or
+        no problem is left, because a wrong configuration rejects every problem.
 
         Args:
             stop: once set, training ends after the current problem.
@@ -123,7 +124,7 @@ class Trainer:
                 )
         rest = [task for task in tasks if task[0].id not in done]
         position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
-        rejected = 0  # problems in a row
+        held: list[tuple[Problem, list[Row]]] = []  # problems whose requests were rejected
         bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
         with tqdm(**bar, position=position, file=sys.stderr) as progress:
             for problem, group in rest:
@@ -133,17 +134,20 @@ class Trainer:
                 with ThreadPoolExecutor(len(group)) as pool:  # the client bounds the requests
                     drawn = [pool.submit(self._sample, problem, lessons, *each) for each in group]
                     rollouts = [future.result() for future in drawn]
+                held.append((problem, rollouts))
                 if all(row["error"] for row in rollouts):
-                    rejected += 1
                     error = f"all requests for {problem.id} failed: {rollouts[0]['error']}"
-                    is_last = rejected in (MAX_REJECTED, len(tasks))
+                    is_last = len(held) in (MAX_REJECTED, len(tasks))
                     if is_last or not all(row["rejected"] for row in rollouts):
                         raise UsageError(f"{self.name}: {error}")
                     _say(f"  {self.name}: {error}")
-                else:
-                    rejected = 0
-                self._learn(problem, rollouts)
-                progress.update()
+                    continue
+                for each in held:
+                    self._learn(*each)
+                progress.update(len(held))
+                held.clear()
+            for each in held:  # the last problems of the run
+                self._learn(*each)
 
     def _sample(self, problem: Problem, lessons: str, number: Any, *proposals: Any) -> Row:
         """Sample a rollout of a problem.

@@ -143,8 +143,8 @@ def load_run(run_dir: Path) -> Orchestrator:
     if start:
         check_adapter(start, "the run was started from this adapter")
         load_adapter(orchestrator.policy, start, trainable=False, name="start")
-        before = AdapterInfo.load(exported_adapter(run_dir)).run["start_adapter_hash"]
-        if before != adapter_hash(start):
+        before = AdapterInfo.load(exported_adapter(run_dir)).run.get("start_adapter_hash")
+        if before and before != adapter_hash(start):
             terminal.line(f"warning: {start} has changed since {run_dir} was started from it")
     return orchestrator
 

@@ -165,7 +165,8 @@ def exported_adapter(run_dir: Path) -> Path:
     """
     unfinished = "the run is not finished: continue it with --resume"
     last = check_adapter(run_dir / KEPT_AS["last"], unfinished)
-    return check_adapter(run_dir / KEPT_AS[AdapterInfo.load(last).run["exported"]], unfinished)
+    name = AdapterInfo.load(last).run.get("exported", "last")
+    return check_adapter(run_dir / KEPT_AS[name], unfinished)
 
 
 class Orchestrator:

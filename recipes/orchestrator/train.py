@@ -116,7 +116,6 @@ class OrchestratorTrainer(GRPOTrainer):
         self.scorer = GraphReward(self.orchestrator.runner, self.config)
         self.state.inputs = identify_agents(agents)
         self._val_acc: float | None = None  # the last validation accuracy that was measured
-        self._test: Sequence[Problem] = ()  # set by `train_and_test`
 
     def load_model(
         self, tokenizer: PreTrainedTokenizerBase | None, device: Device | None
@@ -208,25 +207,21 @@ class OrchestratorTrainer(GRPOTrainer):
                 f"graphs will be valid, and invalid graphs earn 0: {self._cold_start()}"
             )
         room = context_window(self.policy), self.config.max_new_tokens
-        self._test = drop_long_prompts(test, self.render, *room, "test problems")
+        test = drop_long_prompts(test, self.render, *room, "test problems")
         summary = self.train(train, validation)
         assert self.run is not None
-        rows = self.distributed.broadcast(self.run.directory.metrics())
-        return [as_log(row) for row in rows], summary
-
-    def finish(self, run: TrainingRun) -> dict[str, Any]:
-        """Export the adapter, and evaluate it on the test problems while the sampler still runs."""
-        summary, directory = super().finish(run), run.directory
-        share = self.distributed.shard(self._test)
+        directory = self.run.directory
+        logs = [as_log(row) for row in self.distributed.broadcast(directory.metrics())]
+        share = self.distributed.shard(test)
         solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
         scored = [score for score in self.distributed.gather(solved) if score is not None]
         correct, total = round(sum(scored)), len(scored)
         accuracy = correct / total if scored else None
         summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
-            directory.write_csv([as_log(row) for row in directory.metrics()])
+            directory.write_csv(logs)
             replace_json(directory.path / "summary.json", summary)
-        return summary
+        return logs, summary
 
 
 def check_graph_form(config: OrchestratorConfig) -> None:
@@ -351,9 +346,10 @@ def refuse_overlap(run_dir: Path, start: Path, start_from: Path | None) -> None:
     try:
         check_output_place(start, cold, start_from, "--start-from", resume=False)
     except ValueError as error:
+        replaced = f"--start-from {start_from} or its own run" if start_from else "its own run"
         raise UsageError(
             f"the cold start writes to --sft-adapter {start} and to {cold}, and would replace "
-            f"--start-from {start_from} or its own run: pass another --sft-adapter or --run-dir"
+            f"{replaced}: pass another --sft-adapter or --run-dir"
         ) from error
 
 
@@ -381,9 +377,9 @@ def main(config: OrchestratorConfig) -> int:
             )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)
-    elif config.start_from or config.start_questions != OrchestratorConfig.start_questions:
+    elif config.start_from and not config.resume:
         why = f"--sft-adapter {start} exists" if start else "--sft-adapter is none"
-        terminal.line(f"--start-from and --start-questions are not used: {why}")
+        terminal.line(f"--start-from {config.start_from} is not used: {why}")
     trainer = OrchestratorTrainer(config, agents)
     limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")

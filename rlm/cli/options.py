@@ -214,8 +214,8 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             said = f": {before} takes no value"
         if token.startswith("-"):
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
-            names = "docs/reference/names.md those of other programs"
-            said = said or f"; --help lists the options, and {names}"
+            names = "the names that other programs use are in docs/reference/names.md"
+            said = said or f"; --help lists the options, {names}"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 

@@ -73,9 +73,9 @@ def save_adapter(
     """Write the adapter, the tokenizer and run.json to `path`, completely or not at all.
 
     Only the adapter "default" is saved. When all files are on disk, the new adapter replaces the
-    previous adapter. The previous adapter is moved to `<name>.prev` in the
-    same folder, or to `shipped_rlm_lora` if it came with the project. Without `keep_previous` the
-    previous adapter is deleted.
+    previous adapter. The previous adapter is moved to `<name>.prev` in the same folder, or to
+    `shipped_rlm_lora` if it came with the project. Without `keep_previous` the previous adapter is
+    deleted.
 
     Raises:
         UsageError: the adapter cannot be written; the previous adapter is preserved.

@@ -333,7 +333,7 @@ def differences(
     """
     was, now = old["config"], new["config"]
     found = [
-        f"--{name.replace('_', '-')}: {was.get(name)} → {now[name]}"
+        f"--{name.replace('_', '-')}: {was.get(name, 'not recorded')} → {now[name]}"
         for name in now
         if name not in may_change and was.get(name) != now[name]
     ]

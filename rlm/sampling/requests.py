@@ -77,7 +77,7 @@ class Request:
             raise ValueError(f"n must be at least 1, not {self.n}")
 
 
-FinishReason = Literal["stop", "length"]  # "stop": an end token or a stop string was sampled
+FinishReason = Literal["stop", "length"]  # "stop": an end token was sampled
 
 
 @dataclass(frozen=True)

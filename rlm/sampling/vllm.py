@@ -246,7 +246,7 @@ class VLLMSampler:
                 "check that it is the address of a vLLM server"
             )
         ended = ids[-1] in self.stop_ids
-        if reason not in ("stop", "length") or ((reason == "stop") != ended):
+        if reason not in ("stop", "length") or (reason == "stop") != ended:
             raise APIError(
                 f"{url} ended a completion ({reason}) at token {ids[-1]}, which does not end "
                 "completions of the model being trained: check that the server serves this model"

@@ -92,10 +92,13 @@ class UnmergedWeights:
                 place = slice(PREFILLED + own, PREFILLED + own + 1)
                 parts.append((place, cache.decode([0], [0], [PREFILLED], [own])))
             hidden = [self.forward(ids[:, at], positions[:, at], attend) for at, attend in parts]
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, IndexError) as error:  # of the operations on the cache
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(
                 f"{config.model_type} models are not supported: their keys, values or queries do "
-                f"not fit the KV cache ({str(error).splitlines()[0]})"
+                f"not fit the KV cache ({reason})"
             ) from error
         base = base_of(model)
         with _SWITCH:

@@ -72,6 +72,7 @@ def token_logprobs(
     return logprobs, entropy
 
 
+@torch.no_grad()
 def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
     """Return the log-probabilities (n, T) under the reference model.
 

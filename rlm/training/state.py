@@ -276,7 +276,7 @@ class TrainingState:
             self.origin,
             self.adapter,
             may_change=MAY_CHANGE,
-            expected_keys=SAVED,
+            expected_keys=(*SAVED, "server_state"),
         )
         run.truncate(state["step"])
         for name in SAVED:

@@ -59,11 +59,7 @@ from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
-from rlm.training.batches import (
-    MicroBatch,
-    Rollout,
-    make_micro_batches,
-)
+from rlm.training.batches import MicroBatch, Rollout, make_micro_batches
 from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.memory_plan import plan_memory
@@ -492,7 +488,7 @@ class TrainingRun:
         self.memory_plan = self.memory_plan.halve()
         set_gradient_checkpointing(self.policy, True)
         terminal.line(
-            "out of GPU memory: the update is repeated in micro-batches of "
+            "out of GPU memory: the computation is repeated in micro-batches of "
             f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
             "updates use the same settings"
         )

@@ -500,7 +500,7 @@ def test_a_problem_that_is_always_rejected_does_not_block_the_run(place, model, 
     rejected.update(range(35, 45))
     assert place.run("generator", 1) == 2
     assert "all requests for pens_006 failed" in capsys.readouterr().err
-    assert len(place.rows()) == 6
+    assert len(place.rows()) == 4  # these three are tried again: the options may be the cause
 
 
 def test_a_call_that_fails_is_no_use_of_a_lesson(place, model):

@@ -243,23 +243,6 @@ def test_the_best_adapter_is_not_the_one_that_leaks_most(
     assert found == {"accuracy": [0.0, 1.0, 0.0] if zero_leaks else [1.0] * 3}
 
 
-def test_the_test_problems_are_solved_before_the_sampler_is_closed(
-    base, start, tmp_path, monkeypatch
-):
-    """A closed vLLM sampler would start its servers again."""
-    trainer, events = make_trainer(options(base, tmp_path, sft_adapter=start, steps=1)), []
-
-    def solve(problems, *_):
-        events.append(f"{len(problems)} tested")
-        return {"accuracy": [1.0] * len(problems)}
-
-    monkeypatch.setattr(trainer.sampler, "close", lambda: events.append("closed"))
-    monkeypatch.setattr(trainer, "validation_scores", solve)
-    _, summary = trainer.train_and_test(PROBLEMS[:4], test=PROBLEMS[:3])
-    assert events == ["3 tested", "closed"]
-    assert summary["test"] == {"correct": 3, "total": 3, "accuracy": 1.0}
-
-
 def test_no_advice_about_the_form_of_the_orchestrator_s_answer(base, start, tmp_path):
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start))
     asks = Problem("p", "What is 1 + 1? Put your final answer in \\boxed{}.", "2")
@@ -734,9 +717,9 @@ def test_a_dataset_without_a_test_split_is_trained_on_and_not_tested(
 
     monkeypatch.setattr(recipe, "OrchestratorTrainer", Trainer)
     dataset = f"rollouts:{file}"
-    unused = "--start-from and --start-questions are not used: --sft-adapter"
+    unused = f"--start-from {start} is not used: --sft-adapter"
     for given, why in (({}, "is none"), ({"sft_adapter": start}, f"{start} exists")):
-        config = options(base, tmp_path, dataset=dataset, start_questions=3, **given)
+        config = options(base, tmp_path, dataset=dataset, start_from=start, **given)
         with pytest.raises(KeyboardInterrupt):
             recipe.main(config)
         assert f"{unused} {why}" in capsys.readouterr().out
