@@ -292,6 +292,8 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     ],
 )
 def test_an_architecture_that_the_cache_does_not_hold_is_refused(family, options, said):
+    if "compiled for" in said:
+        kernels(torch.float32)  # skips the test if there are none: torch has no such limit
     model = tiny_model(family, **options)
     for tensor in model.parameters():
         if not tensor.any():  # a new bias, which training would change
