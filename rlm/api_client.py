@@ -336,7 +336,7 @@ class APIClient:
                 response = send(where, cast_to=httpx2.Response, options=options, **body)
             except openai.APIStatusError as error:
                 usage.cost = 0.0
-                raise self._refused(error) from None  # the cause would contain the key
+                raise self._status_error(error) from None  # the cause would contain the key
             except openai.APIConnectionError as error:
                 cause = error.__cause__
                 what = str(cause) or type(cause).__name__  # timeouts have no message
@@ -360,7 +360,7 @@ class APIClient:
                 raise APIError(f"{response.url}: invalid reply", 200) from error
             return answer
 
-    def _refused(self, error: openai.APIStatusError) -> UsageError:
+    def _status_error(self, error: openai.APIStatusError) -> UsageError:
         """Return the exception for a response whose status is not 2xx."""
         response, status = error.response, error.status_code
         where = f"{response.url}: {status} {response.reason_phrase}"
@@ -368,6 +368,7 @@ class APIClient:
         return self._refusal(where, self._message(error.body), status, wait)
 
     def _refusal(self, url: str, message: str, status: int, wait: float = 0.0) -> UsageError:
+        """Return the exception for an error; only an `APIError` may be retried."""
         text = f"{url}: {message}"
         if status in (401, 403):
             where = f"; it is read from {self._key_source}" if self._key_source else ""

@@ -70,6 +70,15 @@ def control(title: str, **how: Any) -> Arm:
     return Arm(f"control: {title}", "grpo", (START,), "control", **how)
 
 
+def inverted(share: float) -> dict[str, Arm]:
+    title = f", {share:.0%}".replace("%", " % of the verdicts inverted")
+    how: dict[str, Any] = {"flipped": share, "braked": True}
+    return {
+        f"flipped_{share}": Arm(f"GRPO{title}", "grpo", (START,), "choice", **how),
+        f"topr_flipped_{share}": topr(title, **how),
+    }
+
+
 def algorithm(title: str, name: str) -> Arm:
     return Arm(title, "grpo", (START,), "algorithm", {"algorithm": name})
 
@@ -101,11 +110,7 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
-for share in INVERTED:
-    noisy = f", {share:.0%}".replace("%", " % of the verdicts inverted")
-    wrong: dict[str, Any] = {"flipped": share, "braked": True}
-    ARMS[f"flipped_{share}"] = Arm(f"GRPO{noisy}", "grpo", (START,), "choice", **wrong)
-    ARMS[f"topr_flipped_{share}"] = topr(noisy, **wrong)
+ARMS |= {name: arm for share in INVERTED for name, arm in inverted(share).items()}
 
 
 class Cell(NamedTuple):
