@@ -344,5 +344,5 @@ def states_number(text: str, value: Fraction, question: str, tolerance: float = 
     >>> states_number("It falls 4.9 m.", Fraction("4.905"), "How far does it fall in 1 s?", 0.01)
     True
     """
-    value, most = abs(value), Fraction(tolerance) * abs(value)
-    return any(abs(n - value) <= most for n in numbers_in(text) - numbers_in(question))
+    value, margin = abs(value), Fraction(tolerance) * abs(value)
+    return any(abs(n - value) <= margin for n in numbers_in(text) - numbers_in(question))
