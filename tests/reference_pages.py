@@ -43,8 +43,6 @@ OBJECTS = (  # module, name, methods
     ("rlm.rewards", "FormatReward", ()),
     ("rlm.rewards", "ReasoningQualityReward", ()),
     ("rlm.rewards", "CombinedReward", ()),
-    ("rlm.data", "apply_experiences", ()),
-    ("rlm.data", "load_experiences", ()),
 )
 
 
