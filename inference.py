@@ -158,10 +158,7 @@ def generate_reasoning(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """Generate a completion that contains the reasoning and the answer, including their tags.
-
-    The default tags are `<think>…</think>` and `<answer>…</answer>`.
-    """
+    """Generate a completion that contains the reasoning and the answer, including their tags."""
     from rlm.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens, temperature)

@@ -97,10 +97,9 @@ if TYPE_CHECKING:
 
 
 class GRPOTrainer:
-    """Trains a LoRA adapter with GRPO.
+    """Trains a LoRA adapter with GRPO."""
 
-    A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
-    """
+    # A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
 
     def __init__(
         self,
@@ -114,13 +113,12 @@ class GRPOTrainer:
         """Load the model and the start adapter.
 
         Args:
-            reward_fn: a RewardFunction, a function, or a list of these. The default is the reward
-                named in config.reward, or else CorrectnessReward.
-            tool: the tool that writes into completions (docs/how-to/tools.md). The default is the
-                tool named in config.tool.
+            reward_fn: a RewardFunction, a function, or a list of these (default: config.reward, or
+                else CorrectnessReward).
+            tool: the tool that writes into completions (default: config.tool).
 
         Raises:
-            TypeError, ValueError: an argument is invalid; nothing has been loaded.
+            TypeError, ValueError: an argument is invalid.
             UsageError: the model or the start adapter cannot be loaded, or they do not match.
         """
         check_arguments(model_name, config)
@@ -163,17 +161,15 @@ class GRPOTrainer:
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
         """Run the training loop, export the last or the best adapter, and return a summary.
 
-        If the config does not set `steps`, training makes one pass over the problems.
-
         Args:
             dataset: the training problems: Problems, dicts or a `datasets.Dataset`, with the
-                fields described in data/README.md.
+                fields in data/README.md.
             eval_dataset: the validation problems, which select the adapter to export.
 
         Raises:
             RuntimeError: this trainer has already trained.
             UsageError: --run-dir is in use, --output is not writable, or there is no run to resume.
-            Interrupted: a signal was received; the current step was finished and saved.
+            Interrupted: a signal was received; the current step is saved.
         """
         if self.run:
             raise RuntimeError(

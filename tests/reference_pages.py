@@ -14,21 +14,17 @@ from golden import ROOT, run
 
 REFERENCE = ROOT / "docs" / "reference"
 SCRIPTS = ("train_sft.py", "train_grpo.py", "eval.py", "inference.py", "server.py")
-MODULES = (
-    "recipes.orchestrator.train",
-    "recipes.orchestrator.evaluate",
-    "recipes.experience.train",
-    "recipes.experience.select",
-    "recipes.experience.evaluate",
-)
 OPTIONS = """# Options
 
-`make reference` generates this page from the code. `--help` prints the same texts, with the types
-of the values. The default of an option is in parentheses at the end, and `--no-NAME` turns a switch
-off. Every script accepts `--config FILE.yaml`. An option on the command line takes precedence over
-this file. The file takes precedence over a `--preset`, which takes precedence over the default.
-Option names may contain dashes or underscores. [Many names of TRL's
-options](../how-to/coming-from.md) also work.
+`make reference` generates this page from the texts of `--help`, which also shows the types of the
+values. The default of an option is in parentheses at the end, and `--no-NAME` turns a switch off.
+The options of the [orchestrator](../../recipes/orchestrator/README.md) and the
+[experience recipe](../../recipes/experience/README.md) are only in their `--help`.
+
+Every script accepts `--config FILE.yaml`. An option on the command line takes precedence over this
+file. The file takes precedence over a `--preset`, which takes precedence over the default. Option
+names may contain dashes or underscores. [Many names of TRL's options](../how-to/coming-from.md)
+also work.
 """
 API = """## Signatures and docstrings
 
@@ -47,8 +43,6 @@ OBJECTS = (  # module, name, methods
     ("rlm.rewards", "FormatReward", ()),
     ("rlm.rewards", "ReasoningQualityReward", ()),
     ("rlm.rewards", "CombinedReward", ()),
-    ("rlm.data", "apply_experiences", ()),
-    ("rlm.data", "load_experiences", ()),
 )
 
 
@@ -56,25 +50,23 @@ def options_page() -> str:
     """Each option once: a script names those that an earlier one has with the same meaning."""
     os.environ["COLUMNS"] = "4000"  # an option a line
     sections, known = [OPTIONS], {}
-    for script in (*SCRIPTS, *MODULES):
+    for script in SCRIPTS:
         groups = _options_of(script)
         rows = [row for table in groups.values() for row in table]
         repeated = [row for row in rows if row in known]
         known |= {row: script for row in rows if row not in known}
-        name = script if script.endswith(".py") else f"python -m {script}"
-        sections.append(f"## {name}\n\n{_repeated(repeated, known)}{_lists(groups, repeated)}")
+        sections.append(f"## {script}\n\n{_repeated(repeated, known)}{_lists(groups, repeated)}")
     return "\n".join(sections)
 
 
 def _repeated(rows: list[str], known: dict[str, str]) -> str:
-    """A line that names the rows of earlier scripts: these, or all but the others."""
+    """A line that names the rows of earlier scripts."""
     said = []
     for script in dict.fromkeys(known[row] for row in rows):
-        theirs = [row for row in known if known[row] == script and _name(row) != "--config"]
-        same, other = (sorted(_name(row) for row in theirs if (row in rows) == k) for k in (1, 0))
-        names = same if len(same) <= len(other) else other
-        if same:
-            said.append(f"{'' if names is same else 'all but '}`{'`, `'.join(names)}` of {script}")
+        names = sorted(_name(row) for row in rows if known[row] == script)
+        names = [name for name in names if name != "--config"]
+        if names:
+            said.append(f"`{'`, `'.join(names)}` of {script}")
     return f"It also accepts {'; '.join(said)}.\n\n" if said else ""
 
 

@@ -108,21 +108,16 @@ def load_problems(
 ) -> list[Problem]:
     """Load the problems of a dataset.
 
-    The docstring of the module `rlm.data.loaders` lists the supported values of `dataset`. Only
-    datasets on the hub use the network.
-
     Args:
-        split: the name of the split. For a file or hub dataset, it may include a slice of rows,
-            such as test[:200]. In a mixture, the slice does not apply to the other datasets.
-        max_samples: the maximum number of problems per dataset. None loads all problems; for
-            generated datasets, None means 2000 (word-problems) or 8000 (elementary) problems for
-            train, and 500 problems for the other splits.
-        columns: the names of the columns in a file or hub dataset, such as
-            "question=prompt,answer=target".
-        rows: the rows of a file or hub dataset to use for train and validation, such as
-            train[:500]; None uses all of train.
-        keep_code: whether to keep solutions of OpenMathInstruct that contain code blocks. The code
-            is never executed.
+        dataset: a value of --dataset; the docstring of the module `rlm.data.loaders` lists them.
+        split: train, validation or test. For a file or hub dataset, it may include a slice of rows,
+            such as test[:200].
+        max_samples: the maximum number of problems per dataset. None loads all problems, or of
+            generated datasets 2000 (word-problems) or 8000 (elementary) for train, and 500 for the
+            other splits.
+        columns: the columns of a file or hub dataset, such as "question=prompt,answer=target".
+        rows: the rows of a file or hub dataset for train and validation, such as train[:500].
+        keep_code: whether to keep solutions of OpenMathInstruct that contain code blocks.
         calculator_marks: whether the solutions of GSM8K and of generated problems contain
             calculator marks such as `<<3+5=8>>`.
 
@@ -317,12 +312,12 @@ def load_gsm8k(
 ) -> list[Problem]:
     """Load GSM8K as published: 7,473 problems of train or 1,319 of test, in the order of the file.
 
-    The split "validation" is the first 200 problems of train. If you validate on these problems,
-    train on the remaining problems with `load_problems("gsm8k", "train")`, as train_grpo.py does.
+    The split "validation" is the first 200 problems of train. To train on the others, use
+    `load_problems("gsm8k", "train")`.
 
     Args:
-        path: the directory of the published files (JSONL, or the hub's parquet files) or one of
-            the files; None loads the dataset from the hub.
+        path: the published files (JSONL or parquet): their directory, or one of them; None loads
+            the dataset from the hub.
     """
     spec = "gsm8k" if path is None else f"gsm8k:{path}"
     split = PUBLISHED_TRAIN if split == "train" else split

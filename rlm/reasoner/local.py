@@ -43,15 +43,13 @@ def load_rlm_model(
 
     Args:
         adapter: the directory of the adapter.
-        model: another copy of the base model, such as a directory. Required if the adapter's
-            run.json does not name the base model.
+        model: another copy of the base model; required if run.json names no base model.
         base: whether to load the base model without the adapter.
         quantize: "none", "4bit", "8bit", or "auto" (as in training).
         tool: "none", "calculator", FILE.py:NAME, a Tool, or "auto" (as in training).
 
     Raises:
-        UsageError: the adapter is missing or belongs to another base model. The message gives the
-            command to run.
+        UsageError: the adapter is missing or belongs to another base model.
     """
     adapter = Path(adapter)
     if not base:

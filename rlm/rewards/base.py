@@ -28,12 +28,8 @@ CONTRACT = (
 class RewardFunction:
     """Base class of rewards that score one completion at a time.
 
-    Subclass it and define `__call__`, which may be `async def`. Set the weight of the reward in a
-    sum as a class attribute or with `super().__init__(weight=2.0)`. The columns are passed as
-    keyword arguments: `question`, `solution`, the dataset's own fields, `answer_type`,
-    `reasoning_format` (the name of the tags in use), `completion_ids`, `is_truncated` (the
-    completion has no end token) and `strict_verdict` (the `Verdict` of the strict grading). A
-    `__call__` without `**columns` receives only the columns that its signature names.
+    Subclass it and define `__call__`, which may be `async def`. The columns, which
+    docs/explanation/algorithms.md lists, are passed as keyword arguments.
     """
 
     weight: float = 1.0

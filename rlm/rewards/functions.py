@@ -70,10 +70,7 @@ class CorrectnessReward(RewardFunction):
 
 @dataclass(eq=False)
 class StepsReward(CorrectnessReward):
-    """A reward of 1 if the strict verdict is "correct" and no equation is wrong, else 0.
-
-    A completion without equations can be rewarded too, because reasoning in words is allowed.
-    """
+    """A reward of 1 if the strict verdict is "correct" and no equation is wrong, else 0."""
 
     allows_wrong_equations: ClassVar[bool] = False
 
@@ -83,8 +80,7 @@ class GSM8KReward(RewardFunction):
     """A shaped reward for GSM8K that also rewards near misses and the format.
 
     The reward is `correct` for the right number or `close` for a number that is off by at most 1,
-    plus `format_bonus` if the format is right; the total is limited to 1. A wrong answer can
-    therefore score above 0. `CorrectnessReward`, by contrast, is either 0 or 1.
+    plus `format_bonus` if the format is right; the total is limited to 1.
     """
 
     weight: float = 1.0
@@ -109,10 +105,9 @@ class GSM8KReward(RewardFunction):
 class FormatReward(RewardFunction):
     """A reward for the format of a completion, whatever its answer is.
 
-    The reward is `format_reward` if the completion has exactly one non-empty reasoning block,
-    followed by exactly one non-empty answer block; `partial_reward` if only one of the two blocks
-    is valid or their order is wrong; and 0 otherwise. A model that is trained with this reward
-    alone learns to write meaningless text between the right tags.
+    The reward is `format_reward` for exactly one non-empty reasoning block, followed by exactly one
+    non-empty answer block, and `partial_reward` if only one of the two blocks is valid or their
+    order is wrong.
     """
 
     weight: float = 1.0
@@ -133,8 +128,7 @@ class ReasoningQualityReward(RewardFunction):
     """A heuristic reward of up to 0.3 for the surface form of the reasoning.
 
     The reward is 0.1 for ten distinct words, 0.1 for two distinct steps, and 0.05 for each of up
-    to two distinct connecting words. Repetition is not rewarded, but the heuristic is still easily
-    exploited: combine it with a reward for the verified answer and give it a small weight.
+    to two distinct connecting words.
     """
 
     weight: float = 1.0
@@ -153,10 +147,9 @@ class ReasoningQualityReward(RewardFunction):
 class CombinedReward(RewardFunction):
     """The weighted mean of several rewards, its parts; the log contains each part.
 
-    A part that returns no verdict (None or NaN) is left out of the mean. If no verdict is left, or
-    the remaining weights do not add up to more than 0, the result is None. A part may be a plain
-    function; its weight is 1 unless a pair (function, weight) is passed. The call returns an
-    awaitable if any part returns an awaitable.
+    A part may be a function, or a pair (reward, weight). A part that returns no verdict (None or
+    NaN) is left out of the mean. If no verdict is left, or the remaining weights do not add up to
+    more than 0, the result is None.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:

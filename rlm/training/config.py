@@ -210,9 +210,7 @@ class GRPOConfig:
         default_text=f"{STEPS}, or {GPU_DEFAULTS['steps']} on a GPU {LARGE}",
     )
     batch_size: int = flag(20, "problems per step", min=1)
-    group_size: int = flag(
-        8, "completions per problem, whose rewards are compared with each other", min=2
-    )
+    group_size: int = flag(8, "completions per problem", min=2)
     max_new_tokens: int = flag(
         None, "maximum completion length in tokens", min=1, default_text=MAX_NEW_TOKENS
     )
@@ -273,7 +271,7 @@ class GRPOConfig:
 
     eval_every: int = flag(
         5,
-        "steps between validations, with a printed completion; 0: only at the start and the end",
+        "steps between validations; 0: only at the start and the end",
         min=0,
     )
     eval_samples: int = flag(
@@ -298,7 +296,7 @@ class GRPOConfig:
     output: Path = flag(
         Path("weights/final_rlm_lora"),
         "folder for the exported adapter: that of the last step, or the best on validation if it "
-        "is significantly better; both are kept in --run-dir",
+        "is significantly better",
     )
 
     def __post_init__(self) -> None:
