@@ -50,18 +50,26 @@ def render(results: Results, values: dict[str, Any]) -> str:
 
 
 def contents(results: Results) -> dict[str, Any]:
-    """Return the template's variables. Tables begin with TOPR, or with GRPO if there is no TOPR."""
+    """Return the template's variables. Tables begin with TOPR, or with GRPO if there is no TOPR.
+
+    The base model is only in the first table, which says enough about it. Of the problem templates,
+    only those are shown on which the best method has its largest lead over a rival.
+    """
     share = results.share_a_seed
     pass_at = f"pass@{min(8, results.settings['samples'])}"
     best = BEST if BEST in results.arms else OURS
     arms = sorted(results.arms, key=lambda arm: arm != best)
-    main = [a for a in arms if a == best or ARMS[a].role in ("", "rival")]
+    trained = [arm for arm in arms if ARMS[arm].kind != "base"]
+    main = [arm for arm in trained if arm == best or ARMS[arm].role in ("", "rival")]
     beside_best = [
         arm
-        for arm in arms
+        for arm in trained
         if best in arms and ARMS[arm].role != "control" and arm != best and share(best, arm)
     ]
     rivals = [arm for arm in beside_best if arm == OURS or ARMS[arm].role == "rival"]
+    if not (results.templates and any(ARMS[arm].role == "rival" for arm in rivals)):
+        rivals = []
+    largest = {arm: results.largest_lead(best, arm) for arm in rivals}
     seconds = [c["training"].get("wall", 0) + c["judging_seconds"] for c in results.cells]
     return {
         "ARMS": ARMS,
@@ -76,11 +84,9 @@ def contents(results: Results) -> dict[str, Any]:
         "main": main,
         "best": best,
         "beside_best": beside_best,
-        "rivals": rivals if any(ARMS[arm].role == "rival" for arm in rivals) else [],
+        "largest": largest,
         "controls": [a for a in arms if ARMS[a].role == "control" and share(a, START)],
-        "learned": [
-            arm for arm in main if ARMS[arm].kind not in ("base", "sft") and share(START, arm)
-        ],
+        "learned": [arm for arm in main if ARMS[arm].kind != "sft" and share(START, arm)],
         "hours": sum(seconds) / 3600,
     }
 
