@@ -35,17 +35,20 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 
 /* PAIR numbers, widened to fp32. fp32 numbers stay in order. bf16 numbers are split into those with
  * even and those with odd indices, which takes a shift and a mask; widening the numbers in order
- * would take three times as many instructions. */
+ * would take three times as many instructions. The types for unaligned memory are used instead of
+ * memcpy, because GCC copies in halves of 32 bytes, and a load that waits for two stores is slow. */
 typedef struct {
     floats one, other;
 } pair;
 
+typedef floats stored_floats __attribute__((aligned(4), may_alias));
+
 #ifdef BF16
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef words stored_words __attribute__((aligned(2), may_alias));
 
 static inline pair load(const number *from) {
-    words both;
-    memcpy(&both, from, sizeof both);
+    words both = *(const stored_words *)from;
     return (pair){(floats)(both << 16), (floats)(both & 0xffff0000)};
 }
 static inline void store(float *to, pair sums) {
@@ -56,11 +59,12 @@ static inline void store(float *to, pair sums) {
 }
 #else
 static inline pair load(const number *from) {
-    pair both;
-    memcpy(&both, from, sizeof both);
-    return both;
+    return (pair){*(const stored_floats *)from, *(const stored_floats *)(from + LANES)};
 }
-static inline void store(float *to, pair sums) { memcpy(to, &sums, sizeof sums); }
+static inline void store(float *to, pair sums) {
+    *(stored_floats *)to = sums.one;
+    *(stored_floats *)(to + LANES) = sums.other;
+}
 #endif
 
 /* A cache: keys (layers, slots, heads, D, tokens) and values (layers, slots, heads, tokens, D). */
@@ -77,33 +81,45 @@ typedef struct {
     segment parts[SEGMENTS];
 } step;
 
-/* Returns the index at which the keys or values of a turn begin; a turn is row · heads + head. */
+/* Returns the index at which the keys or values of a turn begin; a turn is head · rows + row. */
 static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t turn) {
-    int64_t slot = part->slot[turn / s->heads], head = turn % s->heads;
+    int64_t slot = part->slot[turn % s->rows], head = turn / s->rows;
     return ((layer * part->slots + slot) * s->heads + head) * D * part->tokens;
+}
+
+/* Adds queries[q][d] keys[:BLOCK] to the sums of each query. */
+static inline __attribute__((always_inline)) void
+add_scores(const float *queries, int64_t d, const number *keys, pair sum[Q][BLOCK / PAIR]) {
+    for (int i = 0; i < BLOCK / PAIR; i++) {
+        pair key = load(keys + i * PAIR);
+        for (int q = 0; q < Q; q++) {
+            sum[q][i].one += queries[q * D + d] * key.one;
+            sum[q][i].other += queries[q * D + d] * key.other;
+        }
+    }
 }
 
 /* Computes out[q][t] = queries[q] · keys[:, t] for t < length, with keys (D, tokens). Prefetches
  * the `next` keys: these keys lie in short runs, which the CPU would not prefetch by itself. */
 static void score(const float *queries, const number *keys, int64_t tokens, int64_t length,
                   float *out, int64_t stride, const number *next) {
-    number last[BLOCK] = {0}; /* for a block with fewer than BLOCK stored tokens */
     for (int64_t t = 0; t < length; t += BLOCK) {
-        pair sum[Q][BLOCK / PAIR] = {0};
         int64_t stored = tokens - t, n = length - t < BLOCK ? length - t : BLOCK;
-        for (int64_t d = 0; d < D; d++) {
-            const number *from = keys + d * tokens + t;
+        /* A block may extend beyond the tokens of its row of keys; the sums of the numbers there
+         * are not used. The last rows are copied if their blocks extend beyond all keys. */
+        int64_t inside = (D * tokens - t - BLOCK + tokens) / tokens;
+        int64_t direct = inside < 0 ? 0 : inside < D ? inside : D;
+        number last[D][BLOCK];
+        for (int64_t d = direct; d < D; d++)
+            for (int i = 0; i < BLOCK; i++)
+                last[d][i] = i < stored ? keys[d * tokens + t + i] : (number)0;
+        pair sum[Q][BLOCK / PAIR] = {0};
+        for (int64_t d = 0; d < direct; d++) {
             for (int i = 0; i < BLOCK; i += LINE)
                 __builtin_prefetch(next + d * tokens + t + i, 0, 2);
-            if (stored < BLOCK) from = memcpy(last, from, stored * sizeof *last);
-            for (int i = 0; i < BLOCK / PAIR; i++) {
-                pair key = load(from + i * PAIR);
-                for (int q = 0; q < Q; q++) {
-                    sum[q][i].one += queries[q * D + d] * key.one;
-                    sum[q][i].other += queries[q * D + d] * key.other;
-                }
-            }
+            add_scores(queries, d, keys + d * tokens + t, sum);
         }
+        for (int64_t d = direct; d < D; d++) add_scores(queries, d, last[d], sum);
         for (int q = 0; q < Q; q++) {
             float scores[BLOCK];
             for (int i = 0; i < BLOCK / PAIR; i++) store(scores + i * PAIR, sum[q][i]);
@@ -118,7 +134,8 @@ static void add(const float *weights, int64_t stride, const number *values, int6
                 const number *next, pair sums[Q][D / PAIR]) {
     for (int part = 0; part < D / PAIR; part += PART / PAIR) {
         pair sum[Q][PART / PAIR];
-        for (int q = 0; q < Q; q++) memcpy(sum[q], sums[q] + part, sizeof sum[q]);
+        for (int q = 0; q < Q; q++)
+            for (int i = 0; i < PART / PAIR; i++) sum[q][i] = sums[q][part + i];
         for (int64_t t = 0; t < length; t++) {
             for (int i = 0; i < PART; i += LINE)
                 __builtin_prefetch(next + t * D + part * PAIR + i, 0, 2);
@@ -130,7 +147,8 @@ static void add(const float *weights, int64_t stride, const number *values, int6
                 }
             }
         }
-        for (int q = 0; q < Q; q++) memcpy(sums[q] + part, sum[q], sizeof sum[q]);
+        for (int q = 0; q < Q; q++)
+            for (int i = 0; i < PART / PAIR; i++) sums[q][part + i] = sum[q][i];
     }
 }
 
@@ -151,7 +169,7 @@ static void attend_head(const step *s, int64_t layer, int64_t turn, float scale,
                         const number *queries, const number *key, const number *value,
                         float *weights, int64_t stride, number *out) {
     const segment *own = &s->parts[SEGMENTS - 1];
-    int64_t row = turn / s->heads, next = (turn + 1) % (s->rows * s->heads);
+    int64_t row = turn % s->rows, next = (turn + 1) % (s->rows * s->heads);
     int64_t place = start(own, s, layer, turn), now = own->length[row] - 1;
     if (key) {
         for (int64_t d = 0; d < D; d++) own->keys[place + d * own->tokens + now] = key[d];
@@ -203,12 +221,12 @@ int decode_attention(const step *s, int64_t layer, float scale, const number *qu
         failed = !weights;
 #pragma omp for schedule(static)
         for (int64_t turn = 0; turn < s->rows * s->heads; turn++) {
-            int64_t row = turn / s->heads, head = turn % s->heads;
+            int64_t row = turn % s->rows, head = turn / s->rows;
             if (weights)
                 attend_head(s, layer, turn, scale, queries + row * query_stride + head * Q * D,
                             keys ? keys + row * key_stride + head * D : NULL,
                             keys ? values + row * value_stride + head * D : NULL, weights,
-                            longest, out + turn * Q * D);
+                            longest, out + (row * s->heads + head) * Q * D);
         }
         free(weights);
     }

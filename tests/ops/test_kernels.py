@@ -1,6 +1,8 @@
 """What is compiled, against the same in torch; and sampling where nothing can be."""
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,6 +74,43 @@ def test_attention_is_the_softmax_over_what_a_row_has(queries, width, dtype, thr
         scores = torch.einsum("hqd,htd->hqt", q[row].double().view(heads, queries, -1), keys)
         wanted = (scores * scale).softmax(-1) @ values
         close(found[row, :, 0], wanted.reshape(heads * queries, width))
+
+
+AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap, sys, torch
+from rlm.ops.kernels import load_ops
+dtype, page = getattr(torch, sys.argv[1]), mmap.PAGESIZE
+alive = []
+
+def at_the_end(*shape):
+    size = torch.Size(shape).numel() * dtype.itemsize
+    pages = -(-size // page) * page
+    memory = mmap.mmap(-1, pages + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + pages), page, 0) == 0  # PROT_NONE
+    alive.append(memory)
+    return torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=pages - size).view(shape)
+
+for tokens in map(int, sys.argv[2:]):
+    kept = [(at_the_end(1, 1, 1, 64, n), at_the_end(1, 1, 1, n, 64)) for n in (1, 1, tokens)]
+    for length in {1, tokens // 2 + 1, tokens}:
+        attend = load_ops(dtype, 3, 64).decode_attention(kept, [[0]] * 3, [[0], [0], [length]])
+        attend(0, torch.zeros(1, 3, 1, 64).to(dtype), *torch.zeros(2, 1, 1, 1, 64).to(dtype), 1.0)
+"""
+
+
+def test_attention_reads_nothing_behind_the_cache(dtype):
+    """A page that nobody may read follows the keys and the values."""
+    kernels(dtype)
+    sizes = ["1", "2", "16", "30", "32", "33", "40", "64", "71"]
+    command = [
+        sys.executable,
+        "-c",
+        AT_THE_END_OF_A_PAGE,
+        str(dtype).removeprefix("torch."),
+        *sizes,
+    ]
+    subprocess.run(command, check=True)
 
 
 def test_rows_may_lie_apart_in_memory():
