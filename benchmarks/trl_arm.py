@@ -108,7 +108,8 @@ def train(
 ) -> list[dict[str, float]]:
     """Train, or resume from the last checkpoint of `run_dir`; return the seconds of every step.
 
-    The final adapter goes to `output`; every `save_every` steps, one goes to run_dir/checkpoint-N/.
+    The final adapter is saved to `output`, and a checkpoint to run_dir/checkpoint-N/ every
+    `save_every` steps.
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     begun, model = _last_whole_checkpoint(config.run_dir), required(config.model, "--model")

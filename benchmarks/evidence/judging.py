@@ -66,7 +66,7 @@ def judge(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
     settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     folder = settings.folder(cell)
     made_once(folder / "result.json", partial(_judge, settings, cell, folder))
-    # Checkpoints take hundreds of megabytes, and only a resume and the curve need them.
+    # Checkpoints take hundreds of megabytes, and are needed only to resume and to plot the curve.
     for leftover in (folder / "train").glob("checkpoint*"):
         shutil.rmtree(leftover)
     return {}

@@ -59,7 +59,7 @@ class Pools:
     """The training problems of a seed's arms."""
 
     solved: list[Problem]
-    practice: list[Problem]  # without solutions, as many as GRPO's steps take
+    practice: list[Problem]  # without solutions; as many as GRPO uses
     practice_solved: list[Problem]  # the same with solutions, for sft_all_solved
     validation: list[Problem]
 

@@ -172,7 +172,7 @@ def _budget(config: EvidenceConfig, cell: Cell) -> float:
 
 
 def _examples_for(config: EvidenceConfig, cell: Cell, seconds: float) -> int:
-    """Return the number of examples that fit in `seconds` at the speed of this seed's SFT."""
+    """Return the number of examples that SFT processes in `seconds`, at this seed's SFT speed."""
     sft = read_json(config.folder(Cell(START, cell.seed)) / "train.json")
     return max(1, round(seconds / sft["seconds"] * sft["examples"]))
 

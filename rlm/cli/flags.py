@@ -34,8 +34,8 @@ class Flag:
     help: str = ""
     choices: Sequence[Any] | None = None  # allowed values, or for a tuple field the allowed items
     aliases: Sequence[str] = ()  # other names, besides those in synonyms.yaml
-    # For an alias with its own values (`OTHER_SPELLINGS` of a config): maps a value of the alias to
-    # the fields that it sets.
+    # Maps a value of an alias to the fields that the value sets. This is used for the aliases in
+    # `OTHER_SPELLINGS` of a config.
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
     positional: bool = False
     bare: object = None  # the value of an option that is given without a value

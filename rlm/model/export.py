@@ -84,7 +84,7 @@ def save_adapter(
     previous, moved = _kept_as(path), False
     with writing_beside(path) as scratch:
         try:
-            # The base model is unchanged, so PEFT need not compare its embeddings with the hub.
+            # The base model is unchanged, so PEFT need not compare its embeddings with the hub's.
             policy.save_pretrained(
                 str(scratch), selected_adapters=["default"], save_embedding_layers=False
             )

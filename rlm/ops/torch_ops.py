@@ -139,7 +139,8 @@ class TorchOps:
         read = [torch.tensor(part, device=device) for part in lengths]
         mask = _mask(read, sizes, own_keys.dtype)
         rows, last = torch.arange(len(slots[-1]), device=device), read[-1] - 1
-        # The matmul of each segment with queries (N·H, Q, D) and with weights (N·H, Q, T).
+        # One function per segment multiplies queries (N·H, Q, D) by the keys of the segment, and
+        # attention weights (N·H, Q, T) by its values.
         products = [_shared_product(where, heads, device) for where in slots[:-1]]
         products.append(torch.bmm)
         # The views of all layers are created at once, because creating a thousand views per step

@@ -296,8 +296,8 @@ def resume_run(
     steps, asked = began["config"].get("steps"), origin["config"].get("steps")
     for what in changed_inputs(began.get("inputs", {}), origin["inputs"]):
         terminal.line(
-            f"warning: {what} has changed since the last start, and the run goes on with the new "
-            "version: compare the metrics before and after with care"
+            f"warning: {what} has changed since the last start, and the run continues with the "
+            "new version: compare the metrics before and after with care"
         )
     longer = f"; {asked} steps instead of {steps}" if asked != steps else ""
     terminal.line(f"resumed {run_dir} before step {state['step'] + 1}{longer}")
@@ -318,7 +318,7 @@ def data_id(what: str, rows: Sequence[object]) -> str:
     """Return an identifier of data: the number of rows, and a hash that depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
-        # Of other objects, such as images, the text may differ between processes.
+        # The text of other objects, such as images, may differ between processes.
         digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
     return f"{len(rows)} {what}, sha256 {digest.hexdigest()[:12]}"
 

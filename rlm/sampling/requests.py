@@ -98,8 +98,8 @@ class Completion:
 
     token_ids: the token ids, including the end token if the completion has one.
     logprobs: the log-probability of each token under the distribution that the token was sampled
-        from. This distribution covers only the `allowed_tokens`. At temperature 0, it is their
-        softmax at temperature 1. A token that was not sampled has the value NaN.
+        from. This distribution covers only the `allowed_tokens`. At temperature 0, it is the
+        softmax of their logits at temperature 1. A token that was not sampled has the value NaN.
     tool_mask: for each token, True if the model wrote it and False if a tool wrote it, as in TRL.
         The list is empty if there is no tool.
     """

@@ -70,9 +70,9 @@ class Service:
         self.public_url: str | None = None
         self.draining = False  # accepted requests continue, new requests are rejected
         self._running: dict[str, RunningRequest] = {}
-        # The tokens of each accepted, unfinished request, also of those that are being prepared.
+        # The tokens of each accepted, unfinished request. This includes requests in preparation.
         self._reserved: dict[str, int] = {}
-        # Of each request that is being prepared: a future for the problem with which it is ended.
+        # A future for each request in preparation. Setting it to a problem ends the request.
         self._preparing: dict[str, asyncio.Future[HTTPProblem]] = {}
         # A slow schema must not hold up the requests without a schema.
         self._compiling, self._rendering = _Preparation(), _Preparation()
@@ -167,7 +167,7 @@ class Service:
         running.stream.answer_now = True
 
     def fail_all(self, problem: HTTPProblem) -> None:
-        """End every accepted request with `problem`, also those that are being prepared.
+        """End every accepted request with `problem`, including requests in preparation.
 
         This is used when the engine hangs and when the time limit for draining has passed.
         """
@@ -200,7 +200,7 @@ class Service:
         return sum(self._reserved.values())
 
     def _admit(self, tokens: int = 0, id: str = "") -> None:
-        """Check that a request with so many tokens fits into the queue.
+        """Check that a request with this number of tokens fits into the queue.
 
         With an `id`, the request gets a place in the queue, or its number of tokens changes. A
         request that already has a place continues while the server drains.

@@ -303,7 +303,7 @@ def _reward(
 
 
 def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterator[Finding]:
-    """Detect that too many groups teach nothing because their rewards are equal."""
+    """Detect that too many groups have no gradient because their rewards are equal."""
     share = metrics["groups with equal rewards"]
     advice = f"easier problems, a larger --group-size, or teach the format first: {teach}"
     if metrics["pass@1, strict"] > 0.5:

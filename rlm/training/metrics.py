@@ -381,7 +381,7 @@ FLAT = (
 
 
 def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the alerts that hold after the given steps, as a map from rule to advice.
+    """Return the alerts that are active after the given steps, as a map from rule to advice.
 
     Args:
         rows: the metrics of the steps, oldest first.
@@ -402,7 +402,7 @@ def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def new_alerts(rows: Sequence[Row]) -> list[str]:
-    """Return the alerts that hold after the last step but did not hold one step earlier."""
+    """Return the alerts that are active after the last step but were not one step earlier."""
     before = active_alerts(rows[:-1])
     return [text for rule, text in active_alerts(rows).items() if rule not in before]
 
