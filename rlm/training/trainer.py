@@ -29,6 +29,7 @@ from rlm.data import (
     example_questions,
     load_problems,
     longest_prompts,
+    plain_question,
     stop_token_ids,
 )
 from rlm.evaluation import Evaluation, evaluate
@@ -279,8 +280,8 @@ class TrainingData:
             eval_problems = drop_long_prompts(eval_problems, render, *room, what)
         longest = longest_prompts(render, [*problems, *eval_problems])
         warnings = []
-        questions = {problem.question for problem in problems}
-        if shared := sum(problem.question in questions for problem in eval_problems):
+        questions = {plain_question(problem.question) for problem in problems}
+        if shared := sum(plain_question(p.question) in questions for p in eval_problems):
             warnings.append(
                 f"{shared} of {len(eval_problems)} validation problems are training problems too: "
                 "the accuracy on these problems does not measure how well new problems are solved; "

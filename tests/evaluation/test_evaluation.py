@@ -32,6 +32,10 @@ PNG = b"\x89PNG\r\n"
         ("gsm8k+rollouts:kept.jsonl", None, "validation"),
         ("hub", "hub", "validation[:20]"),  # held out of the rows of the adapter's --split
         ("hub", "other.jsonl", "validation"),
+        ("gsm8k:hub/train.jsonl", "gsm8k:hub/train.jsonl", "validation[:20]"),  # one file, no test
+        ("gsm8k:hub/train.jsonl", "gsm8k", "test"),
+        ("hub/train.jsonl", "/elsewhere/train.jsonl", "validation[:20]"),
+        ("hub/train.jsonl", "/elsewhere/other.jsonl", "test"),
     ],
 )
 def test_a_dataset_without_a_test_split_is_evaluated_on_validation(

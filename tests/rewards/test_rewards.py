@@ -569,6 +569,10 @@ def hang():
     time.sleep(60)
 
 
+def cancel():
+    raise asyncio.CancelledError
+
+
 def time_out():
     raise TimeoutError("the judge's socket")
 
@@ -582,11 +586,23 @@ def time_out():
         (lambda: math.inf, "infinite"),
         (lambda: 10**400, "not a number"),
         (lambda: sys.exit("bye"), "SystemExit: bye"),
+        (cancel, "CancelledError"),
         (lambda: "1.x", "not a number"),
         (lambda: math.nan, ""),
         (lambda: None, ""),
     ],
-    ids=["raises", "hangs", "times out", "infinite", "large", "exits", "text", "nan", "none"],
+    ids=[
+        "raises",
+        "hangs",
+        "times out",
+        "infinite",
+        "large",
+        "exits",
+        "cancelled",
+        "text",
+        "nan",
+        "none",
+    ],
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
@@ -601,11 +617,12 @@ def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
     assert message in capsys.readouterr().out
 
 
-def test_an_async_call_that_exits_costs_its_own_rollout_too():
+@pytest.mark.parametrize("leave", [sys.exit, cancel])
+def test_an_async_call_that_exits_costs_its_own_rollout_too(leave):
     class Leaving(RewardFunction):
         async def __call__(self, completion, reference_answer, **columns):
             await asyncio.sleep(0)
-            return sys.exit("bye") if completion == "bad" else 1.0
+            return leave() if completion == "bad" else 1.0
 
     scores = Scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
     assert scores.rewards == [[1.0, None], [1.0, 1.0]]
