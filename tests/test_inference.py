@@ -31,6 +31,7 @@ SIX = ADD.replace("5", "6")
 SCRIPT = {
     "marked": "<think>\n2 + 3 = <<2+3=5>>5\n</think>\n<answer>5</answer>",
     "two and three": ADD,
+    "poem": FORMAT.completion("so", "one\ntwo"),
     "vote": [SIX, ADD, ADD, "no idea"],
     "long": "<think>\n" + "word " * 8 + "\n</think>\n<answer>9</answer>",
 }
@@ -81,6 +82,8 @@ def test_several_answers_vote(ask, scripted):
     ]
     assert "answer: 5  (" in rest
     assert (len(scripted), scripted[0].n) == (1, 4)
+    lines = ask("poem", "--n", 2, "--answer-type", "open")[0].splitlines()
+    assert f"{'one two':>14} {'█' * 24} 2 of 2" in lines
 
 
 def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
