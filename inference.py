@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -266,10 +267,14 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
         return
     terminal.line("Ask a question; an empty line ends the session.")
     asked, typed = 0, sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):  # with this module, the arrow keys work in input()
+            import readline  # noqa: F401
     while True:
         try:
             question = input("> ")
         except EOFError:
+            terminal.line("")  # ends the line of the prompt
             break
         except UnicodeDecodeError as error:
             mistake = (

@@ -248,10 +248,9 @@ class APIClient:
         reply = self.post("chat/completions", body, max_cost, size // 4 + max_tokens)
         try:
             choice, tokens = reply["choices"][0], _token_counts(reply)
-            text = _text(choice["message"]["content"])
-            message = choice[
-                "message"
-            ]  # vLLM and OpenRouter send "reasoning", others the longer name
+            message = choice["message"]
+            text = _text(message.get("content"))  # some servers omit an empty one
+            # vLLM and OpenRouter send "reasoning", others the longer name.
             reasoning = _text(message.get("reasoning") or message.get("reasoning_content"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise APIError(f"{self.url}: the reply has no message or no usage", 200) from error

@@ -123,9 +123,13 @@ def test_texts_in_parts_none_and_reasoning_that_comes_apart(server):
     apart.body["choices"][0]["message"]["reasoning_content"] = "2 and 2"
     renamed = chat_reply("4")
     renamed.body["choices"][0]["message"]["reasoning"] = "2 and 2"  # vLLM, OpenRouter
-    server.script(chat_reply([*parts, {"type": "text", "text": "2 \ud83d"}]), apart, renamed)
+    left_out = chat_reply(None, finish="length")
+    del left_out.body["choices"][0]["message"]["content"]  # as Gemini's server does
+    in_parts = chat_reply([*parts, {"type": "text", "text": "2 \ud83d"}])
+    server.script(in_parts, apart, renamed, left_out)
     client = client_of(server)
-    first, second, third = (client.chat(HELLO, **ASK) for _ in range(3))
+    first, second, third, fourth = (client.chat(HELLO, **ASK) for _ in range(4))
+    assert (fourth.text, fourth.finish_reason) == ("", "length")
     assert (third.text, third.reasoning) == ("4", "2 and 2")
     assert (first.text, first.reasoning) == ("42 ?", "")
     assert (second.text, second.reasoning) == ("", "2 and 2")

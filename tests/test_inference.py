@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ SIX = ADD.replace("5", "6")
 SCRIPT = {
     "marked": "<think>\n2 + 3 = <<2+3=5>>5\n</think>\n<answer>5</answer>",
     "two and three": ADD,
+    "poem": FORMAT.completion("so", "one\ntwo"),
     "vote": [SIX, ADD, ADD, "no idea"],
     "long": "<think>\n" + "word " * 8 + "\n</think>\n<answer>9</answer>",
 }
@@ -81,6 +83,8 @@ def test_several_answers_vote(ask, scripted):
     ]
     assert "answer: 5  (" in rest
     assert (len(scripted), scripted[0].n) == (1, 4)
+    lines = ask("poem", "--n", 2, "--answer-type", "open")[0].splitlines()
+    assert f"{'one two':>14} {'█' * 24} 2 of 2" in lines
 
 
 def test_json_is_one_object_with_the_votes(ask, scripted, tokenizer):
@@ -220,6 +224,7 @@ def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypa
     left = type_in("vote", None)
     out, code = ask("--n", 4)
     assert (code, left, out.count("answer: 5  (")) == (0, [], 1)
+    assert out.endswith(")\n\n")  # the prompt of the shell begins a line
 
 
 def test_a_bad_question_ends_the_session_only_if_nobody_types_it(ask, scripted, monkeypatch):
@@ -236,7 +241,9 @@ def test_a_bad_question_ends_the_session_only_if_nobody_types_it(ask, scripted, 
 
             monkeypatch.setattr("builtins.input", read)
             monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda now=is_typed: now))
+            monkeypatch.delitem(sys.modules, "readline", raising=False)
             out, code = ask()
+            assert ("readline" in sys.modules) == is_typed  # for the arrow keys
             assert (code, len(left)) == ((0, 0) if is_typed else (2, 2))
             assert (says in out, out.count("answer: 5  (")) == (is_typed, is_typed)
 

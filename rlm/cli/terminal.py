@@ -69,7 +69,8 @@ def sample(question: str, completion: str, verdict: str) -> None:
 def bars(counts: Mapping[str, int], total: int) -> None:
     """Print a bar chart of the number of votes per answer; a full bar represents `total`."""
     for answer, count in counts.items():
-        line(f"  {answer:>12.12} {'█' * round(24 * count / total)} {count} of {total}")
+        shown = " ".join(answer.split())  # on one line
+        line(f"  {shown:>12.12} {'█' * round(24 * count / total)} {count} of {total}")
 
 
 @contextmanager

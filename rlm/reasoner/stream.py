@@ -120,8 +120,16 @@ class ReasoningParser:
         answer, self._held = self._held[:end], self._held[end:]
         return answer
 
-    def finish(self) -> tuple[str, str]:
-        """Return the remaining (reasoning, answer) text, which was held back."""
+    def finish(self, cut: bool = False) -> tuple[str, str]:
+        """Return the remaining (reasoning, answer) text, which was held back.
+
+        Args:
+            cut: whether the text was cut off, so that the beginning of a tag at its end is dropped.
+        """
+        if cut:
+            tags = {"start": (self._opening,), "reasoning": (self.closing,)}
+            begun = tags.get(self.phase, self._format.answer_tags)
+            self._held = self._held[: len(self._held) - max(_overlap(self._held, t) for t in begun)]
         if self.phase == "answer" and self._verbatim:
             rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
             return "", rest if self._begun else ""
@@ -305,7 +313,8 @@ class ReasoningStream:
 
     def _must_close(self, state: CompletionState, token: int) -> bool:
         used = len(state.ids) - state.opened_at
-        if token in self._stop_ids or len(state.ids) >= self._last_moment:
+        last_moment = self._last_moment + self._tag_tokens * state.parser.closing_begun
+        if token in self._stop_ids or len(state.ids) >= last_moment:
             return True
         if state.parser.closing_begun:
             return False
@@ -350,7 +359,7 @@ class ReasoningStream:
             state.reasoning_tokens = max(0, used)
         if token.finish_reason:
             state.finish_reason = "stop" if phase == "done" else token.finish_reason
-            rest = state.parser.finish()
+            rest = state.parser.finish(cut=state.finish_reason == "length")
             parts = parts[0] + rest[0], parts[1] + rest[1]
         state.reasoning += parts[0]
         state.answer += parts[1]

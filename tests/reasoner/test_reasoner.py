@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from live_server import ADD
 from scripted_sampler import ScriptedSampler
 
 from rlm.data.prompts import FORMATS
@@ -95,6 +97,14 @@ def test_the_whole_text_is_cut_where_the_answer_is(text, stop, whole, answer):
     assert parser.until_stop(text) == whole.replace("…", text.partition("</think>")[0])
 
 
+def test_a_tag_that_is_cut_off_is_not_text():
+    for text in ("<thi", "<think>a\n</th", "<think>a</think>\n<answ", "b</ans", "<answer>b </"):
+        for verbatim in (False, True):
+            parser = ReasoningParser(FORMAT, verbatim=verbatim)
+            parts = [*parser.feed(text), *parser.finish(cut=True)]
+            assert "".join(parts) in ("a", "b", "b " if verbatim else "", "")
+
+
 # --- the budget, on the real sampler with scripted tokens -----------------------------------------
 
 
@@ -113,6 +123,14 @@ def run(tokenizer, script: str, *, max_new_tokens: int = 400, now_after: str = "
     row = stream.completions[0]
     assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
     return row
+
+
+def test_no_part_of_a_tag_is_in_the_texts_wherever_the_limit_is(tokenizer):
+    for limit in range(1, len(ADD) + 30):
+        row = run(tokenizer, ADD, max_new_tokens=limit)
+        assert not re.search("<[/a-z]", row.reasoning + row.answer), limit
+    # A tag that never ends is closed in spite of it.
+    assert run(tokenizer, "<think>" + "</" * 90, max_new_tokens=80).status == "forced"
 
 
 SUM = "<think>\n2 + 3 = <<2+3=5>>5, and then it goes on\n</think>\n<answer>5</answer>"

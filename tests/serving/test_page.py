@@ -268,6 +268,32 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
     expect(page.locator("#result .reasoning")).not_to_contain_text("twelve and")
 
 
+@browser_test
+def test_an_answer_without_reasoning_is_kept_too(page, server):
+    """As the base model answers: until the end, or until the user stops it."""
+    whole = (answer("19"), done(None, final="19", status="absent"))
+    server.script(stream(start(), *whole), stream(start(), answer("it is "), Gate("never")))
+    visit(page, server)
+    ask(page, "twelve and seven?")
+    expect(page.locator("#result .final")).to_have_text("19")
+    ask(page)
+    expect(page.locator("#history summary").first).to_have_text("twelve and seven? → 19")
+    expect(page.locator("#result .answer")).to_have_text("it is ")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#result .thought")).to_have_text("Answer so far")
+    expect(page.locator("#result .answer")).to_have_text("it is ")
+
+
+@browser_test
+def test_the_winner_of_a_tie_is_the_first_vote(page, server):
+    tied = ["8", "7"]  # an object of JavaScript sorts these names
+    samples = [sample(i, final) for i, final in enumerate(tied)]
+    server.script(stream(start(2), *samples, done(final="8", votes=tied)))
+    visit(page, server)
+    ask(page)
+    expect(page.locator("#result .votes dt")).to_have_text(tied)
+
+
 # ---- What the answer says about itself ---------------------------------------------------
 
 
@@ -319,6 +345,7 @@ def test_votes_of_eight_samples(page, server):
     finals = ["20", "19", "19", None, "19", "20", "19", "19"]
     samples = [sample(i, final) for i, final in enumerate(finals)]
     samples[3] = sample(3, "19", "text_outside")  # found, but it does not vote
+    samples[7] = sample(7, "19.0")  # the server knows that this is 19
     begun = (start(8), reasoning("12 + 7 = 20"), answer("20"), *samples[:3])
     ended = (Gate("rest"), *samples[3:], Gate("vote"), done("12 and 7 make 19", votes=finals))
     server.script(stream(*begun, *ended))
@@ -331,7 +358,7 @@ def test_votes_of_eight_samples(page, server):
     expect(counts).to_have_text(["2 of 8", "1 of 8"])
     expect(page.locator("#result .answer")).to_be_hidden()  # the vote decides, not sample 0
     server.open("rest")
-    expect(counts).to_have_text(["5 of 8", "2 of 8", "1 of 8"])
+    expect(counts).to_have_text(["4 of 8", "2 of 8", "1 of 8", "1 of 8"])
     expect(page.locator(".winner")).to_have_count(0)
     server.open("vote")
     expect(page.locator("#result .final")).to_have_text("19")  # the winner, though sample 0 said 20
@@ -339,6 +366,7 @@ def test_votes_of_eight_samples(page, server):
     expect(counts.nth(0).locator("progress")).to_have_class("winner")
     values = page.locator("progress").evaluate_all("bars => bars.map(bar => 8 * bar.value)")
     assert values == [5, 2, 1]
+    expect(counts).to_have_text(["5 of 8", "2 of 8", "1 of 8"])
     expect(page.locator("#result .reasoning")).to_have_text("12 and 7 make 19")
     assert server.asked()[0]["n"] == 8
 

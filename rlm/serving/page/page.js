@@ -5,6 +5,7 @@ const SILENCE = 60_000; // ms without data after which a run fails; the server p
 const RETRIED = ["queue_full", "busy", "rate_limited", "loading"]; // temporary errors, after which the page retries
 const BASE = "base"; // the name of the base model without an adapter
 const KEPT = 50; // maximum number of earlier questions on the page
+const NO_ANSWER = "no answer";
 const $ = (id) => document.getElementById(id);
 const form = $("ask");
 const fields = form.elements;
@@ -100,7 +101,7 @@ async function ask(beside = false) {
   const answered = await Promise.allSettled(run.panels.map((panel, i) => answer(panel, bodies[i], signal)));
   controller.abort(); // closes unfinished responses, so that the server aborts their requests
   const failed = answered.filter(({ status }) => status === "rejected");
-  if (!run.panels.some((panel) => panel.text || panel.said)) $("result").replaceChildren();
+  if (run.panels.every(({ article }) => isEmpty(article))) $("result").replaceChildren();
   if (failed.length < answered.length) show($("live"), run.panels.map((panel) => panel.said).filter(Boolean).join(". "));
   showRunning(false);
   run = null;
@@ -116,7 +117,7 @@ async function answer(panel, body, signal) {
       EVENTS[event]?.(panel, data);
     }
   } catch (error) {
-    show(panel.thought, panel.text ? "Reasoning so far" : "No answer");
+    show(panel.thought, panel.text ? "Reasoning so far" : isEmpty(panel.article) ? "No answer" : "Answer so far");
     throw signal.aborted ? signal.reason : error;
   }
 }
@@ -138,7 +139,7 @@ const EVENTS = {
     if (panel.n === 1) panel.answer.append(delta); // several answers are shown as votes
   },
   sample(panel, { final_answer: final, format }) {
-    const given = format === "strict" ? final : "no answer"; // the same rule as in the server's vote
+    const given = format === "strict" ? final : NO_ANSWER; // the same rule as in the server's vote
     panel.counts[given] = (panel.counts[given] ?? 0) + 1;
     showVotes(panel, null);
   },
@@ -184,11 +185,13 @@ function newPanel(adapter, n) {
   return panel;
 }
 
+const isEmpty = (article) => ![...article.querySelectorAll(".reasoning, .answer, .votes, .facts")].some((part) => part.textContent);
+
 /** Moves the visible answers to the list of earlier questions. */
 function keep() {
   const articles = [...$("result").children];
-  if (!articles.some((article) => article.querySelector(".reasoning").textContent || article.querySelector(".answer").textContent)) return;
-  const answers = articles.map((article) => article.querySelector(".final").textContent || "no answer");
+  if (articles.every(isEmpty)) return;
+  const answers = articles.map((article) => article.querySelector(".final").textContent || NO_ANSWER);
   const entry = make("details", "", make("summary", "", `${asked} → ${answers.join(" / ")}`), make("div", "exchange", ...articles));
   $("history").prepend(entry);
   $("history").children[KEPT]?.remove();
@@ -331,8 +334,8 @@ function showRunning(running) {
   $("answer-now").hidden = true;
 }
 
-function showVotes(panel, winner) {
-  const votes = Object.entries(panel.counts).sort((a, b) => b[1] - a[1]);
+function showVotes(panel, winner) { // of a tie, the winner comes first
+  const votes = Object.entries(panel.counts).sort((a, b) => b[1] - a[1] || (b[0] === winner) - (a[0] === winner));
   showRows(panel.votes, votes.map(([given, count]) => {
     const bar = make("progress", given === winner ? "winner" : "");
     bar.value = count / panel.n;
@@ -361,7 +364,11 @@ function showResult(panel, result) {
     panel.verdict.classList.add(verifier.correct ? "right" : "wrong");
   }
   show(panel.remarks, remarksOf(result).join("\n"));
-  if (vote) showVotes(panel, vote.winner);
+  if (vote) { // the server counts equal answers together, such as 8 and 8.0
+    const silent = vote.n - vote.valid;
+    panel.counts = { ...vote.counts, ...(silent && { [NO_ANSWER]: silent }) };
+    showVotes(panel, vote.winner);
+  }
   showRows(panel.facts, factsOf(result));
   const who = panel.who.textContent;
   panel.said = final === null ? `${who && `${who}: `}Done, without a final answer` : `${who || "Answer"}: ${final}`;
