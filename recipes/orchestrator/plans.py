@@ -22,11 +22,12 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def steps_of(problem: Problem) -> list[Equation]:
-    """Return the distinct equations of the worked solution.
+    """Return the distinct equations of the worked solution, line by line.
 
     Duplicates are removed, because a calculator annotation repeats the equation beside it.
     """
-    return list(dict.fromkeys(find_equations(problem.solution)))
+    found = [each for line in problem.solution.splitlines() for each in find_equations(line)]
+    return list({"".join(each.left.split()): each for each in found}.values())
 
 
 def oracle_plan(problem: Problem) -> Graph | None:
