@@ -18,7 +18,7 @@ WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent alone s
 # Relative frequencies of the kinds of random plans. WHOLE_PROBLEM is none of them: it scores best
 # among the bad plans, so GRPO would converge to it before learning to divide a problem.
 KINDS = {"solution": 2, "operations": 1}
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"\d*\.?\d+")
 
 
 def steps_of(problem: Problem) -> list[Equation]:

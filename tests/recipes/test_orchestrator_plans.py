@@ -59,6 +59,8 @@ def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
         ("a: 6 * 13 = 78\nb: 4 * 6 = 24\nc: 78 + 24 = 102",
          ["What is 4 * 6?", "What is (6 * 13) + {agentA}?"]),
         ("a: 1 + 1 = 2\nb: 10 * 6 = 60\nc: 2 + 5 = 7", ["What is 1 + 1?", "What is {agentA} + 5?"]),
+        ("a: .25 * 20 = 5\nb: 40 * .05 = 2\nc: 5 + 2 = 7",  # .05 is not 5
+         ["What is 40 * .05?", "What is (.25 * 20) + {agentA}?"]),
         ("only: 6 * 13 = 78", None),
         ("a: 16 * 12 = 192\nb: 198 - 192 = 6\nc: 16 + 1 = 17", None),  # the last uses no other
         ("no equation", None),
