@@ -169,14 +169,8 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
             the two runs started from an adapter.
     """
     other = load_run(run)
-    for name in (
-        "dataset",
-        "columns",
-        "split",
-        "graph_form",
-        "agent_max_tokens",
-        "agent_temperature",
-    ):
+    compared = ("dataset", "columns", "split", "graph_form", "agent_max_tokens")
+    for name in (*compared, "agent_temperature"):
         ours, theirs = getattr(first.config, name), getattr(other.config, name)
         if ours != theirs:
             option = name.replace("_", "-")
