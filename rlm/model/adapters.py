@@ -420,7 +420,7 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
         if adapter in linear.lora_A:
             sides = linear.lora_A[adapter], linear.lora_B[adapter]
             down, up = (cast("nn.Linear", side).weight for side in sides)
-            update = linear.scaling[adapter] * (up.float() @ down.float())  # (out, in)
+            update = (up.float() @ down.float()).mul_(linear.scaling[adapter])  # (out, in)
             total = total + (update.T if linear.fan_in_fan_out else update)  # (in, out) in Conv1D
     return total.to(weight.dtype)
 
