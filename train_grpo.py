@@ -209,7 +209,7 @@ class GRPOTrainer:
                 )
                 metrics |= reward_metrics | learn_metrics
                 metrics |= run.start_metrics if step == 0 else {}
-                control = self.state.control_after(step, config, run.directory.interrupted)
+                control = self.state.control_after(step, config)
                 if control.should_evaluate:
                     metrics |= run.validate(step + 1)
                 self.log(run, metrics, groups, advantages)

@@ -171,13 +171,12 @@ def learn(
     if not examples:
         raise UsageError("no example fits into the context window of the model")
     config = replace(config, epochs=config.epochs_for(len(examples)))  # run.json records a number
-    run = RunDirectory(config.run_dir, resume=config.resume)  # moves an earlier run away
-    announce(config, device, policy, len(examples), read - len(examples))
-    check_window(policy, examples, config.dataset)
-    trainer = make_trainer(config, device, policy, tokenizer, examples)
-    progress = CheckpointCallback(config, run, policy, base_hash, examples)
-    trainer.add_callback(progress)
-    with run:
+    with RunDirectory(config.run_dir, resume=config.resume) as run:  # moves an earlier run away
+        announce(config, device, policy, len(examples), read - len(examples))
+        check_window(policy, examples, config.dataset)
+        trainer = make_trainer(config, device, policy, tokenizer, examples)
+        progress = CheckpointCallback(config, run, policy, base_hash, examples)
+        trainer.add_callback(progress)
         trainer.train_from(progress.step)
         run.raise_if_interrupted(run.interrupted and trainer.state.global_step < progress.steps)
         run.write_csv(run.metrics())
@@ -230,7 +229,7 @@ def announce(
         {
             "model": config.model,
             "device": device,
-            "data": f"{config.dataset}: {examples} examples{too_long}",
+            "data": f"{config.dataset or 'from Python'}: {examples} examples{too_long}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
             "steps": f"{steps} of {min(config.batch_size, examples)} examples, {epochs} "
             f"pass{'es' * (epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",

@@ -143,7 +143,7 @@ def main(config: ServingConfig) -> int:
     offline, directory = {"HF_HUB_OFFLINE": "1"}, model_directory(config.model)
     ours = ["server.py", "--base", "--model", config.model, "--max-num-seqs", str(config.requests)]
     peer = ["-m", "transformers.cli.transformers", "serve", "--device", "cpu"]
-    peer += ["--dtype", "float32", "--continuous-batching", directory]
+    peer += ["--dtype", harness.describe_machine()["dtype"], "--continuous-batching", directory]
     with ExitStack() as stack:
         url, _ = stack.enter_context(server_process(ours, environment=offline))
         theirs, _ = stack.enter_context(server_process(peer, environment=offline, ready="/health"))

@@ -148,12 +148,13 @@ class Training:
             code = self._meet(process, accident, draw.uniform(LEAST_SECONDS, MOST_SECONDS))
             if code == 0:
                 return 0
-            self.accidents[accident] += 1
             if accident == "full disk" and code != EXIT_OF_AN_ERROR:
                 self.failures.append(f"{name}: a full disk ended it with {code}")
             folder = self.config.run_dir / name
-            if accident in ("damaged checkpoint", "torn metrics"):
-                _damage(folder, accident, draw)
+            damaging = accident in ("damaged checkpoint", "torn metrics")
+            if damaging and not _damage(folder, accident, draw):
+                accident = "SIGKILL"  # there was nothing to damage yet
+            self.accidents[accident] += 1
             saved = any(folder.glob("checkpoints/step_*/manifest.json"))
             resume = ("--resume",) if saved else ()
         return self.start(name, *resume).wait()
@@ -167,19 +168,24 @@ class Training:
         return process.wait()
 
 
-def _damage(folder: Path, accident: str, draw: random.Random) -> None:
-    """Flip a byte of the newest checkpoint, or cut the last line of the metrics."""
+def _damage(folder: Path, accident: str, draw: random.Random) -> bool:
+    """Flip a byte of the newest checkpoint, or cut the last line of the metrics, if there is one.
+
+    The only checkpoint stays whole. Return whether a file was damaged.
+    """
     if accident == "torn metrics":
         file = folder / "metrics.jsonl"
-        if file.exists() and (size := file.stat().st_size) > 10:
+        size = file.stat().st_size if file.exists() else 0
+        if size > 10:
             os.truncate(file, size - draw.randint(1, 9))
-        return
+        return size > 10
     checkpoints = sorted(folder.glob("checkpoints/step_*"))
     if len(checkpoints) > 1:
         file = draw.choice(sorted(checkpoints[-1].glob("*.safetensors")))
         content = bytearray(file.read_bytes())
         content[draw.randrange(len(content))] ^= 1
         file.write_bytes(content)
+    return len(checkpoints) > 1
 
 
 # --- serving ------------------------------------------------------------------------------------

@@ -420,7 +420,7 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
         # being closed would look like a crash, so the client closes idle connections earlier.
         limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=2.0),
         # A company proxy does not reach servers on this machine.
-        trust_env=httpx2.URL(url).host not in ("127.0.0.1", "localhost"),
+        trust_env=httpx2.URL(url).host not in ("127.0.0.1", "localhost", "::1"),
         verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
         follow_redirects=False,  # a redirect could send the key to another server
     )

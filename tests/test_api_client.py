@@ -387,6 +387,7 @@ def test_a_proxy_is_not_asked_for_servers_of_this_machine(server, nobody, monkey
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, nobody)
     assert APIClient(server.url).models()
+    assert not APIClient("http://[::1]:9")._client._client.trust_env
 
 
 def test_no_server(nobody, pauses):

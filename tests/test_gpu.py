@@ -373,7 +373,7 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
             calls_left[:] = [last] if name == "halves" else []
             trainer.train(PROBLEMS)
             adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})
-        assert trainer.run.memory_plan.train_batch_tokens == 128
+        assert trainer.run.memory_plan.train_batch_tokens <= 128
         assert capsys.readouterr().out.count("out of GPU memory") == 1
         calls_left[:] = [1]
         assert trainer.run.memory_plan.halved

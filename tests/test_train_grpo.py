@@ -3,8 +3,10 @@
 import hashlib
 import itertools
 import json
+import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import faults
@@ -16,7 +18,7 @@ from scripted_server import ScriptedServer
 
 import train_grpo
 import train_sft
-from rlm.cli.options import UsageError
+from rlm.cli.options import Interrupted, UsageError
 from rlm.data.problem import Problem
 from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base
@@ -25,7 +27,7 @@ from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
 from rlm.sampling import SamplingParams, prompt_seed
-from rlm.training import logprobs
+from rlm.training import logprobs, memory_plan
 from rlm.training import metrics as report
 from rlm.training import state as training_state
 from rlm.training import trainer as training
@@ -237,6 +239,15 @@ def test_problems_without_a_verdict_are_not_compared():
     assert f"step 1, which {BETTER} {LAST}, by +0.500" in choose_export(record, 2)[1]
 
 
+def test_a_validation_without_any_verdict_is_never_the_best():
+    """Its mean of 0 is more than a penalty; a judge that was away at the start is outdone later."""
+    for scores, best in (([[-0.3], [-0.1], [None]], 1), ([[None], [-0.3], [-0.5]], 1)):
+        record = Validations("reward")
+        for step, score in enumerate(scores):
+            record.add(step, score)
+        assert record.best.step == best
+
+
 def test_the_summary_shows_start_best_and_last(capsys):
     record = validated(1, 5, 3, problems=10)
     summary = {"validation": record.summary(4), "validated_on": 10, "seconds": 1.0}
@@ -418,6 +429,40 @@ def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypa
     assert "stopped after step" not in capsys.readouterr().out.split("another aim")[-1]
 
 
+def test_a_stopped_run_that_is_killed_in_its_export_only_exports_again(
+    model_dir, tmp_path, monkeypatch
+):
+    """The answers get worse with step 2 of 3; a third step would ask for a fourth validation."""
+
+    def result(name, **options):
+        config = a_config(tmp_path, name, eval_every=1, **options)
+        _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:20])
+        return {key: summary[key] for key in ("exported", "reason", "step", "steps_run")}
+
+    scripted(monkeypatch, 12, 13, 1)
+    whole = result("whole")
+    assert (whole["step"], whole["steps_run"]) == (1, 2)
+    scripted(monkeypatch, 12, 13, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_adapter", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            result("killed")
+    assert result("killed", resume=True) == whole
+
+
+def test_a_signal_during_a_validation_ends_the_run_at_once(model_dir, tmp_path, monkeypatch):
+    def scores(self, problems, k, advance):
+        if self.run and not self.run.directory.interrupted:  # not before training, and once
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"accuracy": [0.0] * len(problems), "reward": [0.0] * len(problems)}
+
+    monkeypatch.setattr(GRPOTrainer, "validation_scores", scores)
+    config = a_config(tmp_path, eval_every=1, save_every=0)
+    with pytest.raises(Interrupted, match="is saved up to step 1"):
+        train(model_dir, config, evaluate_on=PROBLEMS[:2])
+    assert len(rows(config)) == 1  # not one more step
+
+
 def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
     """Validated on six problems, by the user's own reward, sampled as in training."""
     config = a_config(tmp_path, steps=12, eval_every=3)
@@ -430,6 +475,16 @@ def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
     assert row["eval/reward"] == found["last"]["mean"]
     assert row["eval/reward_low"] <= row["eval/reward"] <= row["eval/reward_high"]
     assert row["eval/accuracy"] == 0.0  # the verdict is logged, too
+
+
+def test_curves_are_drawn_at_each_validation_of_open_answers(model_dir, tmp_path, monkeypatch):
+    """Which have a reward and no accuracy; and once more at the end."""
+    drawn = []
+    monkeypatch.setattr(training, "learning_curves", lambda rows, *_: drawn.append(len(rows)))
+    problems = [Problem(f"p{i}", f"{i}?", "", answer_type="open") for i in range(4)]
+    trainer = a_trainer(model_dir, a_config(tmp_path, steps=3, eval_every=2))
+    trainer.train(problems, problems[:2])
+    assert drawn == [2, 3]
 
 
 @pytest.mark.parametrize(("problems", "samples"), [(100, 2), (40, 4), (6, 16)])
@@ -822,6 +877,25 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
     assert saved == pytest.approx(tokens * (kept[0] - inputs), rel=0.05)
     for name, tensor in adapters[0].items():
         assert torch.equal(tensor, adapters[1][name]), name
+
+
+def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch):
+    """And not what the plan allows, which may be far more: the update would be the same again."""
+    sizes = []
+
+    def fails_once(policy, micro, temperature):
+        sizes.append(micro.input_ids.numel())
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError
+        return logprobs.token_logprobs(policy, micro, temperature)
+
+    monkeypatch.setattr(training_state, "token_logprobs", fails_once)
+    monkeypatch.setitem(memory_plan.CPU_MICRO_BATCH, torch.float32, 10_000)
+    # With a KL term, all rollouts are computed.
+    trainer, _ = train(model_dir, a_config(tmp_path, steps=1, kl_weight=0.1))
+    whole, *halves = sizes
+    assert len(halves) > 1
+    assert max(halves) <= trainer.run.memory_plan.train_batch_tokens == whole // 2
 
 
 def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):

@@ -136,13 +136,13 @@ class Library:
         """Continue from the records of an interrupted run.
 
         If the process was killed after it had written the last record and before it saved the
-        library, the library is restored from this record.
+        library, or if the library's file is missing, the library is restored from this record.
         """
         self.note_problems(record["problem_text"] for record in records if "problem_text" in record)
         for record in records:
             operations = (record.get("extraction") or {}).get("operations", [])
             self._note_numbers(done["id"] for done in operations if done["kept"])
-        if records and self.digest == records[-1]["library_before"]:
+        if records and (not self.path.exists() or self.digest == records[-1]["library_before"]):
             self.items = copy.deepcopy(records[-1]["library_after"])
             self.save()
 

@@ -404,7 +404,8 @@ def _say_extraction(extraction: Row) -> None:
     if extraction["error"]:
         _say(f"    ✗ No lesson: {extraction['error']}")
     for done in extraction["operations"]:
-        mark = "✅ Saved" if done["kept"] else f"✗ Refused ({done['reason']})"
+        kept = "✅ Saved" if done["action"] in ("add", "modify") else "✅ Dropped"
+        mark = kept if done["kept"] else f"✗ Refused ({done['reason']})"
         _say(f"    {mark}: {done['action']} {done['id'] or ''} {done['content'] or ''}".rstrip())
 
 

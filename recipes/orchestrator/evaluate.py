@@ -27,7 +27,7 @@ from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator, exported_ad
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
-from rlm.data import Problem, drop_long_prompts, has_test, load_problems, own_files
+from rlm.data import Problem, data_files, drop_long_prompts, has_test, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import (
@@ -169,14 +169,8 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
             the two runs started from an adapter.
     """
     other = load_run(run)
-    for name in (
-        "dataset",
-        "columns",
-        "split",
-        "graph_form",
-        "agent_max_tokens",
-        "agent_temperature",
-    ):
+    compared = ("dataset", "columns", "split", "graph_form", "agent_max_tokens")
+    for name in (*compared, "agent_temperature"):
         ours, theirs = getattr(first.config, name), getattr(other.config, name)
         if ours != theirs:
             option = name.replace("_", "-")
@@ -295,7 +289,7 @@ def choose_split(
     is the default if the dataset is or contains one, or if it has no test split. Validation is held
     out of the rows that the run's --split selects.
     """
-    is_held_out = has_test(dataset) and not own_files(dataset)
+    is_held_out = has_test(dataset) and not data_files(dataset)
     split = config.split or ("test" if is_held_out else "validation")
     own_rows = split in ("train", "validation")  # without a slice of its own
     return split, {"columns": trained.columns, "rows": trained.split if own_rows else None}

@@ -138,7 +138,7 @@ def load_agents(
     if agents.adapter:
         check_base(agents.adapter, agents.name, base_model_hash(agents.name))
     if (agents.name, agents.quantize) != (config.model, config.quantize):
-        model = load_base(agents.name, pick_device(), quantize=agents.quantize)
+        model = load_base(agents.name, pick_device(config.dtype), quantize=agents.quantize)
         if agents.adapter:
             model = load_adapter(model, agents.adapter, trainable=False)
         tokenizer = agents.tokenizer or load_tokenizer(agents.name)
@@ -202,7 +202,7 @@ class Orchestrator:
         model, adapter = required(config.model, "--model"), exported_adapter(run_dir)
         check_base(adapter, model, base_model_hash(model))
         tokenizer = load_tokenizer(model)
-        base = load_base(model, pick_device(), quantize=config.quantize)
+        base = load_base(model, pick_device(config.dtype), quantize=config.quantize)
         policy = load_adapter(base, adapter, trainable=False)
         sampler = Sampler(policy, tokenizer, max_num_seqs=config.max_num_seqs)
         loaded = cls(config, agents := choose_agents(config), policy, tokenizer, sampler)
@@ -233,7 +233,7 @@ class Orchestrator:
         replies = self.writer.chat(calls, params, on_finish)
         self.writer.release()
         graphs = [parse_graph(reply.text, self.config.graph_form) for reply in replies]
-        trajectories = self.runner.run(problems, graphs, range(len(graphs)), seed)
+        trajectories = self.runner.run(problems, graphs, [0] * len(graphs), seed)
         for trajectory, reply in zip(trajectories, replies, strict=True):
             trajectory.written = reply
         return trajectories

@@ -18,15 +18,16 @@ WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent alone s
 # Relative frequencies of the kinds of random plans. WHOLE_PROBLEM is none of them: it scores best
 # among the bad plans, so GRPO would converge to it before learning to divide a problem.
 KINDS = {"solution": 2, "operations": 1}
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"\d*\.?\d+")
 
 
 def steps_of(problem: Problem) -> list[Equation]:
-    """Return the distinct equations of the worked solution.
+    """Return the distinct equations of the worked solution, line by line.
 
     Duplicates are removed, because a calculator annotation repeats the equation beside it.
     """
-    return list(dict.fromkeys(find_equations(problem.solution)))
+    found = [each for line in problem.solution.splitlines() for each in find_equations(line)]
+    return list({"".join(each.left.split()): each for each in found}.values())
 
 
 def oracle_plan(problem: Problem) -> Graph | None:

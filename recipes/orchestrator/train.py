@@ -36,10 +36,10 @@ from rlm import GRPOTrainer
 from rlm.cli import UsageError, required, run_main, terminal
 from rlm.data import (
     Problem,
+    data_files,
     drop_long_prompts,
     has_test,
     load_problems,
-    own_files,
     require_numeric_answers,
 )
 from rlm.model import (
@@ -364,7 +364,7 @@ def main(config: OrchestratorConfig) -> int:
     train, validation = load_data(config)
     test = []
     # The test split of a local file is the whole file, which includes the training problems.
-    is_testable = has_test(dataset) and not own_files(dataset)
+    is_testable = has_test(dataset) and not data_files(dataset)
     if config.test_samples and is_testable:
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)

@@ -18,8 +18,9 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
+from numbers import Real
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -68,12 +69,24 @@ class Flag:
         return find_choice(value, self.choices or ())
 
     def normalised(self, value: Any) -> Any:
-        """Convert a value to the form in a config: a choice, or a Path with `~/` expanded."""
+        """Convert a value to the form in a config: a choice, or a Path with `~/` expanded.
+
+        Raises:
+            ValueError: the value has another type than the option.
+        """
         members = members_of(self.kind)
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
         if isinstance(value, str) and Path in members and str not in members:
             value = Path(os.path.expanduser(value))
+        if isinstance(value, Path) and Path not in members and str in members:
+            value = str(value)
+        if isinstance(value, Real) and int in members and value % 1 == 0:  # 1e3, numpy's integers
+            value = int(value)
+        kinds = {Real if kind is float else get_origin(kind) or kind for kind in members}
+        kinds |= {NoneType} | ({list} if tuple in kinds else set())
+        if not isinstance(value, tuple(kinds)):
+            raise ValueError(f"{self.spelling}: expected {self.expects}, got {value!r:.60}")
         return self.spelled(value)
 
     def allows(self, value: object) -> bool:
@@ -279,8 +292,6 @@ def check_values(config: object) -> None:
         if flag.becomes:
             continue
         value = getattr(config, flag.name)
-        if bool in members_of(flag.kind) and not isinstance(value, bool | None):
-            raise ValueError(f"{flag.spelling}: expected true or false, got {value!r}")
         new = flag.normalised(value)
         if new is not value:  # `takes_aliases` may have normalised the value already
             object.__setattr__(config, flag.name, new)

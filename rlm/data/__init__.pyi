@@ -8,6 +8,7 @@ from .experiences import similarity as similarity
 from .experiences import with_experiences as with_experiences
 from .loaders import HELD_OUT as HELD_OUT
 from .loaders import check_dataset as check_dataset
+from .loaders import data_files as data_files
 from .loaders import dataset_name as dataset_name
 from .loaders import dataset_parts as dataset_parts
 from .loaders import has_only_test as has_only_test

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 from rlm.cli import UsageError
@@ -31,7 +32,8 @@ ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
 FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
-_HASHES = re.compile(r"\n\s*####[^\n]*\Z")
+REASONING_TAGS = ("think", "reasoning")  # those of `rlm.data.prompts.FORMATS`
+_STATED_AT_END = re.compile(r"(?:\n\s*####[^\n]*|<answer>.*)\Z", re.S)
 # Matches a request for a proof, but not "Surveys show that …".
 _PROOF = re.compile(
     r"(?:(?:^|[.!?:;,])\s*|\b(?:and|to|please)\s+)(?:prove|show) that\b",
@@ -70,7 +72,9 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return the row with the given columns renamed to our fields; other columns are unchanged.
+    """Return the row with the given columns renamed to our fields; other columns keep their names.
+
+    NaN, with which pandas marks a missing value, becomes None.
 
     Args:
         columns: field → column, in the form that `parse_columns` returns. `a.b` is the value of key
@@ -89,7 +93,8 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         if (reply := _reply(rest)) is not None:
             found = {"completion": reply} | found
         rest = {k: v for k, v in rest.items() if k not in (*CHAT_FIELDS, *QUESTION_FIELDS)}
-    return rest | found
+    both = rest | found
+    return {k: None if isinstance(v, Number) and v != v else v for k, v in both.items()}
 
 
 def _reply(row: Row) -> str | None:
@@ -342,7 +347,10 @@ def read_choices(row: Row, first: int | None = None) -> Row:
         return row
     if len(texts) > len(LETTERS):
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
-    place = _place_of(answer, labels, texts, first)
+    listed = _given(row, CHOICE_FIELDS)
+    # A number among numbers is a choice, not an index.
+    is_value = isinstance(listed, list) and not isinstance(answer, str) and answer in listed
+    place = listed.index(answer) if is_value else _place_of(answer, labels, texts, first)
     if place is None and str(answer).strip() in ("", "-1"):
         raise ValueError(
             "the row has no answer (many test splits have none; --split validation uses another)"
@@ -503,15 +511,19 @@ def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
 
 
 def without_tags(solution: str) -> str:
-    """Return the text inside the `<think>` tags of a solution.
+    """Return the text inside the reasoning tags of a solution, or else the whole solution.
 
-    A solution without these tags is returned without a last line of the form `#### 5`.
+    The answer at its end, in `<answer>` tags or in a last line of the form `#### 5`, is left out.
     """
-    reasoning, _ = split_completion(solution)
-    return (_HASHES.sub("", solution) if reasoning is None else reasoning).strip()
+    for tag in REASONING_TAGS:
+        reasoning, _ = split_completion(solution, tag)
+        solution = solution if reasoning is None else reasoning
+    return _STATED_AT_END.sub("", solution).strip()
 
 
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+ROLES["developer"] = "system"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek, vLLM and gpt-oss
 
 
 def _are_messages(found: Sequence[Any]) -> bool:
@@ -524,6 +536,7 @@ def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
     """Return the role and the text of each message.
 
     The keys are `role` and `content` (OpenAI's format), or `from` and `value` (ShareGPT's format).
+    Reasoning in a field of its own is put into `<think>` tags before the text.
     """
     if not _are_messages(messages):
         raise ValueError("messages is not a list of role and content")
@@ -539,7 +552,9 @@ def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
             text = "\n".join(texts) if texts and len(texts) == len(text) else None
         if not isinstance(text, str):
             raise LeftOut("with a message that is not text")
-        found.append((ROLES.get(role, role), text))
+        if isinstance(reasoning := _given(message, REASONING_FIELDS), str) and reasoning.strip():
+            text = f"<think>{reasoning}</think>{text}"
+        found.append((ROLES.get(role.lower(), role.lower()), text))
     return found
 
 

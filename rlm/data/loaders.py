@@ -130,7 +130,13 @@ def load_problems(
     parts = dataset_parts(dataset)
     if len(parts) > 1:
         load = partial(load_problems, max_samples=max_samples, seed=seed, **options)
-        return _mix(_load_parts(parts, load, split, columns, rows), split, seed)
+        problems = _mix(_load_parts(parts, load, split, columns, rows), split, seed)
+        if split_slice(split)[0] != "train":
+            return problems
+        # A question that one dataset holds out may be a training question of another.
+        held_out = split.replace("train", "validation", 1)
+        held_out = load_problems(dataset, held_out, columns=columns, rows=rows, **options)
+        return _without(problems, held_out)
     if not is_named(dataset):
         if is_local_file(dataset):
             problems = load_file(dataset, split, parse_columns(columns), rows)
@@ -262,6 +268,12 @@ def is_hub(dataset: str) -> bool:
 def own_files(dataset: str) -> set[Path]:
     """Return the user's own files that `--dataset` names."""
     return {Path(part).resolve() for part in dataset_parts(dataset) if is_local_file(part)}
+
+
+def data_files(dataset: str) -> set[Path]:
+    """Return the files of which every split of `--dataset` is a part: one's own, and gsm8k:FILE."""
+    paths = (Path(dataset_name(part).partition(":")[2]) for part in dataset_parts(dataset))
+    return own_files(dataset) | {path.resolve() for path in paths if path.is_file()}
 
 
 def needs_hub(dataset: str) -> bool:
@@ -433,15 +445,14 @@ def load_hub(
         limit = POOL  # the validation split must not depend on max_samples
     told = {"limit": limit, "quiet": quiet, "columns": columns, "remedy": OTHER_ROWS}
     problems = parse_rows(found, f"{dataset} {stored}", prefix, _parse_hub, **told)
-    if not is_carved:
-        if role == "train":
-            problems = _without_validation(problems, dataset, columns)
-        return hold_out(problems, "test", dataset)
-    held_out = hold_out(problems[:POOL], "validation", dataset)
-    if role == "validation":
+    held_out = hold_out(problems[:POOL], "validation", dataset) if is_carved else []
+    if quiet:
         return held_out
-    questions = {plain_question(problem.question) for problem in held_out}
-    return [p for p in problems if plain_question(p.question) not in questions]
+    problems = _without(problems, held_out)
+    for name in ("test",) if is_carved else ("validation", "test"):
+        if role == "train" and name in names and name != stored:
+            problems = _without_split(problems, dataset, columns, name)
+    return problems if is_carved else hold_out(problems, "test", dataset)
 
 
 def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[int]:
@@ -454,23 +465,34 @@ def choose_rows(count: int, bounds: tuple[str | None, str | None]) -> Sequence[i
     return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
 
 
-def _without_validation(
-    problems: list[Problem], dataset: str, columns: dict[str, str]
+def _without_split(
+    problems: list[Problem], dataset: str, columns: dict[str, str], name: str
 ) -> list[Problem]:
-    """Remove training problems whose question is also in the published validation split."""
+    """Remove training problems whose question is also in the published split `name`."""
     path, config = split_config(dataset)
-    rows = read_dataset(dataset, {"path": path, "name": config, "split": "validation"})
+    rows = read_dataset(dataset, {"path": path, "name": config, "split": name})
     told = {"quiet": True, "columns": columns, "remedy": OTHER_ROWS}
-    validation = parse_rows(rows, f"{dataset} validation", "validation", _parse_hub, **told)
-    questions = {plain_question(problem.question) for problem in validation}
-    kept = [problem for problem in problems if plain_question(problem.question) not in questions]
+    try:
+        published = parse_rows(rows, f"{dataset} {name}", name, _parse_hub, **told)
+    except UsageError:
+        if name == "test":  # many test splits have no answers
+            return problems
+        raise
+    kept = _without(problems, published)
     if len(kept) < len(problems):
         logger.warning(
-            "%s: %d training problems are also validation problems and are left out of training",
+            "%s: %d training problems are also %s problems and are left out of training",
             dataset,
             len(problems) - len(kept),
+            name,
         )
     return kept
+
+
+def _without(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
+    """Return the problems whose question is not held out."""
+    questions = {plain_question(problem.question) for problem in held_out}
+    return [p for p in problems if plain_question(p.question) not in questions]
 
 
 def split_config(dataset: str) -> tuple[str, str | None]:

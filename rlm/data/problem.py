@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Number
 from typing import Any
 
 from rlm.cli import UsageError
@@ -351,9 +352,11 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     value = default if name is None else row[name]
     if value is None:
         raise MissingColumn(f"no field {' or '.join(names)}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | Number):  # numpy's and Decimal too
         first = f" (--columns {name}=COLUMN.0 uses the first item of a list)"
         raise ValueError(f"{name} is neither text nor a number{first * isinstance(value, list)}")
+    if isinstance(value, float) and not value.is_integer():
+        value = float(f"{value:.15g}")  # 0.1 + 0.2 is 0.3
     text = str(value).strip() or default
     if text is None:
         raise ValueError(f"{name} is empty")

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,12 +159,13 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a CSV file, numbered from 1. All values are strings.
 
     The first line contains the names of the columns. The separator is the comma, semicolon, tab or
-    bar that splits the first line into the most columns. The encoding is UTF-8, UTF-16 with a byte
-    order mark, or cp1252 (Windows) if the file is not valid UTF-8.
+    bar that splits the first line into the most columns; spaces after it are skipped. The encoding
+    is UTF-8, UTF-16 with a byte order mark, or cp1252 (Windows) if the file is not valid UTF-8.
 
     Raises:
-        ValueError, csv.Error: a row has more cells than the first line, or a quote is misplaced.
-            Otherwise, parts of an answer or whole rows would be lost.
+        ValueError, csv.Error: a row has more cells than the first line, two columns have the same
+            name, or a quote is misplaced. Otherwise, a part of an answer, a column or whole rows
+            would be lost.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
@@ -176,11 +178,12 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
         except UnicodeDecodeError:
             text = data.decode("cp1252")
             logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     head = text.split("\n", 1)[0]
     separator = max(",;\t|", key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
     rows: list[dict[Any, Any]] = []
     try:
-        rows.extend(csv.DictReader(io.StringIO(text, ""), delimiter=separator, strict=True))
+        rows.extend(_named_cells(text, delimiter=separator, strict=True))
     except csv.Error as error:
         if "expected" not in str(error):  # not about a quote
             raise
@@ -191,8 +194,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
             ) from error
         # Tab-separated files often do not use quotes.
         logger.warning("%s: row %d: %s, so quotes are plain text", path, len(rows) + 1, error)
-        lines = io.StringIO(text, "")
-        rows = list(csv.DictReader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
+        rows = list(_named_cells(text, delimiter=separator, quoting=csv.QUOTE_NONE))
     for number, row in enumerate(rows, 1):
         if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond the last column
             raise ValueError(
@@ -200,6 +202,16 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
                 f"cell that contains {separator!r}"
             )
         yield number, row
+
+
+def _named_cells(text: str, **layout: Any) -> csv.DictReader[str]:
+    """Return a reader of a CSV text's rows, whose first line names the columns."""
+    reader = csv.DictReader(io.StringIO(text, ""), skipinitialspace=True, **layout)
+    reader.fieldnames = names = [name.strip() for name in reader.fieldnames or []]
+    repeated = [name for name, count in Counter(filter(None, names)).items() if count > 1]
+    if repeated:
+        raise ValueError(f"several columns have the name {', '.join(repeated)}")
+    return reader
 
 
 # The function that reads each format, by file suffix without .gz.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, check_values, command_of, flag, required, terminal
-from rlm.data import FORMATS, Format, dataset_parts, has_test, needs_hub, own_files
+from rlm.data import FORMATS, Format, data_files, dataset_parts, has_test, needs_hub
 from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft"), "GRPO": ("adapter", "train_grpo")}
@@ -214,8 +214,10 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     The default is test, or validation if an adapter was trained on the file or if the dataset has
     no test split. Validation is held out of the rows on which the last adapter was trained.
     """
-    trained = {file for info in adapters for file in own_files(info.dataset or "")}
-    is_trained = bool(own_files(dataset) & trained)
+    trained = {file for info in adapters for file in data_files(info.dataset or "")}
+    # A file that is missing may have been moved, or named from another folder.
+    moved = {file.name for file in trained if not file.exists()}
+    is_trained = any(file in trained or file.name in moved for file in data_files(dataset))
     if not is_trained and has_test(dataset):
         return "test"
     reason = "was used for training" if is_trained else "has no test split"

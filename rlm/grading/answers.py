@@ -37,7 +37,7 @@ MAX_TEXT = 1000  # a longer text is compared as a whole, and never as a number
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
-    r"([A-Za-z])(?P<end>[)\].:,\"'*_$\s]*)(?P<rest>.*)",
+    r"([A-Za-z])(?P<end>(?:[)\].:,\"'*_$\s]|(?<=\s)[-–—](?=\s))*)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
 # Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
@@ -47,12 +47,19 @@ _ANOTHER = re.compile(
     r"|(?<!\w)(?:\(?[A-J][).:]|\[[A-J]\])|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
-_EDGES = " \t\n.,;:!?\"'`*_()[]{}$"
+_EDGES = " .,;:!?\"'`*_()[]{}$"
+_SYMBOL_EDGES = " .\"'`$"  # of an answer without words and digits, such as ")" or "≥"
+_TYPOGRAPHIC = str.maketrans("‘’“”‐‒–—―−", "''\"\"------", "\u200b\ufeff")
 _TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
-_SIZE_COMMAND = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)")  # \dfrac, \left(
+# LaTeX that does not change the meaning: \left( and \dfrac, \(…\), and the backslash of \{ and \%.
+_NO_MEANING = re.compile(
+    r"\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)|\\[()\[\]]|\\(?=[{}%$&#_])"
+)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-# Superscripts and subscripts after a digit: neither 10² nor 10₂ is 102, but H₂O is H2O.
-_SCRIPTS = re.compile("(?<=[0-9])(?:(?P<up>[²³¹⁰⁴-ⁿ]+)(?!⁄)|[₀-₎]+)")
+# Superscripts, and subscripts after a digit: neither 10² nor 10₂ is 102, but H₂O is H2O.
+_SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]++)(?!⁄)|(?<=[0-9])[₀-₎]+")
+_BRACED = re.compile(r"(?<=[\^_])\{(-?\w+)\}")  # x^{2} is x^2
+_SPACED = re.compile(r" ?([^\w ]) ?")
 _INTERVAL = re.compile(r"(?=.*[\[\]])[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
 
 
@@ -65,13 +72,13 @@ def read_choice(text: str) -> str | None:
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
     """
-    text = text.strip()
+    text = unicodedata.normalize("NFKC", text[: MAX_CHOICE + 1]).strip()  # Ｂ is B
     match = _LETTER.fullmatch(text) if len(text) <= MAX_CHOICE else None
     if match is None:
         return None
     end, rest = match["end"], match["rest"]
     letter = match[1].upper()
-    if rest and not re.match(r"[)\].:]", end.lstrip("*_\"'")):
+    if rest and not re.match(r"[)\].:]|\s[-–—]", end.lstrip("*_\"'")):
         return None
     for other in _ANOTHER.finditer(rest):  # "B. B is right" is B, but "B. Not B" is no choice
         if re.findall("[A-J]", other[0])[-1] != letter or other[0].lower().startswith("not"):
@@ -81,6 +88,8 @@ def read_choice(text: str) -> str | None:
 
 def read_text(text: str) -> str | None:
     """Normalise the case, the spaces and the outer punctuation of a short text for comparison.
+
+    Spaces beside punctuation are left out, and typographic quotes and dashes are plain ones.
 
     A number without words is compared by its value, because answers of mathematics mix both. A
     number with a leading zero and a pair in brackets remain texts. The brackets of an interval such
@@ -94,29 +103,32 @@ def read_text(text: str) -> str | None:
     (False, False)
     >>> read_text("[0, 1)") == read_text("(0, 1]"), read_text("10²") == read_text("102")
     (False, False)
+    >>> read_text("red, blue"), read_text("10–20"), read_text("x² + 1") == read_text("x^{2}+1")
+    ('red,blue', '10-20', True)
     """
     if len(text) > MAX_TEXT:  # normalisation may take quadratic time
         return " ".join(text.casefold().split()).strip(_EDGES) or None
-    text = _SIZE_COMMAND.sub("", text)
+    text = _NO_MEANING.sub("", text)
     if "\\boxed" not in text:  # an answer tag must not contain a box
         text = _TEXT_COMMAND.sub(r"\1", text)
     text = _SCRIPTS.sub(lambda found: ("^" if found["up"] else "_") + found[0], text)
-    plain = _folded(text)
+    plain = _BRACED.sub(r"\1", _folded(text))
     if interval := _INTERVAL.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
-        return re.sub(r"\s*,\s*", ",", interval[0])
+        return _SPACED.sub(r"\1", interval[0])
     # In a longer text or after a large number, ! ends the sentence.
     mark = "!" if re.fullmatch(r"[\s($*_]*\d{1,2}![\s.$*_)]*", plain) else ""
-    plain = plain.strip(_EDGES) + mark
+    plain = plain.strip(_EDGES if re.search(r"\w", plain) else _SYMBOL_EDGES) + mark
     is_text = mark or re.match(r"0\d", plain) or re.search(r"[(\[][^)\]]*,", text)
     if not is_text and not any(map(str.isalpha, _COMMAND.sub("", plain))):
         for number in (parse_number(text), parse_number(plain)):
             if number is not None:
                 return str(number)
-    return plain or None
+    return _SPACED.sub(r"\1", plain) or None
 
 
 def _folded(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    plain = unicodedata.normalize("NFKC", text).translate(_TYPOGRAPHIC)
+    return " ".join(plain.casefold().split())
 
 
 # The function that reads each answer type. It returns a key that is the same for equal answers, or

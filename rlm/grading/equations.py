@@ -124,8 +124,8 @@ _INSIDE = re.compile(
     rf"|\b(?:{OPERATOR_WORD}|minus|negative|than|twice|thrice|double|triple|half|third|quarter"
     r"|squared?|cubed?|root|sqrt|log|ln|sin|cos|tan|exp|d?frac)))\Z"
 )
-# Matches the context directly before a chain: 12:30 - 1, 1,5 + 2, and factors of parentheses.
-_ADJACENT = re.compile(r"\d[:,]\Z|[)\]}!²³¼½¾][ \t]*\(\Z")
+# Matches the context directly before a chain: 12:30 - 1, 1,5 + 2, factors of parentheses, -(3 + 4).
+_ADJACENT = re.compile(r"\d[:,]\Z|(?:-|[)\]}!²³¼½¾][ \t]*)\(\Z")
 _MARK = re.compile(r"<<([^<>\n]{0,200})>>")
 _RESULT = re.compile(rf"\s*(-?{_NUMBER})(%?)\s*")
 _DIVISOR = re.compile(r"(?<=/ )\d+/\d+(?![\d./])")  # 60 / 3/4 is 60 / (3/4)

@@ -7,7 +7,7 @@ hostile text takes only milliseconds in any thread, and no text raises an error.
 a whole text; its time grows with the length of the text.)
 
 Supported numbers are 1000, 1,000, 1 000, 1'000, 1_000 and 1{,}000 (groups of exactly three digits
-with the same separator); 0.5, .5 and 1e3; 3/4 without spaces ("36 / 2" is arithmetic),
+with the same separator); 0.5, .5, 1e3 and 6 × 10^{-3}; 3/4 without spaces ("36 / 2" is arithmetic),
 \\frac{3}{4}, ½ and the mixed number 1 1/2. A number may have a sign, and "1.5 million" is
 multiplied out. A number may be surrounded by a currency, %, up to four unit words, quotes, brackets
 ("(5)" is 5), markdown emphasis, LaTeX delimiters and LaTeX text commands. A percent sign is
@@ -55,7 +55,7 @@ FRACTION_WORD = (
 OPERATOR_WORD = r"(?:plus|times|mod(?:ulo)?|choose|(?:divided|multiplied)\s+by)"
 
 _CHARACTERS = {"−": "-", "≃": "≈", "≅": "≈", "≈": "≈", "⁄": "/", "∕": "/", "°": " degrees "}
-_CHARACTERS |= {"∞": "\\infty "}
+_CHARACTERS |= {"∞": "\\infty ", "٫": ".", "٬": ","}
 _CHARACTERS |= dict.fromkeys("·π!", "^") | dict.fromkeys("→⇒", ":") | dict.fromkeys("…。", ". ")
 _CHARACTERS |= dict.fromkeys("‘’", "'") | dict.fromkeys("“”«»", '"') | {"、": ", ", "•": "*"}
 _CATEGORIES = {"Zs": " ", "Zl": "\n", "Zp": "\n", "Pd": "-", "Sc": "$", "Sm": "^", "Cf": "`"}
@@ -96,6 +96,11 @@ def _without_name(match: re.Match[str]) -> str:
 # The rewrites are applied in this order. A text that still contains LaTeX afterwards counts as an
 # expression, not as a number.
 _REWRITES = {
+    # 6.0 × 10^{-3} and 6.0 × 10⁻³ are 6.0e-3
+    r"(?<=\d) ?(?:[×*·xX]|\\(?:times|cdot)) ?10"
+    r"(?:\^ ?\{?([-−]?\d{1,2})\}?|(⁻?[²³¹⁰⁴-⁹]{1,2}))(?!\d)": (
+        lambda power: "e" + unicodedata.normalize("NFKC", power[1] or power[2])
+    ),
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
     r"[^\x00-\x7f]": _to_ascii,

@@ -68,7 +68,7 @@ PLAIN_LORA: dict[str, list[object] | None] = dict.fromkeys(ANYTHING.split()) | {
 }
 
 
-def new_adapter(model: PreTrainedModel, *, r: int, alpha: int, dropout: float = 0.0) -> PeftModel:
+def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float = 0.0) -> PeftModel:
     """Add a newly initialized LoRA adapter to every linear layer except the LM head.
 
     The output of the new adapter is exactly zero. Unlike with PEFT's "all-linear", the routers and
@@ -111,7 +111,7 @@ def take_adapters_off(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return base_of(model)
 
 
-def adapter_without_base(name: str, *, r: int, alpha: int) -> PeftModel:
+def adapter_without_base(name: str, *, r: int, alpha: float) -> PeftModel:
     """Create an adapter of zeros for a base model whose weights are on a server.
 
     The caller fills the tensors of the adapter with trained values and exports the adapter.
@@ -420,7 +420,7 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
         if adapter in linear.lora_A:
             sides = linear.lora_A[adapter], linear.lora_B[adapter]
             down, up = (cast("nn.Linear", side).weight for side in sides)
-            update = linear.scaling[adapter] * (up.float() @ down.float())  # (out, in)
+            update = (up.float() @ down.float()).mul_(linear.scaling[adapter])  # (out, in)
             total = total + (update.T if linear.fan_in_fan_out else update)  # (in, out) in Conv1D
     return total.to(weight.dtype)
 

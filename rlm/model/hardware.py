@@ -264,6 +264,8 @@ def prepare_process() -> None:
     matmuls, with about a megabyte per shape; a cache of 64 shapes is as fast (docs/log.md).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first matmul
+    if "OMP_NUM_THREADS" not in os.environ:
+        _limit_threads()
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -275,6 +277,20 @@ def prepare_process() -> None:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(ctypes.c_int(-3), ctypes.c_int(32 * 2**20))  # M_MMAP_THRESHOLD
             libc.mallopt(ctypes.c_int(-1), ctypes.c_int(512 * 2**20))  # M_TRIM_THRESHOLD
+
+
+def _limit_threads() -> None:
+    """Use at most as many threads as control groups allow CPUs, such as Docker's option --cpus.
+
+    torch counts the cores of the machine. Threads that wait for each other would use up the allowed
+    time, and the system would then stop all of them.
+    """
+    allowed = [torch.get_num_threads()]
+    for file in (group / "cpu.max" for group in _control_groups()):
+        quota, period = file.read_text().split() if file.is_file() else ("max", "")
+        if quota != "max":
+            allowed.append(math.ceil(int(quota) / int(period)))
+    torch.set_num_threads(min(allowed))
 
 
 def release_memory() -> None:
@@ -290,6 +306,13 @@ def release_memory() -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def _control_groups() -> list[Path]:
+    """Return the folders of this process's control groups, the innermost first."""
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    return [CGROUP / own, *(CGROUP / above for above in Path(own).parents)]
+
+
 def available_memory(device_type: str) -> int:
     """Return the available memory in bytes: of the GPU, or of this machine or its control groups.
 
@@ -301,9 +324,7 @@ def available_memory(device_type: str) -> int:
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + held
     available = psutil.virtual_memory().available
-    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    for group in (CGROUP / own, *(CGROUP / above for above in Path(own).parents)):
+    for group in _control_groups():
         limit, used = (group / f"memory.{name}" for name in ("max", "current"))
         if limit.is_file() and limit.read_text().strip() != "max":
             # Used memory includes the page cache, which the system frees on demand.

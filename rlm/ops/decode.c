@@ -28,7 +28,8 @@ enum {
     PAIR = 2 * LANES,   /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     LINE = 64 / sizeof(number), /* numbers in a cache line */
-    PART = Q * D <= 12 * WIDEST ? D : PAIR, /* numbers of a head with sums that fit the registers */
+    FITTING = 12 * WIDEST / Q, /* numbers of a head with sums that fit the registers */
+    PART = D <= FITTING ? D : 2 * PAIR <= FITTING && D % (2 * PAIR) == 0 ? 2 * PAIR : PAIR,
 };
 
 typedef float floats __attribute__((vector_size(4 * LANES)));

@@ -176,7 +176,9 @@ class Kernels:
         if not self.has_linear or weights[0].shape[1] % self._inputs_together:
             return packed_linear(weights, biases, epsilon, self.rms_norm)
         kept = self._in_blocks(weights)
-        shifts = None if biases is None else self._in_columns(biases).float()
+        shifts = None
+        if biases is not None:
+            shifts = torch.stack([self._in_columns(bias) for bias in biases], 1).float()
         outputs, inputs = weights[0].shape
         what = _Product(inputs=inputs, outputs=outputs, gated=len(weights) == 2)
         what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
@@ -205,15 +207,14 @@ class Kernels:
         # The n numbers of a group are moved as one integer.
         size = 8 * self._inputs_together * self.dtype.itemsize
         together = {16: torch.int16, 32: torch.int32}[size]
-        groups = [matrix.contiguous().view(together) for matrix in matrices]
-        blocks = self._in_columns(groups).transpose(-1, -2).contiguous()
-        return blocks.view(self.dtype)
+        groups = [self._in_columns(matrix.contiguous().view(together)) for matrix in matrices]
+        return torch.stack([group.mT for group in groups], 1).view(self.dtype)
 
-    def _in_columns(self, parts: Sequence[Tensor]) -> Tensor:
-        """Rearrange (outputs, …) to (blocks, parts, columns, …), padded with zeros at the end."""
-        missing = -len(parts[0]) % self._columns
-        whole = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts]
-        return torch.stack([part.unflatten(0, (-1, self._columns)) for part in whole], 1)
+    def _in_columns(self, part: Tensor) -> Tensor:
+        """Rearrange (outputs, …) to (blocks, columns, …), padded with zeros at the end."""
+        if missing := -len(part) % self._columns:
+            part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+        return part.unflatten(0, (-1, self._columns))
 
     def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate an uninitialized key or value cache; only entries written by rows are read."""

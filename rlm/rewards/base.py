@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ Reward = float | None
 # **kwargs of TRL's rewards contain only the columns of the dataset.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("question", "solution", "completion_ids")
-REWARD_ERRORS = (Exception, SystemExit)  # SystemExit: exit() in a reward must not end the run
+# Neither exit() nor a cancelled task in a reward may end the run.
+REWARD_ERRORS = (Exception, SystemExit, CancelledError)
 # Errors raised by code that expects messages (completion[0]["content"]) but receives a string. A
 # KeyError is not one of them: a judge's reply without the expected key raises it, too.
 NOT_MESSAGES = (TypeError, IndexError, AttributeError)

@@ -147,7 +147,7 @@ class Scorer:
         counts = {"correct": 0, **Counter(sorted(chain(*reasons)))}
         sums = {f"reason/{reason}": count for reason, count in counts.items()}
         sums |= self.reward.pop_metrics()
-        metrics = {name: total / len(rollouts) for name, total in sums.items()}
+        metrics = {name: float(total) / len(rollouts) for name, total in sums.items()}
         if failed:
             metrics["reward/failed"] = len(failed) / len(rollouts)
         values = iter(value if isinstance(value, float) else None for value in rewards)
@@ -283,7 +283,10 @@ async def _wait_for(found: Any) -> Any:
 
 
 def _to_reward(value: Any) -> Reward | BaseException:
-    """Convert a reward to float or None; NaN becomes None, and infinity becomes a ValueError."""
+    """Convert a reward to float or None; NaN becomes None.
+
+    The advantages are computed in float32, so a number that is infinite there becomes a ValueError.
+    """
     if isinstance(value, UsageError):
         raise value
     if value is None or isinstance(value, REWARD_ERRORS):
@@ -292,8 +295,8 @@ def _to_reward(value: Any) -> Reward | BaseException:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return ValueError(f"it returned {value!r:.60}, which is not a number")
-    if math.isinf(number):
-        return ValueError("it returned an infinite reward")
+    if abs(number) >= 2.0**128:
+        return ValueError(f"it returned {value!r:.60}, which is infinite in float32")
     return None if math.isnan(number) else number
 
 

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -219,13 +220,17 @@ def _is_run(path: Path) -> bool:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the running code; None outside a git checkout or without `git`."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Return the commit of the running code; None outside a git checkout or without `git`.
+
+    Git also fails if another repository contains this file without tracking it, as in .venv.
+    """
+    file = Path(__file__)
+    command = ["git", "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.split()[0]
 
 
 # The type of a signal handler in the module `signal`.
@@ -240,8 +245,9 @@ class Interrupts:
     A second signal ends the process at once through the system's default handler, even during a
     matrix multiplication. No data is lost, because files are written either completely or not at
     all. With several processes, later signals are ignored, because the launcher repeats the signal
-    from the terminal and kills processes that take too long. A signal that was already ignored
-    (with nohup or in a background job) stays ignored.
+    from the terminal and kills processes that take too long. In a notebook, a second signal raises
+    KeyboardInterrupt, because the kernel must survive. A signal that was already ignored (with
+    nohup or in a background job) stays ignored.
     """
 
     def __init__(self, *, alone: bool = True) -> None:
@@ -264,8 +270,8 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        for other in self._before:
-            signal.signal(other, self._then)
+        for other, before in self._before.items():
+            signal.signal(other, before if "ipykernel" in sys.modules else self._then)
         with contextlib.suppress(OSError):  # the terminal may be gone
             # print() is not safe here: the signal may have interrupted a print().
             os.write(2, NOTICE)

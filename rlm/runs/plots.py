@@ -44,14 +44,15 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     error = {"ecolor": "black", "capsize": 3, "elinewidth": 1}
     bars = axes.bar(range(len(rows)), means, 0.5, color=BLUE, yerr=(below, above), error_kw=error)
     axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=9)
-    axes.set_xticks(range(len(rows)), list(rows))
+    axes.set_xticks(range(len(rows)), list(rows), parse_math=False)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.12 * max(5.0, *means, *highs))
     axes.set_ylabel("right in the required format, %")
     # Wrap the title, because the name of a dataset may be a long path.
-    axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left")
+    axes.set_title(textwrap.fill(title, 16 * count), fontsize=11, loc="left", parse_math=False)
     if note:
-        figure.text(0.5, -0.03, note, fontsize=8, color=GREY, ha="center", va="top")
+        how = {"ha": "center", "va": "top", "parse_math": False}
+        figure.text(0.5, -0.03, note, fontsize=8, color=GREY, **how)
     save_figure(figure, path)
 
 
@@ -119,7 +120,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
     columns = min(3, max(1, len(shown)))
     rows = max(1, math.ceil(len(shown) / columns))
     figure = new_figure(3.7 * columns, 2.8 * rows)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left", parse_math=False)  # a path may have a $
     for axes, key in zip_longest(figure.subplots(rows, columns, squeeze=False).flat, shown):
         if key is None:
             axes.set_axis_off()

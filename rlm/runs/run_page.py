@@ -170,10 +170,7 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
         measured = [(0, _of_start(rows[0])), *((row["step"] + 1, row) for row in rows)]
         kept = [(step, row) for step, row in measured if _finite(row.get(metric)) is not None]
         steps, values = ([step for step, _ in kept], [row[metric] for _, row in kept])
-        ends = (
-            [row.get(f"{metric}_{end}", row[metric]) for _, row in kept] for end in ("low", "high")
-        )
-        means, bands = values, list(zip(*ends, strict=True))
+        means, bands = values, [_interval(row, metric) for _, row in kept]
     else:
         steps, values = series(rows, metric)
         means, half = recent_means(values)
@@ -183,6 +180,11 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
         [step, *(float(f"{number:.4g}") for number in (value, mean, *band))]
         for step, (value, mean, band) in zip(steps, points, strict=True)
     ]
+
+
+def _interval(row: Mapping[str, Any], metric: str) -> list[float]:
+    ends = [row.get(f"{metric}_{end}") for end in ("low", "high")]
+    return [row[metric] if end is None else end for end in ends]  # null: an infinite interval
 
 
 def _of_start(row: Mapping[str, float]) -> dict[str, float]:

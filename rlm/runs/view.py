@@ -47,7 +47,10 @@ def main(config: ViewConfig) -> int:
         check_rollouts(path)
     runs = [read_run(path) for path in paths]
     output = config.output or config.run / "rollouts.html"
-    replace_file(output, render_page(runs))
+    try:
+        replace_file(output, render_page(runs))
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}") from error
     count = sum(len(group["completions"]) for run in runs for group in run["groups"])
     size = output.stat().st_size / 1e6
     terminal.line(f"written: {output} ({count} rollouts, {size:.1f} MB); open it in a browser")

@@ -59,12 +59,16 @@ class MemoryPlan:
     checkpointing: bool = False  # whether the backward pass recomputes the activations
     halved: bool = False  # whether the micro-batch was halved after an out-of-memory error
 
-    def halve(self) -> MemoryPlan:
+    def halve(self, largest: int) -> MemoryPlan:
         """Return a plan with half the micro-batch and gradient checkpointing.
 
         This is the plan after an out-of-memory error.
+
+        Args:
+            largest: the tokens in the largest micro-batch that was computed, which may be fewer
+                than the plan allows.
         """
-        tokens = max(self.train_batch_tokens // 2, SMALLEST_MICRO_BATCH)
+        tokens = max(min(self.train_batch_tokens, largest) // 2, SMALLEST_MICRO_BATCH)
         return replace(self, train_batch_tokens=tokens, checkpointing=True, halved=True)
 
     @property

@@ -33,7 +33,7 @@ from transformers import (
 )
 from trl.trainer import sft_config, sft_trainer
 
-from rlm.cli import terminal, to_dict
+from rlm.cli import UsageError, terminal, to_dict
 from rlm.data import IGNORE_INDEX
 from rlm.model import (
     ADAPTER_FILES,
@@ -332,6 +332,12 @@ class CheckpointCallback(TrainerCallback):
         logs, done = parts.get("logs") or {}, state.global_step
         if "loss" not in logs:
             return
+        # transformers replaces a loss that is not finite by the mean of the others.
+        if not all(tensor.isfinite().all() for tensor in self.adapter.values()):
+            raise UsageError(
+                f"after step {done} the weights of the adapter are no longer finite: start again "
+                "with a lower --learning-rate"
+            )
         metrics = {ours: float(logs[theirs]) for ours, theirs in LOGGED.items() if theirs in logs}
         self.run.log({"step": done - 1, **metrics})
         a_step = (time.monotonic() - self._started) / (done - self.step)

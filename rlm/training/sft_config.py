@@ -107,7 +107,7 @@ class SFTConfig:
         None, "adapter to continue training from", default_text="a new adapter"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
-    lora_alpha: int = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
+    lora_alpha: int | float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "LoRA dropout of a new adapter", min=0, max=1)
     quantize: str = flag(
         "none", "load the base model quantized with bitsandbytes", choices=QUANTIZATIONS
@@ -122,7 +122,9 @@ class SFTConfig:
         None, "stop after this many minutes, and save the adapter", above=0, default_text="no limit"
     )
     tracker: str = flag("none", "also log the metrics to this tracker", choices=TRACKER_NAMES)
-    seed: int = flag(0, "random seed for the example order and for a new adapter")
+    seed: int = flag(
+        0, "random seed for the example order and for a new adapter", min=0, max=2**32 - 1
+    )
     output: Path = flag(Path("weights/sft_lora"), "folder for the adapter")
     run_dir: Path = flag(Path("runs/sft"), "folder for the log and the checkpoints")
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")

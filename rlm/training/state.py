@@ -61,7 +61,6 @@ class StepControl:
     should_evaluate: bool
     should_save: bool
     should_stop: bool
-    interrupted: bool
 
 
 @dataclass
@@ -159,22 +158,16 @@ class TrainingState:
                 f"({'; '.join(changes)}): start all processes with the same options and files"
             )
 
-    def control_after(self, step: int, config: GRPOConfig, interrupted: bool) -> StepControl:
-        """Decide which actions are due after a step.
-
-        The decision depends on the number of the step, the time limit and the signals received by
-        any process.
-        """
+    def control_after(self, step: int, config: GRPOConfig) -> StepControl:
+        """Decide which actions are due after a step, by its number and the time limit."""
         done = step + 1
         out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
         last = self.distributed.broadcast(out_of_time) or done == config.steps
-        interrupted = self.distributed.any(interrupted)
 
         def due(every: int) -> bool:
             return last or (every > 0 and done % every == 0)
 
-        save = interrupted or due(config.save_every)
-        return StepControl(due(config.eval_every), save, last, interrupted)
+        return StepControl(due(config.eval_every), due(config.save_every), last)
 
     def count_update(self, *, skipped: bool) -> None:
         """Count the updates, and those that were skipped, in all and in a row.

@@ -29,6 +29,7 @@ from rlm.data import (
     example_questions,
     load_problems,
     longest_prompts,
+    plain_question,
     stop_token_ids,
 )
 from rlm.evaluation import Evaluation, evaluate
@@ -279,8 +280,8 @@ class TrainingData:
             eval_problems = drop_long_prompts(eval_problems, render, *room, what)
         longest = longest_prompts(render, [*problems, *eval_problems])
         warnings = []
-        questions = {problem.question for problem in problems}
-        if shared := sum(problem.question in questions for problem in eval_problems):
+        questions = {plain_question(problem.question) for problem in problems}
+        if shared := sum(plain_question(p.question) in questions for p in eval_problems):
             warnings.append(
                 f"{shared} of {len(eval_problems)} validation problems are training problems too: "
                 "the accuracy on these problems does not measure how well new problems are solved; "
@@ -406,17 +407,20 @@ class TrainingRun:
         The validation before training is skipped if the run is resumed after its first step.
         """
         self.config, self.data, self.state = config, data, state
-        self.steps = required(config.steps, "--steps")
         self.sampler, self.tokenizer, self.directory = sampler, tokenizer, directory
         self.policy, self.distributed = state.weights.policy, state.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
-        self._stopped = ""  # why the run stopped early, if its last weights are not usable
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
+        # Why the run stopped early, if its last weights are not usable. If it was killed during its
+        # export, the resumed run only exports.
+        self._stopped = state.brake(self.first_step)
+        self.steps = self.first_step if self._stopped else required(config.steps, "--steps")
         plan = plan_memory(
             config, state.weights, sampler, data.longest_prompts, len(data.eval_problems)
         )
         self.memory_plan = self.distributed.broadcast(plan)
+        self._largest = self.memory_plan.train_batch_tokens  # of the micro-batches made last
         set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
         self.start_metrics = self.validate(0) if self.first_step == 0 else {}
         directory.raise_if_interrupted(self.distributed.any(directory.interrupted))
@@ -457,12 +461,14 @@ class TrainingRun:
 
     def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
         """Split rollouts into micro-batches that fit into memory."""
-        return make_micro_batches(
+        made = make_micro_batches(
             rollouts,
             max_rows=self.config.train_batch_size or len(rollouts),
             max_tokens=self.memory_plan.train_batch_tokens,
             device=next(iter(self.state.adapter.values())).device.type,
         )
+        self._largest = max((micro.input_ids.numel() for micro in made), default=0)
+        return made
 
     def repeat_if_out_of_memory(self, compute: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
         """Call `compute`, and repeat the call if GPU memory runs out.
@@ -485,7 +491,7 @@ class TrainingRun:
         for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
             tensor.grad = None
         release_memory()
-        self.memory_plan = self.memory_plan.halve()
+        self.memory_plan = self.memory_plan.halve(self._largest)
         set_gradient_checkpointing(self.policy, True)
         terminal.line(
             "out of GPU memory: the computation is repeated in micro-batches of "
@@ -513,7 +519,8 @@ class TrainingRun:
             terminal.line(step_line(metrics, self.steps, left))
             for warning in new_alerts(rows):
                 terminal.line(f"warning: {warning}")
-            if "eval/accuracy" in metrics and metrics["step"] + 1 < self.steps:
+            validated = metrics.keys() & {"eval/accuracy", "eval/reward"}
+            if validated and metrics["step"] + 1 < self.steps:
                 self._draw_curves(rows)
         step, every = metrics["step"], config.eval_every
         shown = step in (0, self.steps - 1) or (every > 0 and (step + 1) % every == 0)
@@ -556,11 +563,13 @@ class TrainingRun:
         """Save a checkpoint if one is due, and return whether the run ends at this step."""
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
-        if control.should_save or self._stopped:
+        # This is asked here, because a signal may arrive during the validation.
+        interrupted = self.distributed.any(self.directory.interrupted)
+        if control.should_save or self._stopped or interrupted:
             self.state.save(self.directory, step + 1)
         if control.should_stop or self._stopped:
             return True
-        self.directory.raise_if_interrupted(control.interrupted)
+        self.directory.raise_if_interrupted(interrupted)
         return False
 
     def export(self) -> dict[str, Any]:

@@ -34,6 +34,11 @@ class Validation:
         scores = [score for score in self.scores if score is not None]
         return sum(scores) / len(scores) if scores else 0.0
 
+    @property
+    def worth(self) -> float:
+        """The mean, by which validations are compared; -inf if no problem has a score."""
+        return self.mean if any(score is not None for score in self.scores) else -math.inf
+
     def summary(self, measure: str) -> dict[str, float]:
         """Return the mean and its confidence interval, which is clipped to 0…1 for an accuracy."""
         scores = [score for score in self.scores if score is not None]
@@ -124,7 +129,7 @@ class Validations:
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         if step == 0:
             self.start = self.last
-        is_best = self.best is None or (self.last.mean >= self.best.mean and not self.fall())
+        is_best = self.best is None or (self.last.worth >= self.best.worth and not self.fall())
         if is_best:
             self.best = self.last
         return is_best

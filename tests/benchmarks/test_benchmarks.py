@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -287,6 +288,22 @@ def test_two_servers_are_asked_in_turns_in_a_row_and_at_once(vllm, capsys):
     assert [cell["unit"] for cell in report["cells"]][::2] == list(serving.FIGURES)
     assert set(report["ratio"]) == {serving.PEER}
     assert set(report["speedup_at_once"]) == set(servers)
+
+
+def test_the_other_server_computes_in_the_dtype_of_the_machine(monkeypatch):
+    """As `generate` and TRL do; ours chooses its dtype by itself."""
+    started = []
+
+    @contextmanager
+    def server_process(command, **_):
+        started.append(command)
+        yield "http://127.0.0.1:9", None
+
+    monkeypatch.setattr(serving, "server_process", server_process)
+    monkeypatch.setattr(serving, "measure", lambda *_: {})
+    monkeypatch.setattr(harness, "describe_machine", lambda: {"dtype": "bfloat16"})
+    assert serving.main(serving.ServingConfig()) == 0
+    assert [command[command.index("--dtype") + 1] for command in started[1:]] == ["bfloat16"]
 
 
 # --- training -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_damage_changes_one_byte_of_the_newest_checkpoint(tmp_path):
         folder = tmp_path / "checkpoints" / f"step_{step:06}"
         folder.mkdir(parents=True)
         (folder / "adapter.safetensors").write_bytes(bytes(50))
-    soak._damage(tmp_path, "damaged checkpoint", random.Random(0))
+    assert soak._damage(tmp_path, "damaged checkpoint", random.Random(0))
     old, new = (
         file.read_bytes() for file in sorted(tmp_path.glob("checkpoints/*/adapter.safetensors"))
     )
@@ -35,10 +35,21 @@ def test_damage_changes_one_byte_of_the_newest_checkpoint(tmp_path):
 
 def test_the_last_line_of_the_metrics_is_torn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    soak._damage(tmp_path, "torn metrics", random.Random(0))
+    assert soak._damage(tmp_path, "torn metrics", random.Random(0))
     lines = (tmp_path / "metrics.jsonl").read_text().split("\n")
     assert lines[0] == '{"step": 0}'
     assert not lines[1].endswith("}")
+
+
+def test_an_accident_with_nothing_to_damage_is_a_kill(tmp_path, monkeypatch):
+    codes = iter([-9, -9, 0])
+    process = SimpleNamespace(wait=lambda *_: next(codes), send_signal=lambda _: None)
+    monkeypatch.setattr(Training, "start", lambda *_, **__: process)
+    training = Training(SoakConfig(run_dir=tmp_path))
+    accidents = iter(["damaged checkpoint", "torn metrics", "SIGINT"])
+    draw = SimpleNamespace(choice=lambda _: next(accidents), uniform=lambda *_: 0.0)
+    assert training._finish("disturbed_1", draw) == 0
+    assert training.accidents == {"SIGKILL": 2}
 
 
 def test_a_run_that_differs_or_a_server_that_grows_is_a_failure():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import yaml
 
@@ -301,6 +302,24 @@ def test_values_that_python_may_give():
     assert Bounded(sizes=[3, 2]).sizes == [3, 2]
     assert Bounded(place="a/b").place == Path("a/b")
     assert Bounded(place="~/x").place == Path.home() / "x"
+
+
+def test_a_value_of_another_type_is_converted_or_refused_in_python():
+    """Before a model is loaded: range(1e3) would be a TypeError in the first step."""
+    made = GRPOConfig(steps=1e3, batch_size=np.int64(4), dataset=Path("a.jsonl"), max_minutes=5)
+    assert (made.steps, made.batch_size, made.dataset) == (1000, 4, "a.jsonl")
+    assert {type(made.steps), type(made.batch_size)} == {int}
+    for name, value, expected in (
+        ("steps", 10.5, "int|none, got 10.5"),
+        ("steps", "10", "int|none, got '10'"),
+        ("learning_rate", "1e-4", "float, got '1e-4'"),
+        ("dataset", 5, "str|none, got 5"),
+        ("reward", len, "str|none, got <built-in function len>"),
+        ("plan", 1, "bool, got 1"),
+    ):
+        message = re.escape(f"--{name.replace('_', '-')}: expected {expected}")
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            GRPOConfig(**{name: value})
 
 
 def test_to_dict_survives_json_and_yaml(tmp_path):

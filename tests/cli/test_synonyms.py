@@ -149,7 +149,7 @@ def test_an_option_that_has_another_unit_here_is_named(cls, name, said, tmp_path
 def test_a_value_of_a_switch_says_so():
     said = refusal(GRPOConfig, "--resume_from_checkpoint", "runs/x")
     assert said == "unknown option runs/x: --resume takes no value"
-    with pytest.raises(ValueError, match="--resume: expected true or false, got 'runs/x'"):
+    with pytest.raises(ValueError, match="--resume: expected bool, got 'runs/x'"):
         GRPOConfig(resume_from_checkpoint="runs/x")
     said = refusal(GRPOConfig, "gsm8k", "--plan")  # what comes before the first word is no switch
     assert said == "unknown option gsm8k: type the name of its option before it"

@@ -4,18 +4,22 @@ import csv
 import gzip
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_hub import FakeHub
 from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
 from rlm.data import loaders
-from rlm.data.columns import LeftOut, parse_columns, read_chat, rename_columns
+from rlm.data.columns import REASONING_TAGS, LeftOut, parse_columns, read_chat, rename_columns
 from rlm.data.loaders import (
     check_dataset,
     cut_rows,
@@ -26,6 +30,7 @@ from rlm.data.loaders import (
     split_slice,
 )
 from rlm.data.problem import as_problems
+from rlm.data.prompts import FORMATS
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = "question=ask,answer=target"
@@ -114,6 +119,8 @@ def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
     path.write_bytes(b"question,answer\nWhat?,\xff\xfe\x81\n")  # neither UTF-8 nor cp1252
     assert refusal(str(path)).startswith(f"cannot read the data file {path}: 'charmap' codec")
     assert "No such file" in refusal(str(tmp_path / "none.csv"))
+    path.write_text("question,answer,answer\nWhat?,3,4\n")
+    assert refusal(str(path)).endswith("several columns have the name answer")
     path.write_text("question,answer\nWhat?,3,\nAnd?,4\nOr?\n")
     assert "no field answer or response" in refusal(str(path), "test")  # the last row is short
     path.write_text("question,answer\nAnd?,4\nHow many?,1,000\n")  # 1 would be a wrong answer
@@ -149,6 +156,14 @@ LAYOUTS = {  # row, --columns → question, answer, kind
     "numbers to choose from": (
         {"question": "1 + 1?", "choices": ["1", "2", "0"], "answer": "2"},
         None, "1 + 1?\n\nA. 1\nB. 2\nC. 0", "B",
+    ),
+    "numbers, by value": (
+        {"question": "1 + 1?", "choices": [1, 2, 3], "answer": 2},
+        None, "1 + 1?\n\nA. 1\nB. 2\nC. 3", "B",
+    ),
+    "numbers, by index": (
+        {"question": "1 + 1?", "choices": [5, 2, 3], "answer": 1},
+        None, "1 + 1?\n\nA. 5\nB. 2\nC. 3", "B",
     ),
     "HellaSwag": (
         {"ctx": "He throws the", "endings": ["ball.", "sky."], "label": "0"},
@@ -397,6 +412,31 @@ def test_the_kind_of_all_answers_is_named_with_the_columns(tmp_path):
     assert {(p.answer, p.answer_type) for p in problems} == {("rock", "text"), ("true", "text")}
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (0.1 + 0.2, "0.3"), (1.1 * 3, "3.3"), (72.0, "72.0"), (1 / 3, "0.333333333333333"),
+        (np.int64(5), "5"), (np.float32(0.1), "0.1"), (Decimal("5.10"), "5.10"),
+        (Fraction(3, 4), "3/4"), (2**60, "1152921504606846976"),
+    ],
+)  # fmt: skip
+def test_numbers_of_python_are_read_exactly(answer, text):
+    assert as_problems([{"question": "How many?", "answer": answer}])[0].answer == text
+
+
+def test_nan_is_a_missing_value(tmp_path):
+    """As pandas writes it, in a list of dicts and in JSON."""
+    row = dict.fromkeys(("solution", "id", "answer_type", "choices", "note"), math.nan)
+    row |= {"question": "2 + 3?", "answer": 5}
+    single = row | {"solution": np.float32("nan"), "note": Decimal("nan")}
+    for [problem] in (as_problems([row]), as_problems([single]), load(tmp_path, [row])):
+        assert (problem.solution, problem.answer_type) == ("", "number")
+        assert problem.id.endswith("-1")
+        assert problem.columns == {"choices": None, "note": None}
+    with pytest.raises(UsageError, match="no field question"):
+        as_problems([row | {"question": math.nan}])
+
+
 def test_lists_reach_a_reward_as_columns():
     [problem] = as_problems([{"question": "Make 25.", "answer": "25", "nums": [44, 19], "x": None}])
     assert problem.columns == {"nums": [44, 19], "x": None}
@@ -404,7 +444,7 @@ def test_lists_reach_a_reward_as_columns():
 
 def test_the_columns_that_are_used_and_odd_rows_are_reported(tmp_path, caplog):
     rows = [{"prompt": f"{i}?", "target": str(i), "level": 1} for i in range(20)]
-    chat = {"prompt": [{"role": "system", "content": "Be brief."}, USER], "target": "5"}
+    chat = {"prompt": [{"role": "developer", "content": "Be brief."}, USER], "target": "5"}
     again = [{"prompt": "1?", "target": "1"}, {"prompt": " 2? ", "target": "3"}]
     path = write_jsonl(tmp_path / "m.jsonl", [*rows, chat, *again])
     problems = load_problems(path, columns="answer=target")
@@ -475,6 +515,8 @@ def test_an_object_of_several_data_sets_is_refused_by_their_names(tmp_path):
         ("ask|target\nWie groß, 1|1\n", "utf-8"),
         ("ask\ttarget\nWie groß, 1\t1\n", "utf-16"),
         ('ask,target\n"Wie groß, 1",1\n', "utf-8-sig"),
+        ('ask, target \n"Wie groß, 1", "1"\n', "utf-8"),
+        ("ask\ttarget\rWie groß, 1\t1\r", "utf-8"),
     ],
 )
 def test_separators_and_encodings_of_csv(tmp_path, text, encoding):
@@ -562,10 +604,22 @@ def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
         load_problems("elementary:1+word-problems:1", "validation[:10]")
 
 
+def test_a_mixture_trains_on_no_question_that_a_part_holds_out(tmp_path):
+    """Of 500 questions 50 are held out, and of 3000 only 200, which are others."""
+    parts = [write_jsonl(tmp_path / f"{n}.jsonl", rows_of(n)) for n in (500, 3000)]
+    train, validation = (
+        {*answers(load_problems("+".join(parts), split, columns=COLUMNS))}
+        for split in ("train", "validation")
+    )
+    assert not train & validation
+    assert train | validation == {*range(3000)}
+
+
 # Chat rows.
 
 USER, SYSTEM = {"role": "user", "content": "2 + 3?"}, {"role": "system", "content": "Be brief."}
-TRACE = "<think>\nTwo and three are five.\n</think>\nThe answer is 5."
+STEPS = "Two and three are five."
+TRACE = f"<think>\n{STEPS}\n</think>\nThe answer is 5."
 REPLY = {"role": "assistant", "content": TRACE}
 
 
@@ -580,6 +634,10 @@ REPLY = {"role": "assistant", "content": TRACE}
         {"prompt": "2 + 3?", "completion": TRACE, "answer": "5"},
         {"prompt": [USER], "answer": 5, "solution": "Two and three are five."},
         {"question": "2 + 3?", "answer": "5", "solution": TRACE},
+        *(
+            {"messages": [USER, {"role": "Assistant", "content": "5", name: STEPS}]}
+            for name in ("reasoning_content", "reasoning", "thinking")
+        ),
     ],
 )
 def test_chat_rows_become_a_question_with_a_solution(row, tmp_path):
@@ -608,6 +666,24 @@ def test_a_solution_ends_before_its_answer():
     """GSM-Plus has the answer in both columns."""
     rows = [{"question": "2 + 3?", "answer": "5", "solution": "#### Step\n2+3=5\n#### 5"}]
     assert as_problems(rows)[0].solution == "#### Step\n2+3=5"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"solution": "{}\n<answer>5</answer>"},
+        {"solution": "<reasoning>{}</reasoning>\n<answer>5</answer>"},
+        {"solution": "<think>{}\n<answer>5</answer></think>5"},
+        {"completion": "<reasoning>\n{}\n</reasoning>\n<answer>\n5\n</answer>"},
+        {"answer": "{} <answer>5</answer>\n#### 5"},
+    ],
+)
+def test_no_solution_teaches_tags_inside_the_reasoning(row):
+    """Each such completion would be rejected: `repeated_reasoning`, `answer_in_reasoning`."""
+    row = {name: text.format(STEPS) for name, text in row.items()}
+    [problem] = as_problems([{"question": "2 + 3?", "answer": "5"} | row])
+    assert (problem.solution, problem.answer) == (STEPS, "5")
+    assert {format.reasoning_tag for format in FORMATS.values()} == {*REASONING_TAGS}
 
 
 def test_a_prompt_without_an_assistant_needs_an_answer():
@@ -728,6 +804,24 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     assert "has no split 'test'; it has train; --split validation" in refusal(
         f"{folder}:hard", "test", columns=COLUMNS
     )
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("train", "validation", "test")])
+def test_no_published_test_question_is_trained_on(tmp_path, monkeypatch, caplog, names):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"train": rows_of(40), "validation": rows_of(5, 90), "test": rows_of(10, 35)}
+    for name in names:
+        write_jsonl(tmp_path / f"set/{name}.jsonl", rows[name])
+    found = {s: {*answers(load_problems(str(tmp_path / "set"), s, columns=COLUMNS))} for s in rows}
+    assert found["test"] == {*range(35, 45)}
+    assert found["train"] | found["validation"] & {*range(35)} == {*range(35)}
+    assert not found["train"] & found["validation"]
+    assert "training problems are also test problems and are left out of training" in caplog.text
+    write_jsonl(tmp_path / "set/test.jsonl", [{"ask": "Question 39?", "target": ""}])  # hidden
+    assert 39 in {
+        *answers(load_problems(str(tmp_path / "set"), "train", columns=COLUMNS)),
+        *answers(load_problems(str(tmp_path / "set"), "validation", columns=COLUMNS)),
+    }
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

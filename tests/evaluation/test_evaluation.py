@@ -32,6 +32,10 @@ PNG = b"\x89PNG\r\n"
         ("gsm8k+rollouts:kept.jsonl", None, "validation"),
         ("hub", "hub", "validation[:20]"),  # held out of the rows of the adapter's --split
         ("hub", "other.jsonl", "validation"),
+        ("gsm8k:hub/train.jsonl", "gsm8k:hub/train.jsonl", "validation[:20]"),  # one file, no test
+        ("gsm8k:hub/train.jsonl", "gsm8k", "test"),
+        ("hub/train.jsonl", "/elsewhere/train.jsonl", "validation[:20]"),
+        ("hub/train.jsonl", "/elsewhere/other.jsonl", "test"),
     ],
 )
 def test_a_dataset_without_a_test_split_is_evaluated_on_validation(
@@ -272,7 +276,7 @@ def test_accuracy_bars(tmp_path):
     odd = {"mean": 0.5, "low": 0.51, "high": 0.6}  # a mean outside its interval
     path = tmp_path / "new" / "accuracy.png"
     rows = {"base": interval, "SFT": zero, "GRPO": odd}
-    accuracy_bars(rows, path, "title", "note")
+    accuracy_bars(rows, path, "title: $a_{$.jsonl", "note on $a_{$.jsonl")  # no formulas
     assert path.read_bytes().startswith(PNG)
 
 
@@ -311,7 +315,7 @@ def test_accuracy_over_time_is_drawn_as_it_was_measured(tmp_path, monkeypatch):
     ],
 )
 def test_learning_curves_tolerate_what_was_not_measured(tmp_path, metrics):
-    learning_curves(metrics, tmp_path / "curves.png", "a run")
+    learning_curves(metrics, tmp_path / "curves.png", "a run on $a_{$.jsonl")  # no formula
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 

@@ -89,7 +89,7 @@ NUMBERS = {
         "1,000", "1 000", "1\u00a0000", "1\u2009000", "1'000", "1’000", "1_000", r"1{,}000",
         r"1\,000", r"1,\!000", "1e3",
     ],
-    "2469135/2": ["1,234,567.5"],
+    "2469135/2": ["1,234,567.5", "١٬٢٣٤٬٥٦٧٫٥"],
     "3/4": ["3/4", r"\dfrac{3}{4}", r"\tfrac34"],
     "-3/4": ["-3/4"],
     "3/2": ["1 1/2", "1½", r"1\frac{1}{2}"],
@@ -110,7 +110,11 @@ NUMBERS = {
     "10": ["10 a.m."],
     "1500000": ["1.5 million"],
     "2000": ["2 thousand dollars", "2 thousands"],
-    "3/2000": ["1.5e-3"],
+    "3/2000": [
+        "1.5e-3", "1.5 × 10^-3", r"1.5 \times 10^{-3}", "1.5*10^{−3} m", "1.5·10⁻³",
+        "1.5x10^-3 m/s",
+    ],
+    "3" + "0" * 8: ["3 × 10⁸ m/s", r"3\times10^8\text{ m/s}", "3.0 x 10^8 meters per second"],
     "9" * 40: ["9" * 40],
 }
 # Not exactly one number. A decimal comma is not guessed, groups have one separator, a fraction has
@@ -133,7 +137,8 @@ NO_NUMBERS = [
     "5 approximately", "5 wait", "5 I think", "5 (six)", "5 apples are rotten",
     "5 to six apples", "5 twenty five",
     r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "8 = 5 + 3", "10/3 ≈ 3.33",
-    "10/3, which is about 3.33",
+    "10/3, which is about 3.33", "10^8", "2 * 3 * 10^8", "3 × 10^x", "3 × 10^2.5", "3 × 10^100",
+    "1 + 2 × 10^3", "3 × 10", "3 × 10^2^2",
 ]
 # fmt: on
 PAIRS = [(t, value) for value, texts in NUMBERS.items() for t in texts]
@@ -349,13 +354,13 @@ CHOICES = {
     "B": [
         "B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B.",
         "B) But I like it", "B) Paris, but I am not sure", "B. B is right.", "B) Perhaps A dog",
-        "B) rate = k[A]", "B. The symbol is C",
+        "B) rate = k[A]", "B. The symbol is C", "B - Paris", "**B** – Paris", "（Ｂ）",
     ],
     None: [
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
         "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
-        "[B] [C] [D]",
+        "[B] [C] [D]", "B - C", "B - not B", "A-B",
     ],
 }
 # lenient reason: texts; the gold is B
@@ -434,6 +439,13 @@ TEXTS = {  # a text gold: answers that are equal, answers that are not
     "5!": (["5!"], ["5"]),
     "Yes": (["Yes!"], ["Yes! No"]),
     "Paris": (["Paris" + " " * 50], ["Paris" + " " * 1000 + "no, London"]),
+    "1, 2, 3": (["1,2,3", "1 , 2,3."], ["1, 3, 2", "123"]),
+    "10-20": (["10–20", "10 − 20"], ["1020", "10"]),
+    "x^2 + 1": (["x²+1", "x^{2} + 1", r"\(x^2+1\)", r"\[ x^2 + 1 \]"], ["x2 + 1", "x^3 + 1"]),
+    "x^10": (["x¹⁰", "x^{10}"], ["x10"]),
+    "it's": (["It’s", "“it's”"], ["its"]),
+    r"\{1, 2\}": (["{1,2}"], ["{1,3}"]),
+    "> ] }": ([">]}", "`> ] }`"], [">", "> ] )"]),
 }
 
 

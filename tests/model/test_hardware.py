@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlm.cli.options import resolve_config
 from rlm.model import AdapterInfo
@@ -192,6 +193,33 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
         (tmp_path / "job").mkdir(exist_ok=True)
         (tmp_path / "job" / f"memory.{name}").write_text(f"{content}\n")
     assert machine.available_memory("cpu") == 3 * 2**18
+
+
+@pytest.mark.parametrize(
+    ("own", "outer", "used"),
+    [("max 100000", "max 100000", 9), ("150000 100000", "max 100000", 2), ("max 1", "50 100", 1)],
+)
+def test_a_container_uses_as_many_threads_as_it_may_use_cpus(
+    tmp_path, monkeypatch, own, outer, used
+):
+    """Rounded up. torch counts the cores of the machine; a user's OMP_NUM_THREADS is kept."""
+    usual = torch.get_num_threads()
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("0::/job\n")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "cpu.max").write_text(f"{own}\n")
+    (tmp_path / "cpu.max").write_text(f"{outer}\n")
+    try:
+        torch.set_num_threads(9)
+        monkeypatch.setenv("OMP_NUM_THREADS", "9")
+        machine.prepare_process()
+        assert torch.get_num_threads() == 9
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        machine.prepare_process()
+        assert torch.get_num_threads() == used
+    finally:
+        torch.set_num_threads(usual)
 
 
 @pytest.mark.parametrize("same_weights", [True, False])

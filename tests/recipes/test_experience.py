@@ -545,6 +545,11 @@ def test_a_kill_between_record_and_library_loses_and_repeats_nothing(tmp_path):
     fresh.items = [{"id": "G1-005", "content": "Mine.", "category": "validation"}]
     fresh.resume([record])  # the user's own change is not undone
     assert fresh.lessons == ["Mine."]
+    # The records keep the lessons if the file is lost, also if it had some before the last record.
+    fresh.path.unlink()
+    lost = library_in(tmp_path)
+    lost.resume([record | {"library_before": fresh.digest}])
+    assert lost.lessons == [each.content for each in load_experiences(lost.path)] == [LESSONS[0]]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from conftest import exit_code
 from scripted_model import Model, numbers, operations, plan, problems, stage_of, write_problems
 from scripted_server import ScriptedServer, chat_reply, refuse
 
-from recipes.experience import agent, evaluate, select, train
+from recipes.experience import agent, evaluate, select, train, trainer
 from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
@@ -276,6 +276,13 @@ def test_operations_are_told_recorded_and_counted_as_proposed_parsed_kept(place,
     (refused,) = place.rows()[3]["extraction"]["operations"]
     assert (refused["kept"], refused["reason"]) == (False, "gold_leak")
     assert "✗ Refused (gold_leak): add" in capsys.readouterr().err
+
+
+def test_a_lesson_that_left_the_library_is_not_called_saved(capsys):
+    rows = [{"action": a, "id": "G1-001", "content": None, "kept": True} for a in ("add", "delete")]
+    trainer._say_extraction({"error": None, "operations": [*rows, rows[1] | {"action": "evict"}]})
+    said = re.findall("✅ (.*)", capsys.readouterr().err)
+    assert said == ["Saved: add G1-001", "Dropped: delete G1-001", "Dropped: evict G1-001"]
 
 
 # --- the critic, and all of them ------------------------------------------------------------

@@ -50,11 +50,17 @@ def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
         (PENS.solution, ["What is 6 * 13?", "What is {agentA} + 2?"]),
         ("cost: 6 * 13 = <<6*13=78>>78\ntotal: 78 + 2 = <<78+2=80>>80",
          ["What is 6*13?", "What is {agentA}+2?"]),
+        # Marks with other spaces than beside them, or without a copy, keep their place.
+        ("6 pens x $13 = $<<6*13=78>>78\nIn all 78 + 2 = 80",
+         ["What is 6*13?", "What is {agentA} + 2?"]),
+        ("a: 6 * 13 = <<6*13=78>>78. b: 78 + 2 = 80", ["What is 6*13?", "What is {agentA} + 2?"]),
         ("a: 10 * 6 = 60\nb: 60 + 9 = 69\nc: 100 - 69 = 31",
          ["What is (10 * 6) + 9?", "What is 100 - {agentA}?"]),
         ("a: 6 * 13 = 78\nb: 4 * 6 = 24\nc: 78 + 24 = 102",
          ["What is 4 * 6?", "What is (6 * 13) + {agentA}?"]),
         ("a: 1 + 1 = 2\nb: 10 * 6 = 60\nc: 2 + 5 = 7", ["What is 1 + 1?", "What is {agentA} + 5?"]),
+        ("a: .25 * 20 = 5\nb: 40 * .05 = 2\nc: 5 + 2 = 7",  # .05 is not 5
+         ["What is 40 * .05?", "What is (.25 * 20) + {agentA}?"]),
         ("only: 6 * 13 = 78", None),
         ("a: 16 * 12 = 192\nb: 198 - 192 = 6\nc: 16 + 1 = 17", None),  # the last uses no other
         ("no equation", None),

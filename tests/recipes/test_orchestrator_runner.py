@@ -1,6 +1,7 @@
 """Running graphs, and their rewards, with scripted agents."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from conftest import tiny_model
@@ -9,7 +10,7 @@ from scripted_server import BASE, ScriptedServer, chat_reply, refuse
 
 from recipes.orchestrator.config import OrchestratorConfig
 from recipes.orchestrator.graph import Graph
-from recipes.orchestrator.orchestrator import AgentModel
+from recipes.orchestrator.orchestrator import AgentModel, Orchestrator
 from recipes.orchestrator.runner import GraphReward, LocalLLM, RemoteLLM, Reply, Runner
 from rlm.api_client import APIClient
 from rlm.cli import UsageError
@@ -172,6 +173,20 @@ def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
     alone = seeds([SUMS[2]])
     assert (len(alone), len(set(alone))) == (12, 6)
     assert seeds(SUMS[:4]) == alone
+
+
+def test_validation_draws_the_same_in_any_share_of_the_problems():
+    """With several processes, each validates its share."""
+    agents, config = ScriptedLLM(solver), OrchestratorConfig()
+    chat = lambda calls, *_: [Reply(GOOD)] * len(calls)  # noqa: E731
+    writer = SimpleNamespace(chat=chat, release=lambda: None)
+    runner = Runner(agents, 9, temperature=0.5)
+    orchestrator = SimpleNamespace(config=config, writer=writer, runner=runner)
+    for share in (SUMS[2:3], SUMS[:4]):
+        Orchestrator.solve(orchestrator, share)
+    calls = [call for batch in agents.batches for call in batch]
+    seeds = [call.seed for call in calls if SUMS[2].question in call.text]
+    assert (len(seeds), len(set(seeds))) == (4, 2)
 
 
 # --- the two kinds of agents --------------------------------------------------------------------

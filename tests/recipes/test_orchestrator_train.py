@@ -614,6 +614,15 @@ def test_agents_with_other_weights_are_said(base, finished, tmp_path, monkeypatc
     assert said in capsys.readouterr().out
 
 
+def test_the_dtype_of_a_run_is_that_of_all_its_models(base, finished, tmp_path):
+    run = shutil.copytree(finished / "run", tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "agent_model": f"{base}/.", "agent_adapter": None}
+    (run / "config.json").write_text(json.dumps(config))
+    loaded = Orchestrator.load(run)
+    assert loaded.policy.dtype == loaded.runner.agents.sampler.model.dtype == torch.bfloat16
+
+
 def test_the_table_has_every_row(finished, capsys):
     assert run(
         evaluate, evaluate.EvaluateConfig, "--run", finished / "run", "--max-samples", 3,

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from rlm.cli.options import UsageError
@@ -249,7 +250,7 @@ class WholeStep(RewardFunction):
         return [float(a in c) for c, a in zip(completions, answer, strict=True)]
 
     def pop_metrics(self):
-        return {"reward/whole": 4.0}
+        return {"reward/whole": np.float32(4)}  # which JSON does not take
 
 
 class Batch(RewardFunction):
@@ -295,7 +296,8 @@ CONTAINED, FIRST = [[1.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
 def test_a_reward_is_taken_as_people_write_it(reward, expected, capsys):
     assert Scorer(reward)(PROBLEMS, GROUPS).rewards == expected
     assert "failed" not in capsys.readouterr().out
-    assert Scorer(WholeStep())(PROBLEMS, GROUPS).metrics["reward/whole"] == 1.0
+    found = Scorer(WholeStep())(PROBLEMS, GROUPS).metrics["reward/whole"]
+    assert (found, type(found)) == (1.0, float)
 
 
 def test_the_weight_of_a_reward_is_given_or_is_the_classs():
@@ -569,6 +571,10 @@ def hang():
     time.sleep(60)
 
 
+def cancel():
+    raise asyncio.CancelledError
+
+
 def time_out():
     raise TimeoutError("the judge's socket")
 
@@ -580,13 +586,27 @@ def time_out():
         (hang, "did not return within 0.2 seconds"),
         (time_out, "TimeoutError: the judge's socket"),
         (lambda: math.inf, "infinite"),
+        (lambda: -1e39, "-1e+39, which is infinite in float32"),
         (lambda: 10**400, "not a number"),
         (lambda: sys.exit("bye"), "SystemExit: bye"),
+        (cancel, "CancelledError"),
         (lambda: "1.x", "not a number"),
         (lambda: math.nan, ""),
         (lambda: None, ""),
     ],
-    ids=["raises", "hangs", "times out", "infinite", "large", "exits", "text", "nan", "none"],
+    ids=[
+        "raises",
+        "hangs",
+        "times out",
+        "infinite",
+        "huge",
+        "large",
+        "exits",
+        "cancelled",
+        "text",
+        "nan",
+        "none",
+    ],
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
@@ -601,11 +621,12 @@ def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
     assert message in capsys.readouterr().out
 
 
-def test_an_async_call_that_exits_costs_its_own_rollout_too():
+@pytest.mark.parametrize("leave", [sys.exit, cancel])
+def test_an_async_call_that_exits_costs_its_own_rollout_too(leave):
     class Leaving(RewardFunction):
         async def __call__(self, completion, reference_answer, **columns):
             await asyncio.sleep(0)
-            return sys.exit("bye") if completion == "bad" else 1.0
+            return leave() if completion == "bad" else 1.0
 
     scores = Scorer(Leaving(), time_limit=5.0)(PROBLEMS, [["good", "bad"], ["good", "good"]])
     assert scores.rewards == [[1.0, None], [1.0, 1.0]]

@@ -5,12 +5,18 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
+import faults
 import pytest
 import torch
 
 from rlm.cli.options import UsageError
+from rlm.runs import directory
 from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
 from rlm.runs.directory import RunDirectory
 
@@ -360,3 +366,36 @@ def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
         shutil.copytree(folder / "step_000001", folder / name)
     with RunDirectory(tmp_path, resume=True):
         assert [p.name for p in folder.iterdir()] == ["step_000001"]
+
+
+def test_the_commit_is_that_of_our_code_and_not_of_a_repository_around_it(tmp_path, monkeypatch):
+    def git(*command):
+        name = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", "-C", tmp_path, *name, *command], capture_output=True)
+        return done.stdout.decode().strip()
+
+    file = tmp_path / ".venv/rlm/directory.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (tmp_path / ".gitignore").write_text(".venv")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a user's own project")
+    monkeypatch.setattr(directory, "__file__", str(file))
+    assert directory.git_commit() is None
+    git("add", "-f", file)
+    git("commit", "-m", "with our code in it")
+    assert directory.git_commit() == git("rev-parse", "HEAD")
+
+
+def test_in_a_notebook_a_second_signal_does_not_kill_the_kernel(tmp_path, monkeypatch):
+    def be_told_twice():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+        with suppress(KeyboardInterrupt), RunDirectory(tmp_path / "run", resume=False) as run:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert run.interrupted
+            os.kill(os.getpid(), signal.SIGINT)
+        return 3
+
+    assert faults.run(be_told_twice, tmp_path / "said").code == 3

@@ -96,6 +96,21 @@ def test_a_reward_that_is_no_number_is_shown_as_none(tmp_path):
     assert rewards == [None, None, None, 0.5]
 
 
+def test_one_validation_problem_has_a_curve_without_a_band(tmp_path):
+    """Its interval is infinite, which JSON writes as null."""
+    run = write_run(tmp_path / "run")
+    row = {"step": 0, "eval/reward": 0.5, "eval/reward_low": None, "eval/reward_high": None}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (shown,) = data_in(page_of(tmp_path, run).read_text())
+    assert shown["curves"]["validation reward"] == [[1, 0.5, 0.5, 0.5, 0.5]]
+
+
+def test_a_page_that_cannot_be_written_is_a_mistake(tmp_path):
+    run = write_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=f"^{tmp_path} cannot be written: Is a directory$"):
+        view.main(view.ViewConfig(run, output=tmp_path))
+
+
 def test_what_a_model_wrote_stays_data(tmp_path):
     html = page_of(
         tmp_path, write_run(tmp_path / "run", text=HOSTILE, question=HOSTILE)

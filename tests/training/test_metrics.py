@@ -185,7 +185,7 @@ def test_the_limit_of_a_run_is_in_minutes():
     state = TrainingState(None, None, "", _began=time.monotonic() - 90)
     for limit, over in ((1, True), (60, False)):
         config = GRPOConfig(steps=9, max_minutes=limit)
-        assert state.control_after(0, config, interrupted=False).should_stop is over
+        assert state.control_after(0, config).should_stop is over
 
 
 def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):

@@ -20,6 +20,7 @@ import train_grpo
 import train_sft
 from rlm.cli.options import UsageError
 from rlm.data.loaders import load_problems
+from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS, IGNORE_INDEX
 from rlm.model.adapters import new_adapter
 from rlm.model.base import load_base
@@ -508,6 +509,29 @@ def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkey
     monkeypatch.setattr(rlm.training.sft.SFTTrainer, "mean_loss", lambda *_: interrupt()() or 0.5)
     assert sft("--eval-samples", 1) == 0
     assert history(tmp_path / "sft")["validation_loss"] == 0.5
+
+
+def test_weights_that_are_not_finite_are_not_saved(sft, tmp_path, capsys):
+    """transformers logs another loss instead of NaN."""
+    assert sft("--learning-rate", 1e30) == 2
+    assert "weights of the adapter are no longer finite" in capsys.readouterr().err
+    assert not (tmp_path / "sft").exists()
+
+
+def test_a_start_that_fails_frees_the_run_directory(model_dir, tmp_path):
+    """Though a notebook keeps the error, and with it the frames."""
+    names = {"model": str(model_dir), "output": tmp_path / "sft", "run_dir": tmp_path / "run"}
+    problems = [Problem("p", "1 + 1?", "2", "1 + 1 = 2")]
+    with pytest.raises(UsageError, match="no checkpoint in") as kept:
+        train_sft.train(SFTConfig(**names, resume=True), problems)
+    assert train_sft.train(SFTConfig(**names), problems)["step"] == 1
+    assert kept.tb
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])  # numpy would end the run with a traceback
+def test_a_seed_that_numpy_does_not_take_is_one_line(sft, seed, capsys):
+    assert sft(f"--seed={seed}") == 2
+    assert "--seed must be at" in capsys.readouterr().err
 
 
 def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
