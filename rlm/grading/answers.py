@@ -191,7 +191,8 @@ def normalize_answer(answer: str) -> Fraction | str | None:
     return read_text(answer) if number is None else number
 
 
-_MARKUP = re.compile(r"</?[A-Za-z_]{1,20}>|<\|[a-z_]{1,20}\|>")  # <b>, <|im_end|>, unpaired tags
+# Matches <b>, <|im_end|>, unpaired tags, and a closing tag that the end of the text cuts off.
+_MARKUP = re.compile(r"<[A-Za-z_]{1,20}>|</[A-Za-z_]{0,20}(?:>|\Z)|<\|[a-z_]{1,20}\|>")
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
 _DIGIT = "\\d¼-¾⅐-⅞"
 _HASHES = re.compile(rf"(?<!#)####(?!#) {{0,3}}([^\nA-Za-z]{{0,20}}[{_DIGIT}][^\n]*)")

@@ -206,6 +206,7 @@ VERDICTS = {
     ("no_answer", "correct"): ["<think>x</think>18", "<think>x</think>18</answer>"],
     ("unclosed_answer", "correct"): [
         "<think>x</think><answer>18", "<think>x</think></answer>18<answer>",
+        "<think>x</think><answer>18</", "<think>x</think><answer>18</answer",
     ],
     ("repeated_answer", "correct"): [
         "<think>x</think><answer>18</answer><answer>18</answer>",
@@ -405,6 +406,12 @@ def test_read_choice(text: str, letter: str | None) -> None:
 )
 def test_lenient_choice(text: str, expected: str) -> None:
     assert grade(f"<think>x</think>{text}", "B", strict=False, kind="choice").reason == expected
+
+
+def test_a_closing_tag_that_is_cut_off_is_not_part_of_the_answer() -> None:
+    for cut in ("", "</", "</answer"):
+        found = grade(f"<think>x</think><answer>XIV{cut}", "XIV", strict=False, kind="text")
+        assert (found.reason, found.answer) == ("correct", "XIV")
 
 
 def test_tags_and_boxes_with_different_texts_are_wrong() -> None:
