@@ -81,9 +81,11 @@ def test_every_field_is_asked_for():
 
 
 def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
+    system = FORMATS["deepseek"].system_prompt
     client.chat.completions.create(model="tuned", messages=TURNS)
     ask(client)
-    system = FORMATS["deepseek"].system_prompt
+    told = {"role": "system", "content": system}  # as clients of other servers do
+    client.chat.completions.create(model="tuned", messages=[told, TURNS[-1]])
     turns = [
         ("system", f"{system}\nBe brief.\nUse words."),
         ("user", "one and one"),
@@ -92,7 +94,8 @@ def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
         ("assistant", "three"),
         ("user", "two and three"),
     ]
-    for job, shown in zip(submitted, (turns, [("system", system), turns[-1]]), strict=True):
+    short = [("system", system), turns[-1]]
+    for job, shown in zip(submitted, (turns, short, short), strict=True):
         text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in shown)
         assert tokenizer.decode(job.prompt) == f"{text}<|im_start|>assistant\n"
 
