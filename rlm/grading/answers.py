@@ -40,10 +40,11 @@ _LETTER = re.compile(
     r"([A-Za-z])(?P<end>(?:[)\].:,\"'*_$\s]|(?<=\s)[-–—](?=\s))*)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
+# Matches another letter that looks like a choice: "or C" (but not "but I think"), "answer is C",
+# "C)", "C.", "C - " or a letter on its own line.
 _ANOTHER = re.compile(
     r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
-    r"(?i:\s+is)?\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"  # not the words in "but I think"
+    r"(?i:\s+is)?\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"
     r"|(?<!\w)(?:\(?[A-J](?:[).:]|\s[-–—]\s)|\[[A-J]\])|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
