@@ -43,7 +43,8 @@ _LETTER = re.compile(
 # Matches another letter that looks like a choice: "or C" (but not "but I think"), "answer is C",
 # "C)", "C.", "C - " or a letter on its own line.
 _ANOTHER = re.compile(
-    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
+    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer"
+    r"|actually|rather|choose|pick|select|it)"
     r"(?i:\s+is)?\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"
     r"|(?<!\w)(?:\(?[A-J](?:[).:]|\s[-–—]\s)|\[[A-J]\])|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,

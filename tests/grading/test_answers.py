@@ -361,7 +361,7 @@ CHOICES = {
         "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
         "[B] [C] [D]", "B - C", "B - not B", "A-B", "A - rock, B - water",
-        "B) Paris? The answer is C",
+        "B) Paris? The answer is C", "B) No wait, it is C", "B. Or rather C", "B) I choose C",
     ],
 }
 # lenient reason: texts; the gold is B
