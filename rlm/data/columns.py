@@ -31,12 +31,13 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
-FINAL_LINE = re.compile(r"\s*(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
+# The callers strip the rest, so that no pattern has to look for the spaces before it.
+FINAL_LINE = re.compile(r"(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 REASONING_TAGS = ("think", "reasoning")  # those of `rlm.data.prompts.FORMATS`
-_STATED_AT_END = re.compile(r"(?:\n\s*####[^\n]*|<answer>.*)\Z", re.S)
+_STATED_AT_END = re.compile(r"(?:\n[^\S\n]*####[^\n]*|<answer>.*)\Z", re.S)
 # Matches a request for a proof, but not "Surveys show that …".
 _PROOF = re.compile(
-    r"(?:(?:^|[.!?:;,])\s*|\b(?:and|to|please)\s+)(?:prove|show) that\b",
+    r"(?:(?:^|[.!?:;,])[^\S\n]*|\b(?:and|to|please)\s+)(?:prove|show) that\b",
     re.IGNORECASE | re.MULTILINE,
 )
 _ASKS = re.compile(r"\?|\b(?:find|compute|determine|calculate|evaluate|how many|how much)\b", re.I)

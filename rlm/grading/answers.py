@@ -40,11 +40,13 @@ _LETTER = re.compile(
     r"([A-Za-z])(?P<end>(?:[)\].:,\"'*_$\s]|(?<=\s)[-–—](?=\s))*)(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# Matches another letter that looks like a choice: "or C", "C)", "C." or a letter on its own line.
+# Matches another letter that looks like a choice: "or C" (but not "but I think"), "answer is C",
+# "C)", "C.", "C - " or a letter on its own line.
 _ANOTHER = re.compile(
-    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer)"
-    r"\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"  # not the words in "but I think"
-    r"|(?<!\w)(?:\(?[A-J][).:]|\[[A-J]\])|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
+    r"\b(?i:or|and|but|unless|maybe|perhaps|possibly|probably|also|not|be|else|option|choice|answer"
+    r"|actually|rather|choose|pick|select|it)"
+    r"(?i:\s+is)?\W{1,4}[A-J]\b(?!(?<=[AI])\s+(?!is\b|or\b|and\b)[a-z])"
+    r"|(?<!\w)(?:\(?[A-J](?:[).:]|\s[-–—]\s)|\[[A-J]\])|,\s*\(?[A-J]\s*$|^\W*[A-J]\s*$",
     re.MULTILINE,
 )
 _EDGES = " .,;:!?\"'`*_()[]{}$"
@@ -386,7 +388,7 @@ def grade(
         claim = _strict(completion, reasoning_tag, answer_tag, kind)
     else:
         opened = completion.rfind(f"<{reasoning_tag}>") > completion.rfind(f"</{reasoning_tag}>")
-        text = split_completion(completion, reasoning_tag)[1]
+        text = split_completion(completion, reasoning_tag)[1].rstrip()
         if opened:
             claim = Claim(None, "", "unclosed_reasoning")
         elif kind == "number":

@@ -318,8 +318,10 @@ def data_id(what: str, rows: Sequence[object]) -> str:
     """Return an identifier of data: the number of rows, and a hash that depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
-        # The text of other objects, such as images, may differ between processes.
-        digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
+        # The text of other objects, such as images, may differ between processes. Keys that are
+        # not texts or numbers, such as the places of a grid, are skipped.
+        text = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
+        digest.update(text.encode())
     return f"{len(rows)} {what}, sha256 {digest.hexdigest()[:12]}"
 
 

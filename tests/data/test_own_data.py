@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -684,6 +685,15 @@ def test_no_solution_teaches_tags_inside_the_reasoning(row):
     [problem] = as_problems([{"question": "2 + 3?", "answer": "5"} | row])
     assert (problem.solution, problem.answer) == (STEPS, "5")
     assert {format.reasoning_tag for format in FORMATS.values()} == {*REASONING_TAGS}
+
+
+@pytest.mark.parametrize("blank", ["\n", " ", "\n \n"])
+def test_blank_lines_cost_nothing(blank):
+    blanks, started = blank * 30_000, time.perf_counter()
+    asked, completion = f"2 + 3?{blanks}Show it.", f"2 + 3 = 5{blanks}Final answer: 5"
+    [problem] = as_problems([{"prompt": asked, "completion": completion}])
+    assert (problem.answer, problem.solution) == ("5", "2 + 3 = 5")
+    assert time.perf_counter() - started < 2
 
 
 def test_a_prompt_without_an_assistant_needs_an_answer():

@@ -233,6 +233,7 @@ def test_format(text: str, strict: str, lenient: str) -> None:
 # fmt: off
 ANSWERS = {
     "correct": [
+        "The answer is 18." + "\n" * 5000,
         r"<answer>18</answer> \boxed{17}", r"\boxed{18} [17]", "[18]", "So it is [18].",
         "See [1]. The answer is 18.", "The answer is 18. [2]", "See [1].\n#### 18",
         "See [1]. She has 18.",
@@ -360,7 +361,8 @@ CHOICES = {
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
         "B. But (C)", "B. PERHAPS C", "B) Or, C", "B, C", "B is wrong", "B because of C", "not B",
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
-        "[B] [C] [D]", "B - C", "B - not B", "A-B",
+        "[B] [C] [D]", "B - C", "B - not B", "A-B", "A - rock, B - water",
+        "B) Paris? The answer is C", "B) No wait, it is C", "B. Or rather C", "B) I choose C",
     ],
 }
 # lenient reason: texts; the gold is B

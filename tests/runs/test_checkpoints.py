@@ -17,7 +17,7 @@ import torch
 
 from rlm.cli.options import UsageError
 from rlm.runs import directory
-from rlm.runs.checkpoints import Checkpoints, check_space, file_hash
+from rlm.runs.checkpoints import Checkpoints, check_space, data_id, file_hash
 from rlm.runs.directory import RunDirectory
 
 
@@ -168,6 +168,12 @@ def test_a_clock_that_jumps_back_changes_nothing(tmp_path):
     assert checkpoints.load()[1]["step"] == 2
     checkpoints.save(3, {"x": torch.zeros(1)}, {}, keep=2)
     assert checkpoints.steps() == [2, 3]
+
+
+def test_the_id_of_data_with_odd_columns():
+    grid = {(0, 0): 1}  # not a key of JSON
+    assert data_id("problems", [["a", {"grid": grid}]]).startswith("1 problems, sha256 ")
+    assert data_id("problems", [["a", grid]]) != data_id("problems", [["b", grid]])
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path):
