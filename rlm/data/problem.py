@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from rlm.cli import UsageError
@@ -351,7 +352,7 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     value = default if name is None else row[name]
     if value is None:
         raise MissingColumn(f"no field {' or '.join(names)}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | Real):  # Real includes numpy's
         first = f" (--columns {name}=COLUMN.0 uses the first item of a list)"
         raise ValueError(f"{name} is neither text nor a number{first * isinstance(value, list)}")
     text = str(value).strip() or default

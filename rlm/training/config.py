@@ -267,7 +267,7 @@ class GRPOConfig:
         None, "completions per micro-batch", min=1, default_text="as many as fit into memory"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
-    lora_alpha: int | float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
+    lora_alpha: float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
 
     eval_every: int = flag(
         5,

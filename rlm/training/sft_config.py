@@ -107,7 +107,7 @@ class SFTConfig:
         None, "adapter to continue training from", default_text="a new adapter"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
-    lora_alpha: int | float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
+    lora_alpha: float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
     lora_dropout: float = flag(0.0, "LoRA dropout of a new adapter", min=0, max=1)
     quantize: str = flag(
         "none", "load the base model quantized with bitsandbytes", choices=QUANTIZATIONS
