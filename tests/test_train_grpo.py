@@ -612,6 +612,10 @@ def test_a_config_made_in_python_has_the_rank_of_its_start_adapter(model_dir, tm
     names = {"adapter": start, "output": tmp_path / "sft", "run_dir": tmp_path / "sft_run"}
     run = train_sft.train(SFTConfig(model=str(model_dir), dataset="two", **names), problems)
     assert (run["config"]["lora_r"], run["config"]["lora_alpha"]) == (4, 8)
+    # PEFT takes an alpha with a fraction.
+    settings = json.loads((start / "adapter_config.json").read_text()) | {"lora_alpha": 8.5}
+    (start / "adapter_config.json").write_text(json.dumps(settings))
+    assert a_trainer(model_dir, GRPOConfig(**other)).config.lora_alpha == 8.5
 
 
 @pytest.mark.parametrize("start", ["an adapter", "the base"])
