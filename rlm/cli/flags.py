@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import operator
 import os
 import sys
@@ -21,7 +22,7 @@ from functools import cache, wraps
 from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import IO, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -82,7 +83,7 @@ class Flag:
         if isinstance(value, Path) and Path not in members and str in members:
             value = str(value)
         if isinstance(value, Real) and int in members and value % 1 == 0:  # 1e3, numpy's integers
-            value = int(cast("float", value))
+            value = math.floor(value)
         kinds = {Real if kind is float else get_origin(kind) or kind for kind in members}
         kinds |= {NoneType} | ({list} if tuple in kinds else set())
         if not isinstance(value, tuple(kinds)):
