@@ -36,7 +36,7 @@ def test_the_limits_are_the_documented_ones():
     assert limits == (64 * 1024, 16 * 1024, 64, 10)
     assert (wall.requests_per_minute, wall.failures_per_minute) == (120, 20)
     assert f"each may take up to {PREPARE_SECONDS:g} seconds" in page
-    assert f"not read to its end {SEND_SECONDS:g} seconds after the deadline ends" in page
+    assert f"the end of a stream {SEND_SECONDS:g} seconds after the deadline" in page
 
 
 def test_a_body_that_is_late_gets_a_408():
