@@ -84,6 +84,8 @@ class Flag:
             value = str(value)
         if isinstance(value, Real) and int in members and value % 1 == 0:  # 1e3, numpy's integers
             value = math.floor(value)
+        elif isinstance(value, Real) and float in members and not isinstance(value, int):
+            value = float(value)  # JSON cannot store numpy's float32
         kinds = {Real if kind is float else get_origin(kind) or kind for kind in members}
         kinds |= {NoneType} | ({list} if tuple in kinds else set())
         if not isinstance(value, tuple(kinds)):

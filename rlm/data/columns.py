@@ -334,7 +334,8 @@ def read_choices(row: Row, first: int | None = None) -> Row:
 
     Args:
         first: the number of the first choice, which `first_number` infers from the rows of the
-            file. If it is None, a number is treated as a label, or else as an index from 0.
+            file. If it is None, a number is treated as a choice among numbers, as a label, or else
+            as an index from 0.
 
     Raises:
         ValueError: the choices are not texts, or the answer is not one of the choices.
@@ -349,8 +350,9 @@ def read_choices(row: Row, first: int | None = None) -> Row:
     if len(texts) > len(LETTERS):
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
     listed = _given(row, CHOICE_FIELDS)
-    # A number among numbers is a choice, not an index.
-    is_value = isinstance(listed, list) and not isinstance(answer, str) and answer in listed
+    # A number among numbers is a choice, unless other rows show that answers are indices.
+    is_value = first is None and isinstance(listed, list) and not isinstance(answer, str)
+    is_value = is_value and answer in listed
     place = listed.index(answer) if is_value else _place_of(answer, labels, texts, first)
     if place is None and str(answer).strip() in ("", "-1"):
         raise ValueError(
@@ -388,7 +390,7 @@ def first_number(row: Row) -> int | None:
         ValueError: the choices are not texts.
     """
     texts, number = _choices(row)[1], _whole(_given(row, ANSWER_FIELDS))
-    if not texts or number is None or str(number) in texts:
+    if not texts or number is None or {str(number), f"{number}.0"} & {*texts}:
         return None
     return {0: 0, len(texts): 1}.get(number)
 
@@ -477,7 +479,8 @@ def _place_of(
     """
     number = _whole(answer)
     text = str(answer if number is None else number).strip()
-    if number is not None and first is not None and text not in texts:
+    is_named = isinstance(answer, str) and text in texts
+    if number is not None and first is not None and not is_named:
         return number - first if first <= number < first + len(texts) else None
     if isinstance(answer, str):
         for names in (labels, texts):

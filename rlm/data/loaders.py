@@ -271,9 +271,13 @@ def own_files(dataset: str) -> set[Path]:
 
 
 def data_files(dataset: str) -> set[Path]:
-    """Return the files of which every split of `--dataset` is a part: one's own, and gsm8k:FILE."""
+    """Return the files that contain all splits of `--dataset`: one's own, and FILE of gsm8k:FILE.
+
+    A path with the ending of a file is one, even if the file does not exist.
+    """
     paths = (Path(dataset_name(part).partition(":")[2]) for part in dataset_parts(dataset))
-    return own_files(dataset) | {path.resolve() for path in paths if path.is_file()}
+    named = (path for path in paths if path.is_file() or path.name.lower().endswith((*READERS,)))
+    return own_files(dataset) | {path.resolve() for path in named}
 
 
 def needs_hub(dataset: str) -> bool:

@@ -286,10 +286,10 @@ def _limit_threads() -> None:
     time, and the system would then stop all of them.
     """
     allowed = [torch.get_num_threads()]
-    for file in (group / "cpu.max" for group in _control_groups()):
-        quota, period = file.read_text().split() if file.is_file() else ("max", "")
-        if quota != "max":
-            allowed.append(math.ceil(int(quota) / int(period)))
+    for group in _control_groups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max" instead of a number
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+            allowed.append(math.ceil(quota / period))
     torch.set_num_threads(min(allowed))
 
 

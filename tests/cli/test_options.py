@@ -309,6 +309,8 @@ def test_a_value_of_another_type_is_converted_or_refused_in_python():
     made = GRPOConfig(steps=1e3, batch_size=np.int64(4), dataset=Path("a.jsonl"), max_minutes=5)
     assert (made.steps, made.batch_size, made.dataset) == (1000, 4, "a.jsonl")
     assert {type(made.steps), type(made.batch_size)} == {int}
+    rate = GRPOConfig(learning_rate=np.float32(0.5)).learning_rate  # JSON cannot store a float32
+    assert (rate, type(rate)) == (0.5, float)
     for name, value, expected in (
         ("steps", 10.5, "int|none, got 10.5"),
         ("steps", "10", "int|none, got '10'"),

@@ -305,6 +305,10 @@ LIST = {"question": STEM, "choices": ["water", "rock", "air"]}
         (LIST, [2.0, 1.0, 0.0], "CBA"),
         (LIST, [1, 1], "BB"),  # nothing says more: an index
         ({"question": STEM, "choices": ["3", "8", "5"]}, ["3", "5"], "AC"),  # the texts
+        ({"question": STEM, "choices": [7, 2, 1]}, [2, 1], "BC"),
+        ({"question": STEM, "choices": [7, 2, 1]}, [2, 1, 0], "CBA"),  # 0 is an index
+        ({"question": STEM, "choices": [7, 2, 1]}, [2, 1, 3], "BAC"),
+        ({"question": STEM, "choices": [3.0, 1.5, 4.0]}, [3, 4], "AC"),
     ],
 )
 def test_a_file_says_from_where_its_choices_are_numbered(tmp_path, row, labels, letters):

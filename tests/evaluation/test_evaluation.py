@@ -33,6 +33,7 @@ PNG = b"\x89PNG\r\n"
         ("hub", "hub", "validation[:20]"),  # held out of the rows of the adapter's --split
         ("hub", "other.jsonl", "validation"),
         ("gsm8k:hub/train.jsonl", "gsm8k:hub/train.jsonl", "validation[:20]"),  # one file, no test
+        ("gsm8k:hub/train.jsonl", "gsm8k:/elsewhere/train.jsonl", "validation[:20]"),
         ("gsm8k:hub/train.jsonl", "gsm8k", "test"),
         ("hub/train.jsonl", "/elsewhere/train.jsonl", "validation[:20]"),
         ("hub/train.jsonl", "/elsewhere/other.jsonl", "test"),

@@ -197,7 +197,12 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
 
 @pytest.mark.parametrize(
     ("own", "outer", "used"),
-    [("max 100000", "max 100000", 9), ("150000 100000", "max 100000", 2), ("max 1", "50 100", 1)],
+    [
+        ("max 100000", "max 100000", 9),
+        ("150000 100000", "max 100000", 2),
+        ("max 1", "50 100", 1),
+        ("", "max", 9),
+    ],
 )
 def test_a_container_uses_as_many_threads_as_it_may_use_cpus(
     tmp_path, monkeypatch, own, outer, used
