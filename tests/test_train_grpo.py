@@ -478,7 +478,7 @@ def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
 
 
 def test_curves_are_drawn_at_each_validation_of_open_answers(model_dir, tmp_path, monkeypatch):
-    """Which have a reward and no accuracy; and once more at the end."""
+    """Open answers have a reward and no accuracy. The curves are drawn once more at the end."""
     drawn = []
     monkeypatch.setattr(training, "learning_curves", lambda rows, *_: drawn.append(len(rows)))
     problems = [Problem(f"p{i}", f"{i}?", "", answer_type="open") for i in range(4)]
@@ -884,7 +884,7 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
 
 
 def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch):
-    """And not what the plan allows, which may be far more: the update would be the same again."""
+    """The plan may allow far more; half of that would repeat the same micro-batch."""
     sizes = []
 
     def fails_once(policy, micro, temperature):

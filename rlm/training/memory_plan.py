@@ -218,7 +218,7 @@ def _learning_bytes(
         per_token += per_token // layers
     tokens, dtype = max(tokens, longest_sequence), policy.dtype
     logits = score_bytes(model.vocab_size, LOGITS_CHUNK, dtype, policy.device.type)
-    mask = tokens * longest_sequence * (dtype.itemsize + 1)  # and its copy as booleans
+    mask = tokens * longest_sequence * (dtype.itemsize + 1)  # the mask and its copy as booleans
     return tokens * per_token + logits + mask + attention_bytes(model, tokens, dtype)
 
 

@@ -36,7 +36,7 @@ class Validation:
 
     @property
     def worth(self) -> float:
-        """The mean, by which validations are compared; -inf if no problem has a score."""
+        """The mean, or -inf if no problem has a score; validations are compared by this value."""
         return self.mean if any(score is not None for score in self.scores) else -math.inf
 
     def summary(self, measure: str) -> dict[str, float]:

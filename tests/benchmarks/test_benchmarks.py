@@ -291,7 +291,7 @@ def test_two_servers_are_asked_in_turns_in_a_row_and_at_once(vllm, capsys):
 
 
 def test_the_other_server_computes_in_the_dtype_of_the_machine(monkeypatch):
-    """As `generate` and TRL do; ours chooses its dtype by itself."""
+    """`generate` and TRL do so, too. Our server chooses its dtype by itself."""
     started = []
 
     @contextmanager

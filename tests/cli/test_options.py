@@ -305,7 +305,7 @@ def test_values_that_python_may_give():
 
 
 def test_a_value_of_another_type_is_converted_or_refused_in_python():
-    """Before a model is loaded: range(1e3) would be a TypeError in the first step."""
+    """This happens before a model is loaded: range(1e3) would fail in the first step."""
     made = GRPOConfig(steps=1e3, batch_size=np.int64(4), dataset=Path("a.jsonl"), max_minutes=5)
     assert (made.steps, made.batch_size, made.dataset) == (1000, 4, "a.jsonl")
     assert {type(made.steps), type(made.batch_size)} == {int}

@@ -430,7 +430,7 @@ def test_numbers_of_python_are_read_exactly(answer, text):
 
 
 def test_nan_is_a_missing_value(tmp_path):
-    """As pandas writes it, in a list of dicts and in JSON."""
+    """pandas writes it into lists of dicts and into JSON."""
     row = dict.fromkeys(("solution", "id", "answer_type", "choices", "note"), math.nan)
     row |= {"question": "2 + 3?", "answer": 5}
     single = row | {"solution": np.float32("nan"), "note": Decimal("nan")}
@@ -610,7 +610,7 @@ def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
 
 
 def test_a_mixture_trains_on_no_question_that_a_part_holds_out(tmp_path):
-    """Of 500 questions 50 are held out, and of 3000 only 200, which are others."""
+    """50 of 500 questions are held out, but only 200 of 3000, and these are others."""
     parts = [write_jsonl(tmp_path / f"{n}.jsonl", rows_of(n)) for n in (500, 3000)]
     train, validation = (
         {*answers(load_problems("+".join(parts), split, columns=COLUMNS))}

@@ -207,7 +207,7 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
 def test_a_container_uses_as_many_threads_as_it_may_use_cpus(
     tmp_path, monkeypatch, own, outer, used
 ):
-    """Rounded up. torch counts the cores of the machine; a user's OMP_NUM_THREADS is kept."""
+    """Fractions are rounded up. A user's OMP_NUM_THREADS is kept."""
     usual = torch.get_num_threads()
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "cgroup")

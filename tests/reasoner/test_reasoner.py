@@ -129,7 +129,7 @@ def test_no_part_of_a_tag_is_in_the_texts_wherever_the_limit_is(tokenizer):
     for limit in range(1, len(ADD) + 30):
         row = run(tokenizer, ADD, max_new_tokens=limit)
         assert not re.search("<[/a-z]", row.reasoning + row.answer), limit
-    # A tag that never ends is closed in spite of it.
+    # Reasoning that repeats the beginning of a closing tag is closed, too.
     assert run(tokenizer, "<think>" + "</" * 90, max_new_tokens=80).status == "forced"
 
 

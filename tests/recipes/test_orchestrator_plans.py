@@ -50,7 +50,7 @@ def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
         (PENS.solution, ["What is 6 * 13?", "What is {agentA} + 2?"]),
         ("cost: 6 * 13 = <<6*13=78>>78\ntotal: 78 + 2 = <<78+2=80>>80",
          ["What is 6*13?", "What is {agentA}+2?"]),
-        # Marks with other spaces than beside them, or without a copy, keep their place.
+        # Marks keep their place, even if the equation beside them has other spaces or is missing.
         ("6 pens x $13 = $<<6*13=78>>78\nIn all 78 + 2 = 80",
          ["What is 6*13?", "What is {agentA} + 2?"]),
         ("a: 6 * 13 = <<6*13=78>>78. b: 78 + 2 = 80", ["What is 6*13?", "What is {agentA} + 2?"]),

@@ -270,7 +270,7 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
 
 @browser_test
 def test_an_answer_without_reasoning_is_kept_too(page, server):
-    """As the base model answers: until the end, or until the user stops it."""
+    """The base model answers so, until the end or until the user stops it."""
     whole = (answer("19"), done(None, final="19", status="absent"))
     server.script(stream(start(), *whole), stream(start(), answer("it is "), Gate("never")))
     visit(page, server)

@@ -12,5 +12,5 @@ LOGITS = 259 * (128 * 4 + 3 * 16 * 4)  # of a chunk, and what is computed in fp3
     ("longest", "mask"), [(100, 512 * 100 * (4 + 1)), (1000, 1000 * 1000 * (4 + 1))]
 )
 def test_the_attention_mask_of_long_sequences_is_counted(longest, mask):
-    """In fp32 and as booleans; a sequence may be longer than the 512 tokens of a micro-batch."""
+    """It exists in fp32 and as booleans. A sequence may be longer than 512 tokens."""
     assert _learning_bytes(tiny_model(), 0, False, longest, 512) == LOGITS + mask

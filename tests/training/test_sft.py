@@ -519,7 +519,7 @@ def test_weights_that_are_not_finite_are_not_saved(sft, tmp_path, capsys):
 
 
 def test_a_start_that_fails_frees_the_run_directory(model_dir, tmp_path):
-    """Though a notebook keeps the error, and with it the frames."""
+    """It is freed although a notebook keeps the error, and with it the frames."""
     names = {"model": str(model_dir), "output": tmp_path / "sft", "run_dir": tmp_path / "run"}
     problems = [Problem("p", "1 + 1?", "2", "1 + 1 = 2")]
     with pytest.raises(UsageError, match="no checkpoint in") as kept:
