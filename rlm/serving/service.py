@@ -103,7 +103,7 @@ class Service:
         Args:
             api: name of the protocol, for the metrics.
             examples: earlier turns of the conversation.
-            system: text that is appended to the format's system prompt, unless it is part of it.
+            system: text that is appended to the format's system prompt, unless it is this prompt.
 
         Raises:
             HTTPProblem: the request exceeds a limit, the queue is full, or the engine is not ready.
@@ -296,7 +296,7 @@ class Service:
         Returns:
             the token ids of the prompt, and the ids of the lessons in it.
         """
-        is_new = system.strip() not in format.system_prompt  # false if empty
+        is_new = system.strip() not in ("", format.system_prompt.strip())
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
         for most in range(self._nearest if self.experiences else 0, -1, -1):
             informed = apply_experiences(question, self.experiences, most)

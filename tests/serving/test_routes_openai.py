@@ -94,8 +94,12 @@ def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
         ("assistant", "three"),
         ("user", "two and three"),
     ]
+    word = system.split()[-1]  # a part of the prompt is an instruction of its own
+    told = {"role": "system", "content": word}
+    client.chat.completions.create(model="tuned", messages=[told, TURNS[-1]])
     short = [("system", system), turns[-1]]
-    for job, shown in zip(submitted, (turns, short, short), strict=True):
+    longer = [("system", f"{system}\n{word}"), turns[-1]]
+    for job, shown in zip(submitted, (turns, short, short, longer), strict=True):
         text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in shown)
         assert tokenizer.decode(job.prompt) == f"{text}<|im_start|>assistant\n"
 
