@@ -41,8 +41,7 @@ from rlm.reasoner import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.reasoner import ReasoningModel
-    from rlm.sampling import StructuredOutputs
+    from rlm.reasoner import ReasoningModel, StructuredOutputs
 
 GGUF_TYPES = ("f16", "q8_0")
 
@@ -217,7 +216,7 @@ def read_schema(wanted: str | None) -> str | None:
 
 def structured_outputs(config: InferenceConfig, schema: str | None) -> StructuredOutputs | None:
     """Return the constraint that the options put on the answer, or None without one."""
-    from rlm.sampling import StructuredOutputs
+    from rlm.reasoner import StructuredOutputs
 
     if schema == "json_object":
         return StructuredOutputs(json_object=True)

@@ -26,8 +26,8 @@ from benchmarks import harness
 from rlm.cli import flag, run_main, terminal
 from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
-from rlm.reasoner import ReasoningStream
-from rlm.sampling import Request, Sampler, SamplingParams, StructuredOutputs, sampling_dtype
+from rlm.reasoner import GrammarCompiler, ReasoningStream, StructuredOutputs
+from rlm.sampling import Request, Sampler, SamplingParams, sampling_dtype
 
 FORMAT = FORMATS["deepseek"]
 KINDS = ("flat", "nested", "array", "union")
@@ -77,7 +77,10 @@ def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
 
 
 def count_valid(
-    config: StructuredOutputsConfig, sampler: Sampler, prompts: Sequence[Sequence[int]]
+    config: StructuredOutputsConfig,
+    sampler: Sampler,
+    compiler: GrammarCompiler,
+    prompts: Sequence[Sequence[int]],
 ) -> dict[str, Counter[str]]:
     """Sample an answer to each random schema at temperature 1; count the outcomes by kind."""
     valid, invalid, cut, reasoned = counters = [Counter[str]() for _ in range(4)]
@@ -91,7 +94,7 @@ def count_valid(
             sampler.stop_ids,
             max_new_tokens=config.max_new_tokens,
             budget=48,
-            grammar=sampler.grammars.compile(StructuredOutputs(schema), FORMAT),
+            grammar=compiler.compile(StructuredOutputs(schema), FORMAT),
         )
         for _, schema in schemas
     ]
@@ -119,6 +122,7 @@ def count_valid(
 def tokens_per_second(
     config: StructuredOutputsConfig,
     sampler: Sampler,
+    compiler: GrammarCompiler,
     prompts: Sequence[Sequence[int]],
     masked: bool,
 ) -> float:
@@ -128,7 +132,7 @@ def tokens_per_second(
         endless = {"type": "array", "items": random_schema(KINDS[i % 4], rng), "minItems": 999}
         definitions = endless["items"].pop("$defs", None)
         schema = endless | ({"$defs": definitions} if definitions else {})
-        matcher = sampler.grammars.compile(StructuredOutputs(schema), FORMAT)
+        matcher = compiler.compile(StructuredOutputs(schema), FORMAT)
         allowed = (lambda row, ids, matcher=matcher: matcher.allowed(ids)) if masked else None
         params = SamplingParams(config.timed_tokens, 1.0)
         requests.append(Request(prompts[i % len(prompts)], params, i, 1, None, allowed))
@@ -148,10 +152,12 @@ def main(config: StructuredOutputsConfig) -> int:
     sampler = Sampler(model, tokenizer, max_num_seqs=config.rows, dtype=sampling_dtype(model))
     problems = load_problems(config.dataset, split="test", max_samples=16, seed=config.seed)
     prompts = [render_prompt(tokenizer, problem.question, FORMAT) for problem in problems]
-    counts = count_valid(config, sampler, prompts)
+    compiler = GrammarCompiler(tokenizer, sampler.stop_ids, sampler.vocab_size)
+    parts = config, sampler, compiler, prompts
+    counts = count_valid(*parts)
     sampler.stop_ids = frozenset()  # the timed rows must have equal lengths
     arms = {
-        name: lambda _, masked=masked: tokens_per_second(config, sampler, prompts, masked)
+        name: lambda _, masked=masked: tokens_per_second(*parts, masked)
         for name, masked in ((harness.OURS, True), (FREE, False))
     }
     runs = harness.alternate(arms, config.repeats)

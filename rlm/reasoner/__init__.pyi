@@ -19,3 +19,6 @@ from .local import Reply as Reply
 from .local import ask as ask
 from .local import load_rlm_model as load_rlm_model
 from .stream import ReasoningStream as ReasoningStream
+from .structured_outputs import GrammarCompiler as GrammarCompiler
+from .structured_outputs import GrammarMatcher as GrammarMatcher
+from .structured_outputs import StructuredOutputs as StructuredOutputs

@@ -18,7 +18,8 @@ from rlm.tools import Tool, as_tool, load_tool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling import Sampler, SamplingParams, StructuredOutputs
+    from rlm.reasoner.structured_outputs import GrammarCompiler, StructuredOutputs
+    from rlm.sampling import Sampler, SamplingParams
 
 TRAIN_OR_BASE = f"{HOW_TO_TRAIN}, or add --base for the untrained base model"
 TEMPERATURE_OF_SEVERAL = 0.7  # default temperature when several answers are sampled
@@ -30,6 +31,7 @@ class ReasoningModel(Protocol):
 
     rlm_format: Format
     rlm_sampler: Sampler
+    rlm_grammars: GrammarCompiler  # for structured outputs
 
 
 def load_rlm_model(
@@ -66,6 +68,7 @@ def load_rlm_model(
         pick_device,
         prepare_process,
     )
+    from rlm.reasoner.structured_outputs import GrammarCompiler
     from rlm.sampling import Sampler, sampling_dtype
 
     prepare_process()
@@ -79,7 +82,9 @@ def load_rlm_model(
     tokenizer, dtype = load_tokenizer(model), sampling_dtype(loaded)
     made = cast("ReasoningModel", loaded)
     made.rlm_format = info.format
-    made.rlm_sampler = Sampler(loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS, dtype=dtype, tool=used)
+    sampler = Sampler(loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS, dtype=dtype, tool=used)
+    made.rlm_sampler = sampler
+    made.rlm_grammars = GrammarCompiler(tokenizer, sampler.stop_ids, sampler.vocab_size)
     return made, tokenizer
 
 
@@ -128,7 +133,7 @@ def ask(
     format, sampler = model.rlm_format, model.rlm_sampler
     kind = structured.answer_type if structured else format.answer_type
     format = format.with_answer_type(answer_type or kind)
-    grammar = sampler.grammars.compile(structured, format) if structured else None
+    grammar = model.rlm_grammars.compile(structured, format) if structured else None
     prompt = render_prompt(tokenizer, question, format, examples=examples)
     length = params.max_new_tokens
     check_context_window(sampler.model, len(prompt) + length)

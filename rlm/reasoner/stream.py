@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.sampling import FinishReason, ForceTokens, GrammarMatcher, Token
+    from rlm.reasoner.structured_outputs import GrammarMatcher
+    from rlm.sampling import FinishReason, ForceTokens, Token
 
 # Number of tokens reserved for the answer (at most a quarter of max_new_tokens).
 ANSWER_RESERVE = 32

@@ -11,9 +11,6 @@ from .requests import ToolTokens as ToolTokens
 from .requests import common_prefix_length as common_prefix_length
 from .requests import prompt_seed as prompt_seed
 from .requests import tool_spans as tool_spans
-from .structured_outputs import GrammarCompiler as GrammarCompiler
-from .structured_outputs import GrammarMatcher as GrammarMatcher
-from .structured_outputs import StructuredOutputs as StructuredOutputs
 from .tinker import TinkerEngine as TinkerEngine
 from .vllm import VLLMSampler as VLLMSampler
 from .weights import FusedLayer as FusedLayer

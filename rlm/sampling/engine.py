@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -41,8 +40,6 @@ from rlm.tools import Tool
 
 if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
     from peft import PeftModel
-
-    from rlm.sampling.structured_outputs import GrammarCompiler
 
 
 class Sampler:
@@ -108,12 +105,10 @@ class Sampler:
             reason = "unmerged models use torch's matmuls"
         return reason and f"a completion may depend on its batch: {reason}"
 
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler of the grammars that constrain structured outputs."""
-        from rlm.sampling.structured_outputs import GrammarCompiler
-
-        return GrammarCompiler(self.tokenizer, self.stop_ids, self._config.vocab_size)
+    @property
+    def vocab_size(self) -> int:
+        """The number of logits for each token, which may exceed the size of the tokenizer."""
+        return self._config.vocab_size
 
     @property
     def matches_trainer(self) -> bool:
@@ -221,7 +216,7 @@ class Sampler:
         """
         config = self._fit_memory(self._cache_config(n, prompt_tokens, new_tokens))
         cache = config.tokens * token_bytes(self._config, self.dtype)
-        logits = config.max_num_seqs * self._config.vocab_size * self._ops.logit_bytes
+        logits = config.max_num_seqs * self.vocab_size * self._ops.logit_bytes
         return cache + logits + self._weights.copied_bytes
 
     def start(self) -> None:

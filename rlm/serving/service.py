@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -23,15 +23,15 @@ from rlm.data import (
     apply_experiences,
     render_prompt,
 )
-from rlm.reasoner import TEMPERATURE_OF_SEVERAL, ReasoningStream
-from rlm.runs import data_id
-from rlm.sampling import (
+from rlm.reasoner import (
+    TEMPERATURE_OF_SEVERAL,
+    GrammarCompiler,
     GrammarMatcher,
-    SamplingParams,
+    ReasoningStream,
     StructuredOutputs,
-    ToolTokens,
-    prompt_seed,
 )
+from rlm.runs import data_id
+from rlm.sampling import SamplingParams, ToolTokens, prompt_seed
 from rlm.serving.engine import Engine, Limits, RunningRequest
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
@@ -90,6 +90,11 @@ class Service:
         if not self.engine.alive:
             return HTTPProblem(503, "engine_down", "the engine does not answer", retry_after=10)
         return None
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        sampler = self.engine.sampler
+        return GrammarCompiler(self.tokenizer, sampler.stop_ids, sampler.vocab_size)
 
     async def accept(
         self,
@@ -279,7 +284,7 @@ class Service:
         grammar = None
         if structured:
             field = "structured_outputs" if asked.structured_outputs else "response_format"
-            compile = partial(self.engine.sampler.grammars.compile, structured, format)
+            compile = partial(self._grammars.compile, structured, format)
             grammar = await self._compiling.run(compile, field, deadline)
         return grammar, *await self._render(asked.prompt, format, examples, system, deadline)
 

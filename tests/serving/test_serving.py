@@ -26,8 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rlm.cli import UsageError
 from rlm.data.experiences import Experience
 from rlm.data.prompts import render_prompt
+from rlm.reasoner import GrammarCompiler
 from rlm.reasoner.stream import ReasoningStream
-from rlm.sampling import GrammarCompiler
 from rlm.sampling.engine import Sampler
 from rlm.sampling.requests import SamplingParams
 from rlm.serving.access import AllowedHosts, Keys

@@ -16,8 +16,8 @@ from benchmarks.structured_outputs import INTEGER, KINDS, random_schema
 from rlm.cli import UsageError
 from rlm.data import FORMATS
 from rlm.ops import TorchOps
-from rlm.reasoner import ReasoningStream
-from rlm.sampling import GrammarCompiler, Request, Sampler, SamplingParams, StructuredOutputs
+from rlm.reasoner import GrammarCompiler, ReasoningStream, StructuredOutputs
+from rlm.sampling import Request, Sampler, SamplingParams
 from rlm.sampling.draw import exclude_tokens, sample_tokens
 
 FORMAT = FORMATS["deepseek"]
@@ -28,10 +28,16 @@ def sampler():
     return Sampler(tiny_model(), byte_tokenizer(), max_num_seqs=8)
 
 
+@pytest.fixture(scope="module")
+def compiler(sampler):
+    return GrammarCompiler(sampler.tokenizer, sampler.stop_ids, sampler.vocab_size)
+
+
 def answers(sampler, structured, n=2, seed=0, new_tokens=400, format=FORMAT, begin=""):
     """A stream of n completions at temperature 1, of a model that writes whatever it may."""
     begun = sampler.tokenizer.encode(begin, add_special_tokens=False)
-    grammar = sampler.grammars.compile(structured, format)
+    compiler = GrammarCompiler(sampler.tokenizer, sampler.stop_ids, sampler.vocab_size)
+    grammar = compiler.compile(structured, format)
     options = {"n": n, "max_new_tokens": new_tokens, "budget": 12, "grammar": grammar}
     stream = ReasoningStream(sampler.tokenizer, format, sampler.stop_ids, **options)
     params = SamplingParams(new_tokens, 1.0)
@@ -163,11 +169,11 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({}, "give exactly one"),
     ],
 )
-def test_hostile_and_impossible_ones_are_refused_in_a_line(sampler, asked, said):
-    sampler.grammars.compile(StructuredOutputs(json_object=True), FORMAT)  # the vocabulary is read
+def test_hostile_and_impossible_ones_are_refused_in_a_line(compiler, asked, said):
+    compiler.compile(StructuredOutputs(json_object=True), FORMAT)  # the vocabulary is read
     started = time.process_time()
     with pytest.raises(UsageError, match=said) as refused:
-        sampler.grammars.compile(StructuredOutputs(**asked), FORMAT)
+        compiler.compile(StructuredOutputs(**asked), FORMAT)
     assert time.process_time() - started < 1
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
@@ -190,7 +196,7 @@ SAME = {
 
 @pytest.mark.parametrize("kind", SAME)
 @pytest.mark.parametrize("links", [60, 120])
-def test_references_to_the_same_schema_are_not_followed_again_and_again(sampler, kind, links):
+def test_references_to_the_same_schema_are_not_followed_again_and_again(compiler, kind, links):
     """The calls of functions are counted: 2 ** 60 of them would not end."""
     definitions = {f"a{i}": SAME[kind]({"$ref": f"#/$defs/a{i + 1}"}) for i in range(links)}
     schema = {"$defs": definitions | {f"a{links}": INTEGER}, "$ref": "#/$defs/a0"}
@@ -208,18 +214,18 @@ def test_references_to_the_same_schema_are_not_followed_again_and_again(sampler,
     finally:
         sys.setprofile(before)
     assert "value: %json" in text
-    sampler.grammars.compile(StructuredOutputs(schema), FORMAT)
+    compiler.compile(StructuredOutputs(schema), FORMAT)
 
 
 @pytest.mark.parametrize("part", ['{"allOf": [', '{"a": ', "["])
-def test_a_schema_of_any_depth_is_compiled_or_refused(sampler, part):
+def test_a_schema_of_any_depth_is_compiled_or_refused(compiler, part):
     closing = part.replace("[", "]").replace('{"a": ', "}").replace('{"allOf": ', "}")[::-1]
     for depth in (10, 300, 500, 700, 900, 950, 990, 1000, 1010, 1200):
         text = part * depth + "{}" + closing * depth
         if len(text) > 16_000:
             break
         with suppress(UsageError):
-            sampler.grammars.compile(StructuredOutputs(text), FORMAT)
+            compiler.compile(StructuredOutputs(text), FORMAT)
 
 
 def test_a_schema_that_may_hold_itself_is_none_of_these(sampler):
@@ -230,10 +236,10 @@ def test_a_schema_that_may_hold_itself_is_none_of_these(sampler):
             jsonschema.validate(json.loads(state.answer), node)
 
 
-def test_a_schema_cannot_make_the_compiler_lenient(sampler):
+def test_a_schema_cannot_make_the_compiler_lenient(compiler):
     """`x-guidance` in a schema could say that what is not supported be ignored."""
     with pytest.raises(UsageError, match="Unimplemented"):
-        sampler.grammars.compile(
+        compiler.compile(
             StructuredOutputs({"x-guidance": {"lenient": True}, "uniqueItems": True}), FORMAT
         )
 
