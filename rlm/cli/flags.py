@@ -82,7 +82,9 @@ class Flag:
             value = Path(os.path.expanduser(value))
         if isinstance(value, Path) and Path not in members and str in members:
             value = str(value)
-        if isinstance(value, Real) and int in members and value % 1 == 0:  # 1e3, numpy's integers
+        if isinstance(value, bool):  # an int in Python
+            members = tuple(kind for kind in members if kind not in (int, float))
+        elif isinstance(value, Real) and int in members and value % 1 == 0:  # 1e3, numpy's
             value = math.floor(value)
         elif isinstance(value, Real) and float in members and not isinstance(value, int):
             value = float(value)  # JSON cannot store numpy's float32

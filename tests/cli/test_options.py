@@ -314,6 +314,7 @@ def test_a_value_of_another_type_is_converted_or_refused_in_python():
     for name, value, expected in (
         ("steps", 10.5, "int|none, got 10.5"),
         ("steps", "10", "int|none, got '10'"),
+        ("steps", True, "int|none, got True"),
         ("learning_rate", "1e-4", "float, got '1e-4'"),
         ("dataset", 5, "str|none, got 5"),
         ("reward", len, "str|none, got <built-in function len>"),
