@@ -133,7 +133,7 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
     ("trained_on", "evaluated_on", "left_out"),
     [
         ("word-problems+gsm8k", "word-problems", "gsm8k"),
-        ("OpenAI/gsm8k+elementary:1+aime2024", "elementary:1", "OpenAI/gsm8k, aime2024"),
+        ("OpenAI/gsm8k+elementary:1+aime2024", "elementary:1", "gsm8k, aime2024"),
         ("word-problems+gsm8k:DIRECTORY", "word-problems+gsm8k:DIRECTORY", ""),
         ("gsm8k+org/name", "gsm8k+org/name", ""),  # nothing else is left
     ],

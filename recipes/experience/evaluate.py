@@ -39,8 +39,8 @@ from rlm.data import (
     NEAREST,
     Experience,
     Problem,
-    dataset_name,
     load_experiences,
+    parse_dataset,
     plain_question,
     similarity,
 )
@@ -98,7 +98,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
         if not options:
             raise UsageError(f"{config.run_dir} contains no run of {config.role}: pass a --dataset")
         practised: str = options["dataset"]
-        dataset = OTHER_SET.get(dataset_name(practised), practised)
+        dataset = OTHER_SET.get(str(parse_dataset(practised)[0]), practised)
     records = [read_lines(records_path(config.run_dir, n), repair=False) for n in GENERATORS]
     seen = {row["problem_text"] for rows in records for row in rows} | {*selection.get("seen", ())}
     seen |= {question for library in config.library for question in questions_of(library)}

@@ -39,13 +39,11 @@ from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path, s
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import (
+    OwnFile,
     Problem,
-    dataset_name,
-    dataset_parts,
-    has_only_test,
-    is_local_file,
     load_jsonl,
     load_problems,
+    parse_dataset,
     require_numeric_answers,
 )
 from rlm.runs import Journal, check_writable, lock_file, read_lines, replace_json
@@ -115,20 +113,21 @@ def load_problem_set(
         UsageError: the dataset is a mixture, an answer is not a number, or a problem's rel_tol is
             invalid.
     """
-    if len(dataset_parts(dataset)) > 1:
+    source = str(PHYSICS) if dataset == "physics" else dataset
+    parts = parse_dataset(source)
+    if len(parts) > 1:
         raise UsageError(
             f"--dataset {dataset}: pass one dataset, because this recipe does not mix them"
         )
-    name = dataset_name(dataset).partition(":")[0]
-    source = str(PHYSICS) if dataset == "physics" else dataset
-    if is_local_file(source):  # a local file is read in order
+    if isinstance(parts[0], OwnFile):  # a local file is read in order
         problems = load_jsonl(source)[:max_problems]
     else:
-        chosen = "test" if has_only_test(dataset) else split
+        chosen = "test" if [*parts[0].splits] == ["test"] else split
         problems = load_problems(source, chosen, max_samples=max_problems, seed=seed)
     require_numeric_answers(dataset, problems)
     for problem in problems:
         relative_tolerance(problem)  # raises before any answers are paid for
+    name = parts[0].name
     if name in ("aime2024", "aime2025"):
         return [replace(p, id=f"{name}_{number:03d}") for number, p in enumerate(problems, 1)]
     return problems

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, check_values, command_of, flag, required, terminal
-from rlm.data import FORMATS, Format, data_files, dataset_parts, has_test, needs_hub
+from rlm.data import FORMATS, Format, data_files, has_test, parse_dataset
 from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft"), "GRPO": ("adapter", "train_grpo")}
@@ -196,14 +196,14 @@ def without_hub(dataset: str) -> str:
     A command without --dataset therefore evaluates the same problems with and without network
     access. If all datasets of the mixture come from the hub, none is removed.
     """
-    parts = dataset_parts(dataset)
-    here = [part for part in parts if not needs_hub(part)]
-    if not here or here == parts:
+    parts = parse_dataset(dataset)
+    here = [str(part) for part in parts if not part.needs_hub]
+    there = [str(part) for part in parts if part.needs_hub]
+    if not here or not there:
         return dataset
-    left_out, kept = (", ".join(names) for names in ([p for p in parts if p not in here], here))
     terminal.line(
-        f"evaluated on {kept} alone: {left_out} needs the Hugging Face hub; pass "
-        f"--dataset {dataset} to evaluate on all of them"
+        f"evaluated on {', '.join(here)} alone: {', '.join(there)} needs the Hugging Face hub; "
+        f"pass --dataset {dataset} to evaluate on all of them"
     )
     return "+".join(here)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlm.data import dataset_name
+from rlm.data import parse_dataset
 from rlm.model import AdapterInfo, hub_base, licence_of, public_dataset
 
 PLACEHOLDER = "Model Card for Model ID"  # heading of the card that PEFT writes for each adapter
@@ -123,7 +123,7 @@ def _licence(part: str) -> str:
 
 def _known(part: str) -> tuple[str, str]:
     """Return the licence and the hub name of a dataset, or empty strings."""
-    return DATA_LICENCES.get(dataset_name(part).partition(":")[0], ("", ""))
+    return DATA_LICENCES.get(parse_dataset(part)[0].name, ("", ""))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm.cli import terminal
-from rlm.data import Problem, check_dataset, dataset_name, dataset_parts, peek_problems
+from rlm.data import Problem, check_dataset, parse_dataset, peek_problems
 from rlm.tools import load_tool
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")  # GRPOConfig or SFTConfig
 
-SHORT, ON_CPU, LONGEST = 96, 256, 512  # defaults of --max-new-tokens
-GENERATED = {"word-problems", "elementary"}  # generated data, with solutions of at most 84 tokens
+# Defaults of --max-new-tokens; the solutions of generated problems have at most 84 tokens.
+SHORT, ON_CPU, LONGEST = 96, 256, 512
 MAX_NEW_TOKENS = (
     f"{SHORT} for word-problems and elementary, else {LONGEST} on a GPU and {ON_CPU} without one"
 )
@@ -166,8 +166,7 @@ def choose_max_new_tokens(dataset: str | None) -> int:
     Args:
         dataset: the name of the dataset, or None if it is unknown, as in a config made in Python.
     """
-    parts = dataset_parts(dataset) if dataset else []
-    if parts and {dataset_name(part).partition(":")[0] for part in parts} <= GENERATED:
+    if dataset and all(part.is_generated for part in parse_dataset(dataset)):
         return SHORT
     import torch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlm.cli import check_values, flag, takes_aliases
-from rlm.data import FORMATS, dataset_parts, own_files
+from rlm.data import FORMATS, OwnFile, own_files, parse_dataset
 from rlm.model import QUANTIZATIONS
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
@@ -163,8 +163,8 @@ class SFTConfig:
         `resolve_config` calls this method.
         """
         values = resolve(given, start_info(given.get("adapter")), GPU_DEFAULTS)
-        data = values["dataset"]
-        if "max_samples" not in given and len(own_files(data)) == len(dataset_parts(data)):
+        parts = parse_dataset(values["dataset"])
+        if "max_samples" not in given and all(isinstance(part, OwnFile) for part in parts):
             values["max_samples"] = None
         return values
 

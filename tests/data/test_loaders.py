@@ -14,15 +14,16 @@ from pyarrow import Table, parquet
 
 from rlm.cli.options import UsageError
 from rlm.data.loaders import (
-    POOL,
-    dataset_name,
-    is_local_file,
+    NamedDataset,
+    OwnFile,
     load_gsm8k,
     load_jsonl,
     load_problems,
     own_files,
+    parse_dataset,
 )
 from rlm.data.problem import Problem, answer_types, as_problems
+from rlm.data.splits import POOL
 from rlm.grading.numbers import parse_number
 
 ROOT = Path(__file__).parents[2]
@@ -328,9 +329,9 @@ def test_a_plus_inside_a_path_joins_nothing(write, tmp_path):
     file = tmp_path / "a+b.jsonl"
     file.write_text(Path(write(*numbered(20))).read_text())
     assert len(load_problems(str(file), "test")) == 20
-    assert is_local_file(str(file))
+    assert parse_dataset(str(file)) == [OwnFile(file)]
     spec = f"elementary+{SAMPLE}"
-    assert not is_local_file(spec)
+    assert parse_dataset(spec) == [NamedDataset("elementary"), OwnFile(Path(SAMPLE))]
     assert own_files(spec) == {Path(SAMPLE).resolve()}
     assert own_files("elementary+gsm8k:/a+b") == set()
     assert "unknown dataset 'elementary+gsm9k'" in refusal("elementary+gsm9k", "train")
@@ -603,7 +604,7 @@ def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(t
     ],
 )
 def test_names_of_data_sets(name, known_as):
-    assert dataset_name(name) == known_as
+    assert [str(part) for part in parse_dataset(name)] == [known_as]
 
 
 def test_a_solution_that_is_only_the_answer_has_no_steps():

@@ -19,19 +19,19 @@ from fake_hub import FakeHub
 from pyarrow import Table, parquet
 
 from rlm.cli import UsageError
-from rlm.data import loaders
+from rlm.data import loaders, splits
 from rlm.data.columns import REASONING_TAGS, LeftOut, parse_columns, read_chat, rename_columns
 from rlm.data.loaders import (
+    HubDataset,
+    OwnFile,
     check_dataset,
-    cut_rows,
-    is_config,
-    is_hub,
     load_jsonl,
     load_problems,
-    split_slice,
+    parse_dataset,
 )
 from rlm.data.problem import as_problems
 from rlm.data.prompts import FORMATS
+from rlm.data.splits import cut_rows, split_slice
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = "question=ask,answer=target"
@@ -535,21 +535,19 @@ def test_what_is_on_the_disk_is_no_name_on_the_hub(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "data" / "train.txt", rows_of(3))
     (tmp_path / "data" / "train.xlsx").write_bytes(b"PK")
     for path in ("data/train.txt", "data/train.xlsx"):
-        assert not is_hub(path)
+        assert parse_dataset(path) == [OwnFile(Path(path))]
         assert "the supported suffixes are .jsonl" in refusal(path, columns=COLUMNS)
     for path in ("data/missing.xlsx", "data/missing.jsonl.gz", "data/missing.foo.gz"):
-        assert not is_hub(path)
+        assert parse_dataset(path) == [OwnFile(Path(path))]
         assert "No such file or directory" in refusal(path)
         with pytest.raises(UsageError, match=f"--dataset {path}: the file does not exist") as error:
             check_dataset(path)
         is_read = path.endswith("jsonl.gz")
         assert ("; the supported suffixes are .jsonl, " in str(error.value)) is not is_read
     write_jsonl(tmp_path / "main", [{"question": "?", "answer": "#### 1"}])
-    assert [is_config("gsm8k", rest) for rest in ("main", "socratic", "data")] == [
-        False,
-        True,
-        False,
-    ]
+    [main], [socratic], [data] = map(parse_dataset, ("gsm8k:main", "gsm8k:socratic", "gsm8k:data"))
+    assert (main.config, socratic.config, data.config) == (None, "socratic", None)
+    assert (main.path, socratic.path, data.path) == (Path("main"), None, Path("data"))
 
 
 def test_a_directory_that_datasets_has_saved(tmp_path):
@@ -793,7 +791,7 @@ def test_a_loading_script_is_refused_with_the_way_to_a_parquet_copy(tmp_path):
 def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = mirror(tmp_path / "org" / "name")
-    assert is_hub(folder)
+    assert parse_dataset(folder) == [HubDataset(folder)]
     train, validation, test = (
         load_problems(f"{folder}:easy", split, columns=COLUMNS)
         for split in ("train", "validation", "test")
@@ -856,7 +854,8 @@ def test_invalid_rows_of_a_published_dataset_are_refused_with_the_ways_out(
 def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):
     """And what is validated on does not depend on how many are trained on."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(loaders, "POOL", 50)
+    for module in (loaders, splits):
+        monkeypatch.setattr(module, "POOL", 50)
     write_jsonl(tmp_path / "set/train.jsonl", rows_of(400))
     read, read_dataset = [], loaders.read_dataset
 
