@@ -150,7 +150,15 @@ class NamedDataset:
         return SPLITS[self.name]
 
     def check(self) -> None:
-        """Nothing is checked, because `parse_dataset` knows the name."""
+        """Check that the downloaded files exist."""
+        if self.name == "rollouts" and self.path is None:
+            raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
+        if self.path and not self.path.exists():
+            configs = ", ".join(CONFIGS.get(self.name, ()))
+            others = f"; the configs of {self.name} are {configs}" if configs else ""
+            raise UsageError(
+                f"cannot read the data file {self.path}: No such file or directory{others}"
+            )
 
     def load(self, split: str, selection: Selection) -> list[Problem]:
         for option, value in {"--columns": selection.columns, "--split": selection.rows}.items():
@@ -161,13 +169,7 @@ class NamedDataset:
             raise UsageError(f"{self} has no split {split!r}; it has {', '.join(self.splits)}")
         if self.is_generated:
             return self._generate(split, selection)
-        if self.name == "rollouts" and self.path is None:
-            raise UsageError("rollouts: name the file, as in rollouts:generator_1_rollouts.jsonl")
-        if self.path and self.name in CONFIGS and not self.path.exists():
-            raise UsageError(
-                f"cannot read the data file {self.path}: No such file or directory; the configs of "
-                f"{self.name} are {', '.join(CONFIGS[self.name])}"
-            )
+        self.check()
         problems = self._load_published(split, selection)
         return shuffle_train(problems, split, selection.seed)[: selection.max_samples]
 
@@ -477,10 +479,10 @@ def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) ->
 
 
 def check_dataset(dataset: str) -> None:
-    """Check that `--dataset` names a known dataset or an existing file, without reading the data.
+    """Check that `--dataset` names a known dataset or existing files, without reading the data.
 
     Raises:
-        UsageError: the dataset is unknown or the file does not exist; the message suggests similar
+        UsageError: the dataset is unknown or a file does not exist; the message suggests similar
             names.
     """
     for part in parse_dataset(dataset):

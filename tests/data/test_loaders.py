@@ -16,6 +16,7 @@ from rlm.cli.options import UsageError
 from rlm.data.loaders import (
     NamedDataset,
     OwnFile,
+    check_dataset,
     load_gsm8k,
     load_jsonl,
     load_problems,
@@ -605,6 +606,12 @@ def test_the_real_hub_library_told_to_stay_offline_prints_nothing_but_our_line(t
 )
 def test_names_of_data_sets(name, known_as):
     assert [str(part) for part in parse_dataset(name)] == [known_as]
+
+
+@pytest.mark.parametrize("dataset", ["aime2024:no/such", "elementary+gsm8k:no/such", "rollouts"])
+def test_missing_files_are_found_before_the_data_is_read(dataset):
+    with pytest.raises(UsageError, match=r"no/such: No such file|name the file"):
+        check_dataset(dataset)
 
 
 def test_a_solution_that_is_only_the_answer_has_no_steps():
