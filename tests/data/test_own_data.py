@@ -569,6 +569,7 @@ def test_a_directory_that_datasets_has_saved(tmp_path):
     [
         ("train", range(10)), ("train[:3]", range(3)), ("train[8:]", range(8, 10)),
         ("train[20%:50%]", range(2, 5)), ("train[-2:]", range(8, 10)), ("train[:200]", range(10)),
+        ("train[26%:74%]", range(3, 7)),  # rounded to the nearest row, as by datasets
     ],
 )  # fmt: skip
 def test_slices(text, kept):
