@@ -569,6 +569,7 @@ def test_a_directory_that_datasets_has_saved(tmp_path):
     [
         ("train", range(10)), ("train[:3]", range(3)), ("train[8:]", range(8, 10)),
         ("train[20%:50%]", range(2, 5)), ("train[-2:]", range(8, 10)), ("train[:200]", range(10)),
+        ("train[26%:74%]", range(3, 7)),  # rounded to the nearest row, as by datasets
     ],
 )  # fmt: skip
 def test_slices(text, kept):
@@ -616,6 +617,15 @@ def test_a_mixture_trains_on_no_question_that_a_part_holds_out(tmp_path):
     )
     assert not train & validation
     assert train | validation == {*range(3000)}
+
+
+def test_few_samples_of_a_mixture_are_none_that_a_part_holds_out(tmp_path):
+    """20 questions hold out 15 and 10, and 40 hold out 15, not 10, which seed 26 would draw."""
+    mixture = "+".join(write_jsonl(tmp_path / f"{n}.jsonl", rows_of(n)) for n in (20, 40))
+    one_each = {"columns": COLUMNS, "max_samples": 1, "seed": 26}
+    train = answers(load_problems(mixture, "train", **one_each))
+    held_out = answers(load_problems(mixture, "validation", columns=COLUMNS))
+    assert not {*train} & {*held_out}
 
 
 # Chat rows.

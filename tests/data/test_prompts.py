@@ -263,14 +263,22 @@ def words_tokenizer(scheme):
     return tokenizer
 
 
+def line_breaks_tokenizer():
+    """As Gemma's: line breaks are added tokens that are not special."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("\n", special=False)])
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [byte_tokenizer(template=template) for template in (CHATML, QWEN_3, DEFAULT_SYSTEM, MISTRAL)]
-    + [words_tokenizer(scheme) for scheme in ("first", "always", "never")],
+    + [words_tokenizer(scheme) for scheme in ("first", "always", "never")]
+    + [line_breaks_tokenizer()],
 )
 def test_the_ids_are_those_of_the_chat_template(tokenizer):
     """Encoded in pieces, a space before a text would be a token of its own, or doubled."""
-    for examples in ([], [("What?", "Right")]):
+    for examples in ([], [("What?\nWhen?", "Right")]):
         turns = zip(cycle(("user", "assistant")), [*chain(*examples), "Who?"])
         messages = [{"role": "system", "content": DEEPSEEK.system_prompt}]
         messages += [{"role": role, "content": text} for role, text in turns]

@@ -17,7 +17,7 @@ import torch
 
 from rlm.cli.options import UsageError
 from rlm.runs import directory
-from rlm.runs.checkpoints import Checkpoints, check_space, data_id, file_hash
+from rlm.runs.checkpoints import Checkpoints, changed_inputs, check_space, data_id, file_hash
 from rlm.runs.directory import RunDirectory
 
 
@@ -174,6 +174,10 @@ def test_the_id_of_data_with_odd_columns():
     grid = {(0, 0): 1}  # not a key of JSON
     assert data_id("problems", [["a", {"grid": grid}]]).startswith("1 problems, sha256 ")
     assert data_id("problems", [["a", grid]]) != data_id("problems", [["b", grid]])
+
+
+def test_an_input_that_was_not_recorded_has_not_changed():
+    assert changed_inputs({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "1"}) == ["b"]
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from rlm.cli.options import UsageError, parse, resolve_config, to_dict
+from rlm.model import AdapterInfo
 from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
 from rlm.training.config import GRPOConfig
+from rlm.training.resolve import follow_adapter
 from rlm.training.sft_config import SFTConfig
 
 EVERY_PRESET = {"kl_weight": 0.0}
@@ -271,3 +273,10 @@ def test_the_columns_of_the_default_adapter_are_used_if_a_model_is_named(tmp_pat
     GRPOConfig(model="mine", dataset="d.csv").check_files()
     with pytest.raises(UsageError, match="--columns question="):
         GRPOConfig(model="mine", dataset="d.csv", sft_adapter=None).check_files()
+
+
+def test_a_config_made_in_python_takes_the_tool_of_the_start_adapter_only_if_asked():
+    start = AdapterInfo(Path("a"), tool="calculator", reasoning_format="simple")
+    for asked, tool in (({}, "none"), ({"tool": "none"}, "none"), ({"tool": "auto"}, "calculator")):
+        found = follow_adapter(GRPOConfig(**asked), start)
+        assert (found.tool, found.quantize, found.reasoning_format) == (tool, "none", "simple")

@@ -75,6 +75,7 @@ def trainer_of(cls, folder, rows=ROWS, **options):
         (11, ROWS, ATTN_IMPLEMENTATION),
         (11, SHARED, "sdpa"),
         (None, SHARED[:1], "sdpa"),
+        (None, [([5, 6, 7], 0), *ROWS], ATTN_IMPLEMENTATION),  # one without a prompt
     ],
 )
 def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
