@@ -50,7 +50,7 @@ _ANOTHER = re.compile(
     re.MULTILINE,
 )
 _EDGES = " .,;:!?\"'`*_()[]{}$"
-_SYMBOL_EDGES = " .\"'`$"  # of an answer without words and digits, such as ")" or "≥"
+_SYMBOL_EDGES = " .\"'`$"  # stripped from an answer without words and digits, such as "≥"
 _TYPOGRAPHIC = str.maketrans("‘’“”‐‒–—―−", "''\"\"------", "\u200b\ufeff")
 _TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
 # LaTeX that does not change the meaning: \left( and \dfrac, \(…\), and the backslash of \{ and \%.
