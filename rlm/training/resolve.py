@@ -119,7 +119,7 @@ def check_output_place(
     written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
     if any(place.is_relative_to(run / name) for name in written):
         raise ValueError(
-            f"--output {output} is a folder that the run itself writes; name another folder"
+            f"--output {output} is a folder that the run itself writes; choose another folder"
         )
 
 
