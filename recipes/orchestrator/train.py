@@ -83,7 +83,7 @@ LOGS = {
 # Columns that are printed after each step.
 SHOWN = ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc", "valid_json_rate")
 Log = dict[str, float | None]
-PUBLISHED_SEED = 42  # default seed in the published description
+PUBLISHED_SEED = 42  # default seed in the original README (docs/reference/names.md)
 
 
 class OrchestratorTrainer(GRPOTrainer):
@@ -244,7 +244,7 @@ def as_log(metrics: Mapping[str, float]) -> Log:
     return {column: metrics.get(name) for column, name in LOGS.items()}
 
 
-# --- the Python API of the published description --------------------------------------------------
+# --- the Python API of the original README --------------------------------------------------------
 
 
 def load_gsm8k(

@@ -264,7 +264,7 @@ def _tagged(text: str, tag: str) -> list[str]:
 
 
 def _only_claim(claims: Sequence[Claim], reason: str) -> Claim:
-    """Return the last claim; it has no value, but `reason`, if another claim has another value."""
+    """Return the last claim, with `reason` instead of its value if the claims differ in value."""
     *others, last = claims
     values = {claim.value for claim in claims} - {None}
     is_list = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)

@@ -89,7 +89,7 @@ class RunDirectory:
         self.checkpoints.clean()
 
     def _lock_directory(self) -> IO[str]:
-        advice = "trains there; wait for it or name another directory"
+        advice = "trains there; wait for it or choose another directory"
         return lock_file(self.path / LOCK, f"--run-dir {self.path}", advice)
 
     def _put_away(self) -> None:

@@ -113,8 +113,8 @@ def check_output_place(
         )
     if start and not resume and any(start.resolve().is_relative_to(moved) for moved in put_away):
         raise ValueError(
-            f"a new run would move or delete {option} {start}, which is in --run-dir {run_dir} or "
-            f"in {run_dir}.prev; use another --run-dir"
+            f"{option} {start} is in --run-dir {run_dir} or in {run_dir}.prev, which a new run "
+            "moves or deletes; use another --run-dir"
         )
     written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
     if any(place.is_relative_to(run / name) for name in written):
