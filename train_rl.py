@@ -1,4 +1,4 @@
-"""A script name from the orchestrator's published README: runs recipes.orchestrator.train."""
+"""Runs recipes.orchestrator.train, by its script name in docs/reference/names.md."""
 
 import runpy
 

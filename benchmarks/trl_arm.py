@@ -144,7 +144,7 @@ def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
 
 
 def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Load the model with the same start adapter as our trainer's."""
+    """Load the model, with the adapter from which our trainer would start, and the tokenizer."""
     model = required(config.model, "--model")
     tokenizer, base = load_tokenizer(model), load_base(model, pick_device(), attn=attn)
     # TRL stops at the end tokens of the model's config; give it all that our sampler stops at.
@@ -156,7 +156,7 @@ def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTok
 
 
 def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> TRLConfig:
-    """Return TRL's config for the same algorithm: one update over all rows of a step, no logs."""
+    """Return TRL's config for textbook GRPO with one update per step, and without logs."""
     in_a_step = config.batch_size * config.group_size
     rows = math.gcd(settings["batch"], in_a_step)
     use_cpu = pick_device().type == "cpu"

@@ -345,7 +345,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert (code, said.err) == (130, "interrupted\n")  # there is nothing to go on from
     code, _, said = evaluated("parts", "--resume")
     assert code == 2
-    assert "start without it" in said.err
+    assert "start without --resume" in said.err
 
     code, count, said = evaluated("parts", stop_after=3)
     assert (code, count) == (130, 3)

@@ -139,7 +139,7 @@ def test_python_blocks(early_model, hub, capsys):
     out = capsys.readouterr().out
     assert "steps: 3 (" in out  # one pass, 4 problems a step
     assert "training starts from a bare model" in out
-    assert "no CUDA GPU here, so the base is loaded without quantization" in out
+    assert "no CUDA GPU here, so the base model is loaded without quantization" in out
     # What the blocks make, and do not use themselves:
     assert names["reward_fn"]("<think>so</think><answer>5</answer>", "5") > 0.5
     scores = names["trainer"].scorer(names["dataset"][:1], [["That is Correct.", "5"]])

@@ -136,7 +136,7 @@ def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[st
 
 
 def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
-    """Return a test set's scores without texts: a zero or a one for each completion."""
+    """Return a test set's scores without texts: 1 for each right completion, 0 for others."""
     return {
         "problems": [problem.id for problem in greedy.problems],
         "greedy": {name: "".join(_bits(greedy, strict)) for name, strict in GRADINGS.items()}
@@ -147,7 +147,7 @@ def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
 
 
 def _bits(result: Evaluation, strict: bool) -> list[str]:
-    """Return a string per problem, with a zero or a one per completion."""
+    """Return a string per problem, with 1 for each right completion and 0 for each other one."""
     return ["".join(str(int(g.verdict(strict).correct)) for g in group) for group in result.groups]
 
 

@@ -32,7 +32,7 @@ class Arm(NamedTuple):
     # algorithm, as many completions), "choice" (one thing changed) or "" (none of these)
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
-    rounds: int = 1  # of rejection sampling, each from the previous adapter
+    rounds: int = 1  # rounds of rejection sampling, each from the previous adapter
     flipped: float = 0.0  # share of inverted verdicts; 0.5 is a random reward
     shuffled: bool = False  # each problem has the gold of another problem
     braked: bool = False  # GRPO validates during training, and stops if the accuracy falls

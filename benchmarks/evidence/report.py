@@ -1,7 +1,7 @@
 """Write a grid's page and plot from its finished cells.
 
 The `result.json` of each finished cell is copied into `evidence/ARM.json` beside the page, with a
-zero or a one for each completion and no texts. The page is rendered from report.md.jinja and these
+0 or 1 (right) for each completion and no texts. The page is rendered from report.md.jinja and these
 copies alone, so that it can be reproduced. Sections without data are left out.
 """
 

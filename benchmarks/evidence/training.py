@@ -291,7 +291,10 @@ def _trl(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _timed(steps: Sequence[Record]) -> Record:
-    """Return the seconds and samples of all steps; evaluation and checkpoints do not count."""
+    """Return the seconds and samples of all steps, and up to each step; add each step's `total`.
+
+    The time of evaluations and checkpoints does not count.
+    """
     for step in steps:
         step["total"] = step["sample"] + step["score"] + step["learn"]
     seconds = list(accumulate(step["total"] for step in steps))

@@ -164,7 +164,7 @@ class OrchestratorConfig(GRPOConfig):
         return values
 
 
-# Maps each name of the published description to the option that it sets.
+# Maps each name of the original README (docs/reference/names.md) to the option that it sets.
 PUBLISHED_NAMES = {
     "orchestrator_id": "model", "agent_model_id": "agent_model", "run_root": "run_dir",
     "steps": "steps", "batch_problems": "batch_size", "trajectories_per_problem": "group_size",
@@ -173,7 +173,7 @@ PUBLISHED_NAMES = {
 
 
 class Config:
-    """Contains the options of the published description, as attributes that code can assign."""
+    """Contains the options of the original README, as attributes that code can assign."""
 
     __slots__ = tuple(PUBLISHED_NAMES)  # assigning a misspelt name raises an error
 

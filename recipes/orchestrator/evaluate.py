@@ -291,7 +291,7 @@ def choose_split(
     """
     is_held_out = has_test(dataset) and not data_files(dataset)
     split = config.split or ("test" if is_held_out else "validation")
-    own_rows = split in ("train", "validation")  # without a slice of its own
+    own_rows = split in ("train", "validation")  # --split has no slice
     return split, {"columns": trained.columns, "rows": trained.split if own_rows else None}
 
 
@@ -329,7 +329,7 @@ def main(config: EvaluateConfig) -> int:
         {"row": name, "problem": run.problem.id, "number": number} | run.to_dict()
         for name, row in rows.items()
         for group in row
-        for number, run in enumerate(group, 1)  # of the training run, or of the vote
+        for number, run in enumerate(group, 1)  # number of the training run, or of the vote
     ]
     replace_file(config.output / "traces.jsonl", json_lines(traces))
     terminal.line(f"written: {config.output}/evaluation.json, traces.jsonl")

@@ -83,7 +83,7 @@ LOGS = {
 # Columns that are printed after each step.
 SHOWN = ("reward_mean", "reward_std", "loss", "kl_penalty", "val_acc", "valid_json_rate")
 Log = dict[str, float | None]
-PUBLISHED_SEED = 42  # default seed in the published description
+PUBLISHED_SEED = 42  # default seed in the original README (docs/reference/names.md)
 
 
 class OrchestratorTrainer(GRPOTrainer):
@@ -244,7 +244,7 @@ def as_log(metrics: Mapping[str, float]) -> Log:
     return {column: metrics.get(name) for column, name in LOGS.items()}
 
 
-# --- the Python API of the published description --------------------------------------------------
+# --- the Python API of the original README --------------------------------------------------------
 
 
 def load_gsm8k(
@@ -335,7 +335,7 @@ def refuse_overlap(run_dir: Path, start: Path, start_from: Path | None) -> None:
     """Check that the cold start, which trains `start`, replaces neither its run nor `start_from`.
 
     Raises:
-        UsageError: it does.
+        UsageError: it would replace one of them.
     """
     cold = cold_start_dir(run_dir.resolve())
     if cold.is_relative_to(start.resolve()):
@@ -373,7 +373,8 @@ def main(config: OrchestratorConfig) -> int:
     if start and start_is_missing:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(
-                f"{start} does not exist: train the start adapter in one process first (--steps 1)"
+                f"{start} does not exist: to create it, run the command once without torchrun "
+                "(--steps 1 is enough)"
             )
         check_output(start, "--sft-adapter")
         train_start_adapter(config, train[: config.start_questions], agents.format)

@@ -507,7 +507,7 @@ def own_files(dataset: str) -> set[Path]:
 
 
 def data_files(dataset: str) -> set[Path]:
-    """Return the files that contain all splits of `--dataset`: one's own, and FILE of gsm8k:FILE.
+    """Return the files with all splits of `--dataset`: the user's own, and FILE of gsm8k:FILE.
 
     A path with the ending of a file is one, even if the file does not exist.
     """

@@ -289,7 +289,7 @@ def _reaching_hub(name: str, path: str) -> Iterator[None]:
         if not Path(path).is_dir():
             try:
                 HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
-            except RepositoryNotFoundError:  # or gated: the block raises the error again
+            except RepositoryNotFoundError:  # missing or gated, which the block reports
                 pass
             except (OSError, httpx2.HTTPError):
                 # Without offline mode, load_dataset would retry for 23 s before using its cache.

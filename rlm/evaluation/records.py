@@ -30,7 +30,7 @@ def check_journal(output: Path, resume: bool) -> None:
     check_writable("--output", output)  # fail now rather than after hours of work
     file = output / JOURNAL
     if resume and not file.exists():
-        raise UsageError(f"--resume: {file} does not exist; start without it")
+        raise UsageError(f"--resume: {file} does not exist; start without --resume")
 
 
 def open_journal(output: Path, resume: bool) -> Journal:

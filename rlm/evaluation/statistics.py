@@ -14,9 +14,9 @@ import numpy as np
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:
-    """Return the Wilson interval of the proportion correct / total.
+    """Return the 95 % Wilson interval of the proportion correct / total.
 
-    The interval is also valid for small samples and for the proportions 0 and 1.
+    It is also valid for small samples and for the proportions 0 and 1.
 
     (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)   (Wilson 1927)
     """
@@ -35,7 +35,7 @@ def wilson_interval(correct: int, total: int) -> tuple[float, float]:
 def bootstrap_interval(
     values: Sequence[float] | np.ndarray, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
+    """Return the 95 % percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
 
     A resample is drawn as multinomial counts of the distinct values. This has the same distribution
     as drawing indices but needs less memory. If all values are equal, the interval has width 0,
@@ -76,7 +76,7 @@ def t_quantile(p: float, df: int) -> float:
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the confidence interval mean ± t s / √n, with t from Student's distribution.
+    """Return the 95 % interval mean ± t s / √n, with t from Student's distribution.
 
     The distribution has n - 1 degrees of freedom. Use this interval for few values, for which the
     bootstrap interval is too narrow. The interval of a single value is infinite.

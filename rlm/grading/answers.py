@@ -50,7 +50,7 @@ _ANOTHER = re.compile(
     re.MULTILINE,
 )
 _EDGES = " .,;:!?\"'`*_()[]{}$"
-_SYMBOL_EDGES = " .\"'`$"  # of an answer without words and digits, such as ")" or "≥"
+_SYMBOL_EDGES = " .\"'`$"  # stripped from an answer without words and digits, such as "≥"
 _TYPOGRAPHIC = str.maketrans("‘’“”‐‒–—―−", "''\"\"------", "\u200b\ufeff")
 _TEXT_COMMAND = re.compile(r"\\(?:text|math)[a-z]{0,6}\{([^{}]*)\}")  # \text{Paris}, \textbf{(B)}
 # LaTeX that does not change the meaning: \left( and \dfrac, \(…\), and the backslash of \{ and \%.
@@ -264,7 +264,7 @@ def _tagged(text: str, tag: str) -> list[str]:
 
 
 def _only_claim(claims: Sequence[Claim], reason: str) -> Claim:
-    """Return the last claim; it has no value, but `reason`, if another claim has another value."""
+    """Return the last claim, with `reason` instead of its value if the claims differ in value."""
     *others, last = claims
     values = {claim.value for claim in claims} - {None}
     is_list = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)

@@ -314,7 +314,7 @@ def last_number(text: str) -> Claim:
     last = claims[-1]
     if len(claims) > 1 and claims[-2].value != last.value and _LISTING.fullmatch(before[-1]):
         opening = before[-2].rstrip(" d$-+")
-        # A number on a line of its own is also an entry of a list.
+        # After a line break, this is a list only if the number before fills its line, too.
         if "\n" not in before[-1] or opening[-1:] in ("", "\n"):
             return Claim(None, last.text, "several_numbers")
     return last if last.value is not None else Claim(None, last.text, "not_a_number")

@@ -41,12 +41,12 @@ def check_output(path: Path, option: str = "--output") -> None:
     if Path.cwd().is_relative_to(here) or here.is_mount():
         raise UsageError(
             f"{option} {path} is the current folder or a mount point, which an adapter cannot "
-            "replace: name a new folder"
+            "replace: choose a new folder"
         )
     previous = _kept_as(here)
     if previous == here:
         raise UsageError(
-            f"{option} {path} contains the adapter that came with the project: name another folder"
+            f"{option} {path} contains the adapter that came with the project: use another folder"
         )
     if previous.exists() and not (previous / ADAPTER_FILES[0]).is_file():
         raise UsageError(

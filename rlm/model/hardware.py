@@ -232,7 +232,7 @@ def pick_quantization(quantize: str) -> str:
     if torch.cuda.is_available():
         return "4bit"
     terminal.line(
-        f"no CUDA GPU here, so the base is loaded without quantization ({pick_device()}); "
+        f"no CUDA GPU here, so the base model is loaded without quantization ({pick_device()}); "
         "--quantize 4bit also works on a CPU, but slowly"
     )
     return "none"

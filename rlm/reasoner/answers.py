@@ -109,7 +109,7 @@ class Answer:
 
     @property
     def shown(self) -> Sample:
-        """The most likely sample with the winning answer; if no answer won, of all samples."""
+        """The most likely of the samples with the winning answer, or of all if no answer won."""
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
         drawn = [sample.mean_logprob for sample in candidates]
         likely = [-math.inf if logprob is None else logprob for logprob in drawn]

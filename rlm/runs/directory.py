@@ -55,8 +55,8 @@ class RunDirectory:
 
         Args:
             path: the directory.
-            resume: whether to continue the run in the directory. If False, an earlier run with
-                checkpoints that made at least one step is moved away.
+            resume: whether to continue the run in the directory. If False, an earlier run of at
+                least one step is moved to NAME.prev, and other earlier files are deleted.
             writes: False in all processes except the main process. The logs of these processes are
                 dropped.
 
@@ -80,17 +80,16 @@ class RunDirectory:
             )
         self._lock = self._lock_directory()
         if not resume:
-            if self.checkpoints.folder.exists():
-                if any(self.checkpoints.steps()) or read_log(self.metrics_file):
-                    self._put_away()
-                else:  # it ended before its first step, and must not replace an earlier NAME.prev
-                    shutil.rmtree(self.checkpoints.folder)
+            if any(self.checkpoints.steps()) or read_log(self.metrics_file):
+                self._put_away()
+            elif self.checkpoints.folder.exists():  # an earlier run that made no step
+                shutil.rmtree(self.checkpoints.folder)
             for name in (*LOGS, RUN_ID):
                 (path / name).unlink(missing_ok=True)
         self.checkpoints.clean()
 
     def _lock_directory(self) -> IO[str]:
-        advice = "trains there; wait for it or name another directory"
+        advice = "trains there; wait for it or choose another directory"
         return lock_file(self.path / LOCK, f"--run-dir {self.path}", advice)
 
     def _put_away(self) -> None:

@@ -373,7 +373,7 @@ class Sampler:
 
 
 def _unused_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
-    """Return the special tokens beyond the rows of a model that no prompt of ours contains.
+    """Return the special tokens without an embedding that no prompt contains.
 
     The tokenizer of Gemma 3 has such a token for images, also for the models without images.
     """

@@ -94,7 +94,7 @@ class UnmergedWeights:
             hidden = [self.forward(ids[:, at], positions[:, at], attend) for at, attend in parts]
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, IndexError) as error:  # of the operations on the cache
+        except (RuntimeError, ValueError, IndexError) as error:  # raised by operations on the cache
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(
                 f"{config.model_type} models are not supported: their keys, values or queries do "

@@ -44,7 +44,8 @@ class Keys:
                 raise UsageError("an API key must be printable ASCII without spaces")
             if len(key) < MIN_KEY_LENGTH:
                 raise UsageError(
-                    f"an API key has {MIN_KEY_LENGTH} characters or more; make one: {NEW_KEY_HINT}"
+                    f"an API key must have {MIN_KEY_LENGTH} characters or more; create one: "
+                    f"{NEW_KEY_HINT}"
                 )
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -78,11 +79,11 @@ def sent_key(headers: Headers) -> bytes:
 def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
     """Load the API keys from RLM_API_KEY and from `key_file` (one key per line).
 
-    Without both, the result contains no keys.
+    If neither is given, the result contains no keys.
 
     Raises:
-        UsageError: the file cannot be read, or a key is invalid. An empty key is invalid too: it
-            must not open the server.
+        UsageError: the file cannot be read, or a key is invalid. An empty variable or file is an
+            error too, because it would open the server.
     """
     keys = []
     if "RLM_API_KEY" in env:
@@ -121,7 +122,7 @@ class AllowedHosts(set[str]):
         super().__init__(name.lower() for name in names)
         for name in self:
             if not _is_address(name) and not _NAME.fullmatch(name):
-                raise UsageError(f"--allow-host {name}: not a host name (without port and scheme)")
+                raise UsageError(f"--allow-host {name}: expected a name without scheme and port")
         self.numeric = numeric
 
     def allows(self, headers: Headers) -> bool:

@@ -79,7 +79,7 @@ class RunningRequest:
 
     @property
     def seconds(self) -> float:
-        """Seconds from acceptance to the last token so far. The client's download is not part."""
+        """Seconds from acceptance to the last token so far. The client may still be downloading."""
         assert self.last_token is not None
         return self.last_token - self.started
 
@@ -95,7 +95,7 @@ class RunningRequest:
         """
         try:
             return self.stream(row, ids, token)
-        except Exception as error:  # kept: the engine ends the request with it
+        except Exception as error:  # the engine ends the request with it
             self.error = error
             return None
 
@@ -106,7 +106,7 @@ class RunningRequest:
         """
         try:
             return self.stream.allowed_tokens(row, ids)
-        except Exception as error:  # kept: the engine ends the request with it
+        except Exception as error:  # the engine ends the request with it
             self.error = error
             return None
 
@@ -162,7 +162,7 @@ class Engine:
         """
         Args:
             load: loads the replicas; it is called in the engine thread.
-            hang_seconds: if a step takes longer, the engine is considered to hang (`alive`).
+            hang_seconds: the maximum duration of a step; after it, `alive` is False.
         """
         self._load, self._limits = load, limits
         self._hang_seconds = hang_seconds

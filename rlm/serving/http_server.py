@@ -45,7 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen()  # of two servers on a port, the second fails only here
+        listening.listen()  # a port that another server uses fails only here
     except OSError as error:
         reason = f"cannot listen on {host} port {port}: {error.strerror}"
         raise UsageError(f"{reason}; choose another --port or --host") from error

@@ -136,7 +136,7 @@ def _details(
 ) -> dict[str, Any]:
     """Build the `details` of a response.
 
-    Some values appear twice: under our name and under the name used in the course.
+    Some values appear twice: under our name, and under the name in docs/reference/names.md.
     """
     shown = answer.shown
     ours: dict[str, Any] = {

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from rlm.serving.errors import HTTPProblem
 
 MAX_DEPTH = 32
-_UNFIT = re.compile("[\x00\ud800-\udfff]")  # the parser has combined surrogate pairs
+_UNFIT = re.compile("[\x00\ud800-\udfff]")  # NUL and lone surrogates
 _MEDIA_TYPE = re.compile(r'application/json *(?:; *(?:charset="?utf-8"? *)?)*', re.IGNORECASE)
 
 

@@ -3,5 +3,5 @@ training state, distributed training, doctor, dry run."""
 
 import lazy_loader
 
-# __init__.pyi maps each name to its file; a file is imported when one of its names is used.
+# __init__.pyi maps each name to its file, which is imported when the name is first used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -29,7 +29,7 @@ class Algorithm:
     distinct: bool = False  # count equal completions with rewards above the mean only once
     signal_only: bool = False  # exclude groups with equal rewards from the denominators
     dynamic_sampling: bool = False  # replace groups with equal rewards
-    overlong_share: float = 0.0  # share of max_new_tokens over which the length penalty rises
+    overlong_share: float = 0.0  # last share of max_new_tokens, where length is penalized
     # Defaults of the options that depend on the algorithm.
     mini_batch_size: int | None = None  # problems per optimizer update; None: all problems
     learning_rate: float = 1e-4

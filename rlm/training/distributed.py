@@ -101,7 +101,7 @@ class Distributed:
         return box[0]
 
     def any(self, value: bool) -> bool:
-        """Return whether the value is true in any process, such as the receipt of a signal."""
+        """Return whether the value is true in any process, for example `interrupted`."""
         return True in self.gather([value])
 
     def all_reduce(self, parameters: Iterable[Tensor]) -> None:

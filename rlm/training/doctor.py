@@ -60,7 +60,7 @@ class Example:
     """A completion to show to the user, with its reward.
 
     Attributes:
-        name: the rank of the completion: best, typical or worst.
+        name: best, typical or worst; or first, second or third if all rewards are equal.
     """
 
     name: str

@@ -113,13 +113,13 @@ def check_output_place(
         )
     if start and not resume and any(start.resolve().is_relative_to(moved) for moved in put_away):
         raise ValueError(
-            f"{option} {start} is in --run-dir {run_dir}, which a new run replaces, or in the "
-            "earlier run beside it; use another --run-dir"
+            f"{option} {start} is in --run-dir {run_dir} or in {run_dir}.prev, which a new run "
+            "moves or deletes; use another --run-dir"
         )
     written = ("checkpoints", "sampler_adapter", *KEPT_AS.values())
     if any(place.is_relative_to(run / name) for name in written):
         raise ValueError(
-            f"--output {output} is a folder that the run itself writes; name another folder"
+            f"--output {output} is a folder that the run itself writes; choose another folder"
         )
 
 

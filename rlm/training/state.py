@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from rlm.sampling import TinkerEngine
 
-MAX_CONSECUTIVE_SKIPS = 3  # number of updates without a finite gradient that are tolerated in a row
+MAX_CONSECUTIVE_SKIPS = 3  # updates in a row without a finite gradient until a restore
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
 # Options that may change when a run is resumed. Apart from rounding, training does not depend on
 # these options, or a hash of the model or the data that the option names is compared instead.

@@ -291,12 +291,12 @@ def test_what_the_doctor_left_is_no_obstacle(tmp_path):
         pass
 
 
-def test_a_new_run_deletes_logs_and_nothing_else(tmp_path):
-    with RunDirectory(tmp_path, resume=False) as run:
-        run.log({"step": 0})
-    (tmp_path / "mine.jsonl").write_text("{}")
-    with RunDirectory(tmp_path, resume=False) as run:
-        assert run.metrics() == []
+def test_a_new_run_deletes_logs_without_a_step_and_nothing_else(tmp_path):
+    RunDirectory(tmp_path, resume=False)
+    for name in ("samples.jsonl", "mine.jsonl"):
+        (tmp_path / name).write_text("{}")
+    RunDirectory(tmp_path, resume=False)
+    assert not (tmp_path / "samples.jsonl").exists()
     assert (tmp_path / "mine.jsonl").read_text() == "{}"
 
 
@@ -324,6 +324,16 @@ def test_starts_that_failed_do_not_push_out_a_finished_run(tmp_path):
         with RunDirectory(path, resume=False) as run:
             assert run.checkpoints.steps() == run.metrics() == []
             saved(run.checkpoints.folder, 0)
+    assert (tmp_path / "run.prev" / "metrics.jsonl").exists()
+
+
+def test_the_logs_of_a_run_are_kept_if_its_checkpoints_were_deleted(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path, resume=False) as run:
+        saved(run.checkpoints.folder, 1)
+        run.log({"step": 0})
+    shutil.rmtree(path / "checkpoints")  # to free disk space
+    RunDirectory(path, resume=False)
     assert (tmp_path / "run.prev" / "metrics.jsonl").exists()
 
 
