@@ -86,7 +86,6 @@ from rlm.training import (
     step_metrics,
     summary_card,
     timer,
-    validation_measure,
 )
 
 if TYPE_CHECKING:
@@ -352,12 +351,7 @@ class GRPOTrainer:
     def validator(self) -> Validator:
         """The `Validator` that samples and scores for validation and --doctor."""
         return Validator(
-            self.config,
-            self.sampler,
-            self.tokenizer,
-            self.format,
-            self.scorer,
-            validation_measure(self.scorer, self.answer_types),
+            self.config, self.sampler, self.tokenizer, self.format, self.scorer, self.answer_types
         )
 
     def validation_scores(

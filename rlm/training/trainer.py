@@ -313,15 +313,6 @@ class TrainingData:
             terminal.line(f"warning: {warning}")
 
 
-def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
-    """Return the score that selects the adapter to export.
-
-    The score is "reward" for a custom reward function or open answers, otherwise "accuracy".
-    """
-    is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
-    return "reward" if is_own or "open" in kinds else "accuracy"
-
-
 # --- validation -----------------------------------------------------------------------------------
 
 
@@ -334,7 +325,16 @@ class Validator:
     tokenizer: PreTrainedTokenizerBase
     format: Format
     scorer: StepScorer
-    measure: str = "accuracy"  # the score that selects the adapter to export, or "reward"
+    answer_types: Sequence[AnswerType]
+
+    @property
+    def measure(self) -> str:
+        """The score that selects the adapter to export.
+
+        The score is "reward" for a custom reward function or open answers, otherwise "accuracy".
+        """
+        is_own = isinstance(self.scorer, Scorer) and not is_built_in(self.scorer.reward)
+        return "reward" if is_own or "open" in self.answer_types else "accuracy"
 
     def sample(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
