@@ -443,20 +443,19 @@ class TrainingRun:
             measured = self._score_problems(mine, k, advance) if mine else {}
         self.sampler.release()
         metrics: dict[str, float] = {}
+        scores: dict[str, ProblemScores] = {}
+        start = "" if step else "start_"
         for name in self.distributed.broadcast(list(measured)):  # never empty in the main process
-            scores = self.distributed.gather(measured.get(name, []))
-            found = Validation(step, scores).summary(name)
-            start = "" if step else "start_"
+            scores[name] = self.distributed.gather(measured.get(name, []))
+            found = Validation(step, scores[name]).summary(name)
             metrics[f"eval/{start}{name}"] = found["mean"]
             metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
-            if name == "accuracy":
-                validations.add_accuracy(step, scores)
-            if name == validations.measure:
-                self.state.keep_validation(step, scores)
-                if step == 0:
-                    mean = describe_mean(found["mean"], name)
-                    samples = sample_count(k, len(problems))
-                    terminal.line(f"start: validation {name} {mean}, {samples}")
+        if (measure := validations.measure) in scores:
+            self.state.keep_validation(step, scores[measure], scores.get("accuracy"))
+            if step == 0:
+                mean = describe_mean(metrics[f"eval/start_{measure}"], measure)
+                samples = sample_count(k, len(problems))
+                terminal.line(f"start: validation {measure} {mean}, {samples}")
         return metrics | seconds
 
     def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
