@@ -262,12 +262,11 @@ class GRPOTrainer:
         config, metrics = self.config, LearnMetrics(len(batches))
         updates = [shard_rollouts(rollouts, self.distributed) for rollouts in batches]
         source = old_logprobs_source(config, len(updates), self.sampler.matches_trainer)
-        constants = partial(
-            set_constant_logprobs,
-            *(self.policy, self.weights.token_logprobs, config, source, run.micro_batches),
-        )
+        score, split = self.weights.token_logprobs, run.micro_batches
         for rollouts in updates:
-            run.repeat_if_out_of_memory(constants, rollouts)
+            run.repeat_if_out_of_memory(
+                set_constant_logprobs, self.policy, score, config, source, split, rollouts
+            )
 
         self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update in range(count := len(updates) * config.updates_per_batch):
