@@ -186,7 +186,7 @@ class GRPOTrainer:
                 groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
 
                 # 3. compare, inside each group
-                rewards = reward_tensor(groups)  # (P, G), as returned by the reward function
+                rewards = reward_tensor([g.rewards for g in groups])  # (P, G), without penalties
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
                 copies = copies_above_mean(groups, scored) if algorithm.distinct else None
