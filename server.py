@@ -24,6 +24,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,8 +183,6 @@ def _address(host: str) -> str:
 
 def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
     """Make the service and its engine; the engine loads the model in its own thread."""
-    from functools import partial
-
     from rlm.model import load_tokenizer
     from rlm.serving import Engine, Limits, Service, find_models, load_replicas
 

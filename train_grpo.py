@@ -86,7 +86,6 @@ from rlm.training import (
     step_metrics,
     summary_card,
     timer,
-    validation_measure,
 )
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class GRPOTrainer:
                 groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
 
                 # 3. compare, inside each group
-                rewards = reward_tensor(groups)  # (P, G), as returned by the reward function
+                rewards = reward_tensor([g.rewards for g in groups])  # (P, G), without penalties
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
                 copies = copies_above_mean(groups, scored) if algorithm.distinct else None
@@ -263,12 +262,11 @@ class GRPOTrainer:
         config, metrics = self.config, LearnMetrics(len(batches))
         updates = [shard_rollouts(rollouts, self.distributed) for rollouts in batches]
         source = old_logprobs_source(config, len(updates), self.sampler.matches_trainer)
-        constants = partial(
-            set_constant_logprobs,
-            *(self.policy, self.weights.token_logprobs, config, source, run.micro_batches),
-        )
+        score, split = self.weights.token_logprobs, run.micro_batches
         for rollouts in updates:
-            run.repeat_if_out_of_memory(constants, rollouts)
+            run.repeat_if_out_of_memory(
+                set_constant_logprobs, self.policy, score, config, source, split, rollouts
+            )
 
         self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
         for update in range(count := len(updates) * config.updates_per_batch):
@@ -352,12 +350,7 @@ class GRPOTrainer:
     def validator(self) -> Validator:
         """The `Validator` that samples and scores for validation and --doctor."""
         return Validator(
-            self.config,
-            self.sampler,
-            self.tokenizer,
-            self.format,
-            self.scorer,
-            validation_measure(self.scorer, self.answer_types),
+            self.config, self.sampler, self.tokenizer, self.format, self.scorer, self.answer_types
         )
 
     def validation_scores(

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -80,17 +81,14 @@ def main(config: SFTConfig) -> int:
     if config.resume:
         check_resumable(config.run_dir)
     load_tool(config.tool)  # reports an invalid --tool before the data is loaded
-    marks = {"calculator_marks": config.tool == Calculator.name}
-    marks |= {"columns": config.columns, "rows": config.split}
-    choice = {"seed": config.seed, "keep_code": config.keep_code, **marks}
-    dataset = required(config.dataset, "--dataset")
-    problems = load_problems(dataset, "train", max_samples=config.max_samples, **choice)
+    options = {"columns": config.columns, "rows": config.split, "keep_code": config.keep_code}
+    options["calculator_marks"] = config.tool == Calculator.name
+    load = partial(load_problems, required(config.dataset, "--dataset"), **options)
+    problems = load("train", max_samples=config.max_samples, seed=config.seed)
     if config.max_samples is not None:
         terminal.line(f"{len(problems):,} training examples (--max-samples)")
-    validation = []
-    if config.eval_samples:
-        choice = {"max_samples": config.eval_samples, "keep_code": config.keep_code, **marks}
-        validation = load_problems(dataset, "validation", **choice)
+    limit = config.eval_samples
+    validation = load("validation", max_samples=limit) if limit else []
     train(config, problems, validation)
     return 0
 

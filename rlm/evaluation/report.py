@@ -71,7 +71,8 @@ def write_report(
     """Print the tables and write evaluation.json, accuracy.png and failures.jsonl to `output`.
 
     Args:
-        results: row name → kind of decoding ("greedy" and optionally "sampled") → results.
+        results: row name → kind of decoding ("greedy" and optionally "sampled") → results. All
+            rows have the same kinds.
         pairs: the pairs (reference row, row) to compare.
         data: the name of the dataset and split, for titles.
         about: further entries for evaluation.json.
@@ -82,21 +83,16 @@ def write_report(
     from rlm.runs import writing
 
     content, note = dict(about), about.get("note", "")
-    for kind in ("greedy", "sampled"):
-        found = {name: row[kind] for name, row in results.items() if kind in row}
-        if not found:
-            continue
+    for kind in next(iter(results.values())):
+        found = {name: row[kind] for name, row in results.items()}
         rows = {name: summarize(result) for name, result in found.items()}
-        known = [(a, b) for a, b in pairs if {a, b} <= found.keys()]
-        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in known}
+        compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairs}
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
         show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
-        for (a, b), found in zip(known, compared.values(), strict=True):
-            same = (
-                " (both have the same weights)" if [a, b] in about.get("same_weights", ()) else ""
-            )
-            terminal.line(f"  {b} − {a}: {_difference(found)}{same}")
+        for pair, (name, difference) in zip(pairs, compared.items(), strict=True):
+            same = " (both have the same weights)" * ([*pair] in about.get("same_weights", ()))
+            terminal.line(f"  {name}: {_difference(difference)}{same}")
     if note:
         terminal.line(f"  {note}")
 

@@ -180,7 +180,7 @@ class CombinedReward(RewardFunction):
     ) -> dict[str, Reward]:
         """Return the reward of each part for a completion, by the part's name.
 
-        Parts that return awaitables are not supported.
+        The value of an asynchronous part is an awaitable.
         """
         return {
             name: part(completion, reference_answer, **named_columns(part, columns))
@@ -190,10 +190,7 @@ class CombinedReward(RewardFunction):
     def __call__(
         self, completion: str, reference_answer: str, **columns: Any
     ) -> Reward | Awaitable[Reward]:
-        found = [
-            part(completion, reference_answer, **named_columns(part, columns))
-            for part in self.parts.values()
-        ]
+        found = [*self.get_component_rewards(completion, reference_answer, **columns).values()]
         if any(map(inspect.isawaitable, found)):
             return self._await_and_combine(found)
         return self.combine(found)

@@ -127,27 +127,19 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
             continue
         (steps, values), bounds = measured[key], []
         if key == validation:
-            steps, values = _with_start(metrics, key)
+            steps, values = series(with_start(metrics), key)
             bounds = _draw_band(axes, metrics, key, 1 if by_reward else 100)
         _draw_metric(axes, panels[key], steps, values, bounds, running_mean=key == "reward/mean")
         axes.set_xlim(*_step_range(metrics))
     save_figure(figure, path)
 
 
-def _with_start(
-    metrics: Sequence[Mapping[str, float]], key: str
-) -> tuple[list[float], list[float]]:
-    """Return the `series` of a metric, including the value before the first step if measured."""
-    steps, values = series(metrics, key)
-    start = metrics[0].get(key.replace("eval/", "eval/start_"))
-    return (steps, values) if start is None else ([0, *steps], [start, *values])
-
-
 def _draw_band(
     axes: Axes, metrics: Sequence[Mapping[str, float]], key: str, scale: float
 ) -> list[float]:
     """Draw the recorded intervals of a validation metric, and return their bounds."""
-    (steps, low), (others, high) = (_with_start(metrics, f"{key}_{end}") for end in ("low", "high"))
+    rows = with_start(metrics)
+    (steps, low), (others, high) = (series(rows, f"{key}_{end}") for end in ("low", "high"))
     if steps != others:
         return []
     bottom, top = ([scale * value for value in end] for end in (low, high))
@@ -203,6 +195,13 @@ def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], 
     """Return the steps and values of a metric, from the rows with a finite value."""
     kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["step"] + 1 for row in kept], [row[key] for row in kept]
+
+
+def with_start(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Return the rows after a row for step -1, which contains the validation before training."""
+    start = "eval/start_"
+    first = {k.replace(start, "eval/"): v for k, v in rows[0].items() if k.startswith(start)}
+    return [{"step": -1, **first}, *rows]
 
 
 def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from rlm.grading import has_wrong_equation
 from rlm.runs.atomic_files import LOCK, read_log
-from rlm.runs.plots import recent_means, series
+from rlm.runs.plots import recent_means, series, with_start
 
 PAGE = Path(__file__).parent / "view_page"
 # The metrics that are shown for each step in the list of steps.
@@ -167,10 +167,9 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
     validation metric begins with the validation before training.
     """
     if metric.startswith("eval/"):
-        measured = [(0, _of_start(rows[0])), *((row["step"] + 1, row) for row in rows)]
-        kept = [(step, row) for step, row in measured if _finite(row.get(metric)) is not None]
-        steps, values = ([step for step, _ in kept], [row[metric] for _, row in kept])
-        means, bands = values, [_interval(row, metric) for _, row in kept]
+        kept = [row for row in with_start(rows) if _finite(row.get(metric)) is not None]
+        steps, values = series(kept, metric)
+        means, bands = values, [_interval(row, metric) for row in kept]
     else:
         steps, values = series(rows, metric)
         means, half = recent_means(values)
@@ -185,12 +184,6 @@ def _curve(rows: Sequence[Mapping[str, float]], metric: str) -> list[list[float]
 def _interval(row: Mapping[str, Any], metric: str) -> list[float]:
     ends = [row.get(f"{metric}_{end}") for end in ("low", "high")]
     return [row[metric] if end is None else end for end in ends]  # null: an infinite interval
-
-
-def _of_start(row: Mapping[str, float]) -> dict[str, float]:
-    """Extract the validation before training from the row of the first step."""
-    start = "eval/start_"
-    return {name.replace(start, "eval/"): v for name, v in row.items() if name.startswith(start)}
 
 
 def _seconds_left(

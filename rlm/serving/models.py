@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,9 +126,9 @@ def find_models(
     def tool_of(info: AdapterInfo) -> Tool | None:
         return load_tool(info.resolve_tool()) if tool == "auto" else named
 
-    asked = own.format, tool_of(own), own.answer_types  # also for the base model
-    base_alone = ServedAdapter(BASE, None, None, "base", *asked)
-    adapters = {BASE: replace(base_alone, questions=own.questions)}
+    # The base model alone has the format and the tool of the adapter.
+    asked = own.format, tool_of(own), own.answer_types, None, own.questions
+    adapters = {BASE: ServedAdapter(BASE, None, None, "base", *asked)}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
@@ -136,10 +136,9 @@ def find_models(
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
-        asked = info.format, own_tool, info.answer_types
-        served = ServedAdapter(path.name, path, digest, info.stage, *asked)
         learned = public_dataset(info.dataset) if info.dataset else None
-        adapters[path.name] = replace(served, dataset=learned, questions=info.questions)
+        asked = info.format, own_tool, info.answer_types, learned, info.questions
+        adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, *asked)
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 
 

@@ -34,9 +34,9 @@ class Group:
     reasons: Sequence[str] = ()  # reason of each completion's strict verdict (`Scores`)
 
 
-def reward_tensor(groups: Sequence[Group]) -> Tensor:
+def reward_tensor(rewards: Sequence[Sequence[float | None]]) -> Tensor:
     """Return the rewards as a tensor (P, G), with NaN for completions without a verdict."""
-    return torch.tensor([[math.nan if r is None else r for r in g.rewards] for g in groups])
+    return torch.tensor([[math.nan if r is None else r for r in group] for group in rewards])
 
 
 def group_advantages(

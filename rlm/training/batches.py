@@ -45,8 +45,8 @@ def draw_problems(
     count, seed = config.batch_size, config.seed
     if not groups:
         return problems_for_step(problems, step, count, seed)
-    signal = has_signal(reward_tensor(groups), config.resolved_algorithm.advantage)
-    missing = count - int(signal.sum())
+    rewards = reward_tensor([group.rewards for group in groups])
+    missing = count - int(has_signal(rewards, config.resolved_algorithm.advantage).sum())
     drawn = {group.problem.id for group in groups}
     fresh = [problem for problem in problems if problem.id not in drawn]
     return random.Random(f"{seed} {step} {len(groups)}").sample(fresh, min(missing, len(fresh)))

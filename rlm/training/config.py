@@ -60,15 +60,15 @@ ALGORITHMS_OWN = "set by --algorithm"
 SETTINGS = ("advantage", "aggregation", "clip_eps_low", "clip_eps_high", "dynamic_sampling")
 
 
-def one_of(field: str, on: str, off: str) -> Flag:
-    """Make an alias of an option: a boolean flag that sets `field` to `on` or `off`."""
-    return spelling(bool, lambda is_on: {field: on if is_on else off}, default=False)
+def switch(field: str, on: str) -> Flag:
+    """Make an alias of an option: a boolean flag that sets `field` to `on` or "none"."""
+    return spelling(bool, lambda is_on: {field: on if is_on else "none"}, default=False)
 
 
 # Flags of other programs' command lines (docs/reference/names.md), mapped to our config fields.
 SWITCHES = {
-    "use_4bit": one_of("quantize", "4bit", "none"),
-    "use_wandb": one_of("tracker", "wandb", "none"),
+    "use_4bit": switch("quantize", "4bit"),
+    "use_wandb": switch("tracker", "wandb"),
 }
 
 

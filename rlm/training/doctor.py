@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
@@ -29,7 +28,7 @@ from rlm.evaluation import Evaluation, Graded
 from rlm.grading import find_equations, parse_number
 from rlm.model import context_window
 from rlm.rewards import Scorer, check_columns
-from rlm.training.advantages import has_signal
+from rlm.training.advantages import has_signal, reward_tensor
 from rlm.training.config import LORA_RATES, USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
 from rlm.training.state import Learner
@@ -166,7 +165,7 @@ def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> l
 def _metrics(
     drawn: Evaluation, rewards: Sequence[Sequence[float | None]], kind: str
 ) -> dict[str, float]:
-    values = torch.tensor([[math.nan if r is None else r for r in row] for row in rewards])
+    values = reward_tensor(rewards)
     lenient = [g.lenient.is_answer for g in drawn.completions]
     k = drawn.k
     return {

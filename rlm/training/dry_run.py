@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlm.cli import UsageError, required, terminal
+from rlm.cli import required, terminal
 from rlm.data import Problem
 from rlm.model import Device, model_download, pick_device, set_gradient_checkpointing
 from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
@@ -73,8 +73,7 @@ class DryRun:
         Args:
             config: the config of the run, with its number of steps set.
         """
-        if not isinstance(sampler, Sampler):
-            raise UsageError("--plan times our own sampler; leave out --sampler vllm")
+        assert isinstance(sampler, Sampler)  # GRPOConfig rejects --plan with a server's sampler
         self.config, self.data, self.render = config, data, render
         self.weights, self.policy, self.sampler = weights, weights.policy, sampler
         self.distributed = distributed
@@ -86,17 +85,15 @@ class DryRun:
         """Time a step, and print the estimates."""
         config, policy, shard = self.config, self.policy, self.distributed.shard
         drawn = shard(problems_for_step(self.data.problems, 0, config.batch_size, config.seed))
-        tokens, speed = config.max_new_tokens, self.time_sampling(drawn)
+        tokens = config.max_new_tokens
+        speed = time_sampling(self.sampler, config, [self.render(problem) for problem in drawn])
         sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
         learning, micro_batches = self.time_learning(drawn)
         count = len(self.data.eval_problems)
         evaluated = len(shard(self.data.eval_problems)) * config.eval_group_size_for(count)
         a_step, validation = sampling + learning, speed.of(evaluated, tokens)
         steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
-        place, (dtype, why) = (
-            policy.device.type,
-            choose_sampling_dtype(policy, config.dtype),
-        )
+        place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.dtype)
         if dtype != self.sampler.dtype:
             dtype, why = policy.dtype, "as in learning: no merged copy"
         limit, model = "", required(config.model, "--model")
@@ -120,10 +117,6 @@ class DryRun:
                 "about half as long); different rewards in each group; no time for the reward",
             },
         )
-
-    def time_sampling(self, problems: Sequence[Problem]) -> SamplingTime:
-        """Time the first tokens of a step's rollouts, decoded in a batch as in the run."""
-        return time_sampling(self.sampler, self.config, [self.render(p) for p in problems])
 
     def time_learning(self, problems: Sequence[Problem]) -> tuple[float, list[MicroBatch]]:
         """Time the largest micro-batch of a step, and extrapolate the time to the whole step.

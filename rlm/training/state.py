@@ -229,9 +229,11 @@ class TrainingState:
             )
         return fall
 
-    def keep_validation(self, step: int, scores: ProblemScores) -> None:
+    def keep_validation(
+        self, step: int, scores: ProblemScores, accuracy: ProblemScores | None
+    ) -> None:
         """Record a validation, and keep a copy of the adapter if it is the best so far."""
-        if self.validations.add(step, scores):
+        if self.validations.add(step, scores, accuracy):
             self.weights.fetch()
             self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 

@@ -313,15 +313,6 @@ class TrainingData:
             terminal.line(f"warning: {warning}")
 
 
-def validation_measure(scorer: StepScorer, kinds: Sequence[AnswerType]) -> str:
-    """Return the score that selects the adapter to export.
-
-    The score is "reward" for a custom reward function or open answers, otherwise "accuracy".
-    """
-    is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
-    return "reward" if is_own or "open" in kinds else "accuracy"
-
-
 # --- validation -----------------------------------------------------------------------------------
 
 
@@ -334,7 +325,16 @@ class Validator:
     tokenizer: PreTrainedTokenizerBase
     format: Format
     scorer: StepScorer
-    measure: str = "accuracy"  # the score that selects the adapter to export, or "reward"
+    answer_types: Sequence[AnswerType]
+
+    @property
+    def measure(self) -> str:
+        """The score that selects the adapter to export.
+
+        The score is "reward" for a custom reward function or open answers, otherwise "accuracy".
+        """
+        is_own = isinstance(self.scorer, Scorer) and not is_built_in(self.scorer.reward)
+        return "reward" if is_own or "open" in self.answer_types else "accuracy"
 
     def sample(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
@@ -443,20 +443,19 @@ class TrainingRun:
             measured = self._score_problems(mine, k, advance) if mine else {}
         self.sampler.release()
         metrics: dict[str, float] = {}
+        scores: dict[str, ProblemScores] = {}
+        start = "" if step else "start_"
         for name in self.distributed.broadcast(list(measured)):  # never empty in the main process
-            scores = self.distributed.gather(measured.get(name, []))
-            found = Validation(step, scores).summary(name)
-            start = "" if step else "start_"
+            scores[name] = self.distributed.gather(measured.get(name, []))
+            found = Validation(step, scores[name]).summary(name)
             metrics[f"eval/{start}{name}"] = found["mean"]
             metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
-            if name == "accuracy":
-                validations.add_accuracy(step, scores)
-            if name == validations.measure:
-                self.state.keep_validation(step, scores)
-                if step == 0:
-                    mean = describe_mean(found["mean"], name)
-                    samples = sample_count(k, len(problems))
-                    terminal.line(f"start: validation {name} {mean}, {samples}")
+        if (measure := validations.measure) in scores:
+            self.state.keep_validation(step, scores[measure], scores.get("accuracy"))
+            if step == 0:
+                mean = describe_mean(metrics[f"eval/start_{measure}"], measure)
+                samples = sample_count(k, len(problems))
+                terminal.line(f"start: validation {measure} {mean}, {samples}")
         return metrics | seconds
 
     def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:

@@ -96,12 +96,6 @@ class Validations:
     start_accuracy: Validation | None = None
     last_accuracy: Validation | None = None
 
-    def add_accuracy(self, step: int, scores: ProblemScores) -> None:
-        """Record the accuracy of a validation, which `fall` needs."""
-        self.last_accuracy = Validation(step, list(scores))
-        if step == 0:
-            self.start_accuracy = self.last_accuracy
-
     def fall(self) -> str:
         """Describe how far the accuracy has fallen since the start of training.
 
@@ -120,15 +114,16 @@ class Validations:
             return ""
         return f"the accuracy changed by {describe(lost, 'accuracy')} against the start"
 
-    def add(self, step: int, scores: ProblemScores) -> bool:
+    def add(self, step: int, scores: ProblemScores, accuracy: ProblemScores | None = None) -> bool:
         """Record a validation, and return whether it is the best so far.
 
         If two validations are equal, the later one is better. A validation whose accuracy fell is
-        never the best, regardless of its reward. Therefore `add_accuracy` must be called first.
+        never the best, regardless of its reward.
         """
         self.last, self.count = Validation(step, list(scores)), self.count + 1
+        self.last_accuracy = None if accuracy is None else Validation(step, list(accuracy))
         if step == 0:
-            self.start = self.last
+            self.start, self.start_accuracy = self.last, self.last_accuracy
         is_best = self.best is None or (self.last.worth >= self.best.worth and not self.fall())
         if is_best:
             self.best = self.last

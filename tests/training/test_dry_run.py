@@ -129,7 +129,7 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
 def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
     """DAPO may sample the 16 completions of a step four times; a validation has 15."""
     micro = SimpleNamespace(lengths=[6], input_ids=torch.zeros(1, 9))
-    monkeypatch.setattr(DryRun, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
+    monkeypatch.setattr(dry_run, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
     monkeypatch.setattr(DryRun, "time_learning", lambda *_: (3.0, [micro]))
     trainer = a_trainer(model_dir, a_config(tmp_path, algorithm="dapo"))
     dry_run_of(trainer, PROBLEMS, PROBLEMS[:3]).show()
