@@ -43,6 +43,8 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
         if below:
             how_to_make = f"name the folder in it: {', '.join(below)}"
+        elif output := _config(path).get("output"):  # a run directory
+            how_to_make = f"it is the directory of a run, whose adapter is saved in {output}"
         elif (path / "adapter_model.bin").is_file():
             how_to_make = (
                 "it contains adapter_model.bin, which could run code when read; if you trust this "
@@ -70,7 +72,16 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 def _is_base(path: Path) -> bool:
     """Return whether a path without an adapter is a base model: its folder, or its hub id."""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
-    return (path / "config.json").is_file() or bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
+    return "model_type" in _config(path) or bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Return the config.json of a base model or of a run directory, or {} if there is none."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 @dataclass(frozen=True)

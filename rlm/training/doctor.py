@@ -123,12 +123,14 @@ class Doctor:
         rewards = drawn.score(self.scorer)
         metrics = _metrics(drawn, rewards, config.advantage)
         teach = self._teach_the_format(problems)
+        of_reward = list(_reward(self.scorer, self.format, problems[0], metrics, rewards))
+        ignored = any(finding.fault for finding in of_reward)
         findings = [
             *_template(self.validator.tokenizer, self.format),
             *_kind(drawn, teach),
             *_parsing(drawn, self.format, metrics, teach),
-            *_reward(self.scorer, self.format, problems[0], metrics, rewards),
-            *_signal(metrics, config, teach),
+            *of_reward,
+            *(() if ignored else _signal(metrics, config, teach)),
             *_options(metrics, config),
         ]
         return metrics, findings, _examples(drawn, rewards)
@@ -282,6 +284,13 @@ def _reward(
     asked = [right, *worthless.values()]
     (found,) = scorer([problem], [asked], [[False] * len(asked)]).rewards
     best, *others = [-1e9 if r is None else r for r in found]
+    given, share = {r for row in rewards for r in row}, metrics["pass@1, strict"]
+    if len(given) == 1 and 0 < share < 1:
+        yield Finding(
+            "the reward ignores correctness",
+            f"{share:.0%} of the completions are right, but all completions get the same reward",
+            "check the reward function",
+        )
     paid = [name for name, r in zip(worthless, others, strict=True) if r >= best]
     if paid:
         yield Finding(
@@ -290,14 +299,6 @@ def _reward(
             f"{', '.join(paid)}",
             "this is fine if the reward is meant to allow it; otherwise check the reward function",
             fault=False,
-        )
-        return
-    given, share = {r for row in rewards for r in row}, metrics["pass@1, strict"]
-    if len(given) == 1 and 0 < share < 1:
-        yield Finding(
-            "the reward ignores correctness",
-            f"{share:.0%} of the completions are right, but all completions get the same reward",
-            "check the reward function",
         )
 
 

@@ -405,7 +405,7 @@ def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monk
         check_adapter(Path("weights/typo"), "do this")
     assert "does not exist (there is weights/mine); do this" in str(one_there.value)
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").touch()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     for base in ("Qwen/Qwen2.5-0.5B-Instruct", "base"):
         with pytest.raises(UsageError, match=f"^{base} is a base model.* --model .*, do this$"):
             check_adapter(Path(base), "do this")
@@ -417,10 +417,18 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     pickled = shutil.copytree(outer / "default", tmp_path / "pickled")
     (pickled / ADAPTER_FILES[1]).rename(pickled / "adapter_model.bin")
     of_mlx = shutil.copytree(outer / "default", tmp_path / "mlx")
+    grpo_run = tmp_path / "grpo_run"
+    shutil.copytree(outer / "default", grpo_run / "adapter_best")
+    sft_run = tmp_path / "sft_run"
+    sft_run.mkdir()
+    for run in (grpo_run, sft_run):
+        (run / "config.json").write_text('{"model": "m", "output": "mine/sft"}', encoding="utf-8")
     (of_mlx / ADAPTER_FILES[1]).rename(of_mlx / "adapters.safetensors")
     for path, said in (
         (of_mlx, r"it contains adapters\.safetensors, but only adapter_model\.safetensors"),
         (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
+        (grpo_run, rf"no adapter_config\.json; name the folder in it: {grpo_run}/adapter_best"),
+        (sft_run, r"it is the directory of a run, whose adapter is saved in mine/sft$"),
         (pickled, r"contains adapter_model\.bin.*save_pretrained"),
         (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),
     ):

@@ -150,6 +150,7 @@ def blind(completions, answer):
 
 
 TOO_LOW, NO_SIGNAL = "learning rate too low", "no signal"
+IGNORES = "the reward ignores correctness"
 BROKEN = {  # what was broken → findings, whether each is a fault, and what stands in the first
     "other tags": (
         {"text": lambda i, j: half_right(i, j, FORMATS["simple"])},
@@ -186,13 +187,13 @@ BROKEN = {  # what was broken → findings, whether each is a fault, and what st
     ),
     "a reward of the format": (
         {"reward": FormatReward()},
-        {"a wrong answer is rewarded": False, NO_SIGNAL: True},
-        "every number up to 200, a wrong answer",
+        {IGNORES: True, "a wrong answer is rewarded": False},
+        "check the reward function",
     ),
     "a blind reward": (
         {"reward": blind},
-        {"a wrong answer is rewarded": False, NO_SIGNAL: True},
-        "an empty completion",
+        {IGNORES: True, "a wrong answer is rewarded": False},
+        "all completions get the same reward",
     ),
 }
 
