@@ -62,7 +62,9 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]++)(?!⁄)|(?<=[0-9])[₀-₎]+")
 _BRACED = re.compile(r"(?<=[\^_])\{(-?\w+)\}")  # x^{2} is x^2
 _SPACED = re.compile(r" ?([^\w ]) ?")
-_INTERVAL = re.compile(r"(?=.*[\[\]])[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
+# Matches intervals and the text between them, if a square bracket is one of their ends.
+_END = r"(?:[^()\[\],]|\([^()\[\],]*\))*+"
+_INTERVALS = re.compile(rf"(?=.*[\[\]])[^()\[\]]*(?:[(\[]{_END},{_END}[)\]][^()\[\]]*)+")
 
 
 def read_choice(text: str) -> str | None:
@@ -115,8 +117,8 @@ def read_text(text: str) -> str | None:
         text = _TEXT_COMMAND.sub(r"\1", text)
     text = _SCRIPTS.sub(lambda found: ("^" if found["up"] else "_") + found[0], text)
     plain = _BRACED.sub(r"\1", _folded(text))
-    if interval := _INTERVAL.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
-        return _SPACED.sub(r"\1", interval[0])
+    if intervals := _INTERVALS.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
+        return _SPACED.sub(r"\1", intervals[0])
     # In a longer text or after a large number, ! ends the sentence.
     mark = "!" if re.fullmatch(r"[\s($*_]*\d{1,2}![\s.$*_)]*", plain) else ""
     plain = plain.strip(_EDGES if re.search(r"\w", plain) else _SYMBOL_EDGES) + mark
