@@ -137,8 +137,8 @@ NO_NUMBERS = [
     "5 approximately", "5 wait", "5 I think", "5 (six)", "5 apples are rotten",
     "5 to six apples", "5 twenty five",
     r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "0.3\u0305", "0.3\u0307", "5i", "8 = 5 + 3",
-    "10/3 ≈ 3.33", "10/3, which is about 3.33", "10^8", "2 * 3 * 10^8", "3 × 10^x", "3 × 10^2.5", "3 × 10^100",
-    "1 + 2 × 10^3", "3 × 10", "3 × 10^2^2",
+    "10/3 ≈ 3.33", "10/3, which is about 3.33", "10^8", "2 * 3 * 10^8", "3 × 10^x", "3 × 10^2.5",
+    "3 × 10^100", "1 + 2 × 10^3", "3 × 10", "3 × 10^2^2",
 ]
 # fmt: on
 PAIRS = [(t, value) for value, texts in NUMBERS.items() for t in texts]
