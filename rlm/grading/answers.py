@@ -301,18 +301,22 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
     return _only_claim([_read_other(region, kind) for region in regions], "repeated_answer")
 
 
+def explicit_answers(text: str, answer_tag: str) -> list[str]:
+    """Return the contents of answer tags, else of boxes, else the number after the last ####."""
+    tagged = [_MARKUP.sub("\n", inside) for inside in _tagged(text, answer_tag)]
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    return tagged or _boxes(text) or _HASHES.findall(text)[-1:]
+
+
 def _find(text: str, answer_tag: str) -> Claim:
     """Find the number that a text gives as its answer.
 
     The number is read from the first of the following that the text contains: answer tags, boxes,
     the text after ####, the text after "answer is", or the last number of the text.
     """
-    regions = [_MARKUP.sub("\n", inside) for inside in _tagged(text, answer_tag)]
-    if not regions:
-        text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
-        regions = _boxes(text) or _HASHES.findall(text)[-1:]
-    if regions:
+    if regions := explicit_answers(text, answer_tag):
         return _only_claim([read_number(region) for region in regions], "several_numbers")
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
     for line in reversed(_ANSWER_IS.findall(text)):
         if sentence := _SENTENCE.match(line):
             return read_number(sentence[0])
