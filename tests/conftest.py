@@ -75,6 +75,28 @@ def byte_tokenizer(pad: str = "<|pad|>", template: str = CHATML) -> PreTrainedTo
     return tokenizer
 
 
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: a text begins with a space, and other characters are bytes."""
+    printable = {chr(c): c for c in range(33, 127)}
+    pieces = [f"<0x{c:02X}>" for c in range(256)]
+    vocabulary = {c: i for i, c in enumerate([*pieces, "▁", *printable, *SPECIAL, "<unk>"])}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=SPECIAL
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 

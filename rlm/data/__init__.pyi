@@ -29,6 +29,7 @@ from .prompts import Format as Format
 from .prompts import backend_tokenizer as backend_tokenizer
 from .prompts import describe_other_forms as describe_other_forms
 from .prompts import drop_long_prompts as drop_long_prompts
+from .prompts import encode_inserted_text as encode_inserted_text
 from .prompts import encode_text as encode_text
 from .prompts import end_of_turn_id as end_of_turn_id
 from .prompts import longest_prompts as longest_prompts

@@ -59,6 +59,7 @@ ASKED_FOR: dict[AnswerType, str] = {
 # Placeholder for the text of a message while the chat template is rendered. It consists of private
 # characters that no template contains.
 _PLACE = "\ue000{}\ue001"
+_BEFORE = "\ue000"  # a private character, which no token joins with the text behind it
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # Python decodes invalid UTF-8 in argv to surrogates
 # transformers stores `split_special_tokens` in the state of the wrapped tokenizer. Without a lock,
 # a thread could therefore encode a user's text with the setting of another thread.
@@ -236,6 +237,18 @@ def encode_text(
     """
     with _ENCODING:
         return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special)
+
+
+def encode_inserted_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text that follows other text, where no space is added before it.
+
+    SentencePiece tokenizers (Llama 2) add a space before a text that they encode.
+    """
+    ids = encode_text(tokenizer, text)
+    if not ids or text[0] == " " or str(tokenizer.convert_ids_to_tokens(ids[0]))[0] != "▁":
+        return ids
+    before, joined = (encode_text(tokenizer, part) for part in (_BEFORE, _BEFORE + text))
+    return joined[len(before) :]
 
 
 def backend_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

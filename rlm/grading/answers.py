@@ -62,7 +62,9 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]++)(?!⁄)|(?<=[0-9])[₀-₎]+")
 _BRACED = re.compile(r"(?<=[\^_])\{(-?\w+)\}")  # x^{2} is x^2
 _SPACED = re.compile(r" ?([^\w ]) ?")
-_INTERVAL = re.compile(r"(?=.*[\[\]])[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
+# Matches intervals and the text between them, if a square bracket is one of their ends.
+_END = r"(?:[^()\[\],]|\([^()\[\],]*\))*+"
+_INTERVALS = re.compile(rf"(?=.*[\[\]])[^()\[\]]*(?:[(\[]{_END},{_END}[)\]][^()\[\]]*)+")
 
 
 def read_choice(text: str) -> str | None:
@@ -115,8 +117,8 @@ def read_text(text: str) -> str | None:
         text = _TEXT_COMMAND.sub(r"\1", text)
     text = _SCRIPTS.sub(lambda found: ("^" if found["up"] else "_") + found[0], text)
     plain = _BRACED.sub(r"\1", _folded(text))
-    if interval := _INTERVAL.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
-        return _SPACED.sub(r"\1", interval[0])
+    if intervals := _INTERVALS.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
+        return _SPACED.sub(r"\1", intervals[0])
     # In a longer text or after a large number, ! ends the sentence.
     mark = "!" if re.fullmatch(r"[\s($*_]*\d{1,2}![\s.$*_)]*", plain) else ""
     plain = plain.strip(_EDGES if re.search(r"\w", plain) else _SYMBOL_EDGES) + mark
@@ -299,18 +301,22 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
     return _only_claim([_read_other(region, kind) for region in regions], "repeated_answer")
 
 
+def explicit_answers(text: str, answer_tag: str) -> list[str]:
+    """Return the contents of answer tags, else of boxes, else the number after the last ####."""
+    tagged = [_MARKUP.sub("\n", inside) for inside in _tagged(text, answer_tag)]
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    return tagged or _boxes(text) or _HASHES.findall(text)[-1:]
+
+
 def _find(text: str, answer_tag: str) -> Claim:
     """Find the number that a text gives as its answer.
 
     The number is read from the first of the following that the text contains: answer tags, boxes,
     the text after ####, the text after "answer is", or the last number of the text.
     """
-    regions = [_MARKUP.sub("\n", inside) for inside in _tagged(text, answer_tag)]
-    if not regions:
-        text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
-        regions = _boxes(text) or _HASHES.findall(text)[-1:]
-    if regions:
+    if regions := explicit_answers(text, answer_tag):
         return _only_claim([read_number(region) for region in regions], "several_numbers")
+    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
     for line in reversed(_ANSWER_IS.findall(text)):
         if sentence := _SENTENCE.match(line):
             return read_number(sentence[0])

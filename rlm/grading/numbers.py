@@ -103,6 +103,7 @@ _REWRITES = {
     ),
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
+    r"(?<=\d)[\u0300-\u036f]": "^",  # 0.3 with a bar or a dot above repeats
     r"[^\x00-\x7f]": _to_ascii,
     r"\{,\}": ",",
     r"\\!|\\(?:left|right|boxed|fbox|mbox|(?:text|math)[a-z]{0,6})(?![A-Za-z])": "",
@@ -116,6 +117,7 @@ _REWRITES = {
     r"(\d?)\\[dt]?frac ?(?:\{ ?(-?\d{1,40}) ?\}|(\d)) ?(?:\{ ?(-?\d{1,40}) ?\}|(\d))": _fraction,
     r"(?<=\d)[xX](?=\d)": "*",
     r"\} ?\^": "^",  # \text{cm}^2
+    r"\} ?\{": "}/{",  # \frac{a}{2}
     rf"(?<![\d.,/])(\d{{1,2}}) ?\(((?i:{_NAMES}))\)": _without_name,  # 5 (five)
 }
 _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
@@ -156,8 +158,8 @@ _KINDS = {
     ",": r"[,;]",
     ":": r":",
     ".": r"[.?]",
-    # A variable or a factor: 18x, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is accepted.
-    "v": rf"(?:[xyzXYZkKMB]|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
+    # A variable or a factor: 18x, 3i, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is not.
+    "v": rf"(?:[xyzXYZkKMB]|(?<=\d)i|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
     # Words that are not part of a unit: another number (but not in "5 ten dollar bills"), a verb
     # (but not in "12 eggs are left"), a doubt.
     "h": rf"(?i:{NUMBER_WORD}(?!\s+(?!{NUMBER_WORD})[a-z])|(?:is|are|was|were)(?!\s+(?:left|"

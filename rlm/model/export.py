@@ -160,9 +160,12 @@ def merge_adapter(
         layer.get_base_layer().weight.data = merged_weight(cast("nn.Module", layer))
     merged = policy.unload()
     # Other programs must stop at the same tokens as ours, including the token that ends a turn.
-    merged.generation_config.eos_token_id = sorted(
-        stop_token_ids(tokenizer, merged.generation_config)
-    )
+    settings = merged.generation_config
+    settings.eos_token_id = sorted(stop_token_ids(tokenizer, settings))
+    try:
+        settings.validate(strict=True)
+    except ValueError:  # transformers would not save a temperature that lacks do_sample
+        settings.do_sample = True
     return merged, tokenizer
 
 

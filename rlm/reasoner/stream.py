@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tokenizers.decoders import DecodeStream
 
-from rlm.data import Format, backend_tokenizer, encode_text
+from rlm.data import Format, backend_tokenizer, encode_inserted_text
 
 if TYPE_CHECKING:
     import torch
@@ -263,9 +263,9 @@ class ReasoningStream:
         self.tokenizer, self.format = tokenizer, format
         self._decoder, self._stop_ids = backend_tokenizer(tokenizer), stop_ids
         after = f"</{format.reasoning_tag}>\n<{format.answer_tag}>"
-        self._close_line = encode_text(tokenizer, after)
-        self._close_text = encode_text(tokenizer, "\n" + after)
-        self._tag_tokens = len(encode_text(tokenizer, f"</{format.reasoning_tag}>"))
+        self._close_line = encode_inserted_text(tokenizer, after)
+        self._close_text = encode_inserted_text(tokenizer, "\n" + after)
+        self._tag_tokens = len(encode_inserted_text(tokenizer, f"</{format.reasoning_tag}>"))
         reserve = min(ANSWER_RESERVE, max_new_tokens // 4)
         if grammar:
             reserve = int(STRUCTURED_RESERVE * max_new_tokens)
@@ -346,7 +346,7 @@ class ReasoningStream:
         if token.logprob == token.logprob:  # false for NaN, the logprob of a forced token
             state.logprobs.append(token.logprob)
         before = state.parser.phase
-        piece = state.detokenizer.step(self._decoder, token.id) or ""
+        piece = self._next_piece(state)
         self._note_tool(state, piece)
         state.text += piece
         parts = state.parser.feed(piece)
@@ -365,6 +365,22 @@ class ReasoningStream:
         state.reasoning += parts[0]
         state.answer += parts[1]
         return parts
+
+    def _next_piece(self, state: CompletionState) -> str:
+        """Return the text that the last token adds; "" if the text may still change.
+
+        With byte fallback (Llama 2), bytes that are no UTF-8 can change text that was already
+        returned, such as the line break before them. DecodeStream then raises an error, and a new
+        one continues after these bytes.
+        """
+        try:
+            piece = state.detokenizer.step(self._decoder, state.ids[-1])
+        except Exception as error:  # DecodeStream raises no narrower class
+            if "Invalid prefix" not in str(error):
+                raise
+            state.detokenizer = DecodeStream(ids=state.ids[-2:-1], skip_special_tokens=True)
+            piece = state.detokenizer.step(self._decoder, state.ids[-1])
+        return piece or ""
 
     def _note_tool(self, state: CompletionState, piece: str) -> None:
         """Record whether a tool wrote `piece`, the text that is appended next."""

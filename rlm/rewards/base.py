@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from rlm.cli import UsageError, terminal
@@ -167,9 +167,10 @@ def as_list(rewards: Any) -> list[Any]:
     """Return the result of a batch reward as a list.
 
     Raises:
-        UsageError: the result is a single value, a dict or None instead of a sequence of values.
+        UsageError: the result is a single value, a dict, a set or None instead of a sequence of
+            values.
     """
-    if isinstance(rewards, Mapping | str) or not isinstance(rewards, Iterable):
+    if isinstance(rewards, Mapping | Set | str | bytes) or not isinstance(rewards, Iterable):
         raise UsageError(
             f"the reward returned {rewards!r:.60} for its completions: return a list with one "
             "number (or None) per completion"

@@ -15,12 +15,19 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlm.cli import UsageError, load_from_file
 from rlm.data import FORMATS, Format, Problem
-from rlm.grading import Verdict, has_wrong_equation, parse_number, split_completion
+from rlm.grading import (
+    Verdict,
+    explicit_answers,
+    has_wrong_equation,
+    parse_number,
+    split_completion,
+)
 from rlm.rewards.base import (
     EXTRAS,
     FunctionReward,
@@ -168,9 +175,10 @@ class CombinedReward(RewardFunction):
             name = getattr(reward, "__name__", type(reward).__name__)
             name = f"{name}_{len(self.parts) + 1}" if name in self.parts else name
             self.parts[name] = part = adapt_reward(reward)
-            self.weights[name] = part.weight if share is None else share
-            if not isinstance(self.weights[name], int | float):
-                raise TypeError(f"the weight of {name} is {self.weights[name]!r}, not a number")
+            share = part.weight if share is None else share
+            if not isinstance(share, Real):
+                raise TypeError(f"the weight of {name} is {share!r}, not a number")
+            self.weights[name] = float(share)
         if not sum(self.weights.values()) > 0:  # this comparison also rejects NaN
             raise ValueError("the weights of a CombinedReward must add up to more than 0")
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -236,7 +244,7 @@ def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -
     """
     tags = _format(columns)
     rest = split_completion(completion, tags.reasoning_tag)[1]
-    if not any(mark in rest for mark in (f"<{tags.answer_tag}>", "\\boxed", "####")):
+    if not explicit_answers(rest, tags.answer_tag):
         return Verdict(False, "no_answer", None)
     return tags.grade(completion, answer, strict=False)
 

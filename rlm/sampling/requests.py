@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rlm.data import encode_text
+from rlm.data import encode_inserted_text
 from rlm.tools import Tool
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class ToolTokens:
             return None
         text = str(self._tokenizer.decode(list(ids[-TOOL_WINDOW:]), skip_special_tokens=True))
         inserted = self.tool(text) if text.endswith(trigger) else None
-        return encode_text(self._tokenizer, inserted) if inserted else None
+        return encode_inserted_text(self._tokenizer, inserted) if inserted else None
 
     def _text_of(self, token: int) -> str:
         if token not in self._ends:

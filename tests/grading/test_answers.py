@@ -136,9 +136,9 @@ NO_NUMBERS = [
     "5 percent of ten", "5 is wrong", "5 isn't it", "5 was close", "5 cannot be", "5 probably",
     "5 approximately", "5 wait", "5 I think", "5 (six)", "5 apples are rotten",
     "5 to six apples", "5 twenty five",
-    r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "8 = 5 + 3", "10/3 ≈ 3.33",
-    "10/3, which is about 3.33", "10^8", "2 * 3 * 10^8", "3 × 10^x", "3 × 10^2.5", "3 × 10^100",
-    "1 + 2 × 10^3", "3 × 10", "3 × 10^2^2",
+    r"3.\overline{3}", "3.(3)", r"3.\dot{3}", "0.3\u0305", "0.3\u0307", "5i", "8 = 5 + 3",
+    "10/3 ≈ 3.33", "10/3, which is about 3.33", "10^8", "2 * 3 * 10^8", "3 × 10^x", "3 × 10^2.5",
+    "3 × 10^100", "1 + 2 × 10^3", "3 × 10", "3 × 10^2^2",
 ]
 # fmt: on
 PAIRS = [(t, value) for value, texts in NUMBERS.items() for t in texts]
@@ -291,6 +291,7 @@ ANSWERS = {
         "The answer is 18 or six.", "The answer is 18 to twenty.", "The answer is 18 times two.",
         "The answer is 18 point five.", "The answer is 18 plus two.", "18 thousand two hundred",
         "The answer is 18.(3)", r"The answer is 18.\dot{3}", "<answer>18 = 15 + 3</answer>",
+        r"It is \frac{a}{18}", "The answer is 18i.",
         "She pays 36 / 2", "x > 18", "9^{9^{18", "18\ud800\x00",
     ],
     "no_answer": [
@@ -438,6 +439,11 @@ TEXTS = {  # a text gold: answers that are equal, answers that are not
     "Room 42": (["room 42!"], ["room 4"]),
     "x" * 1200: (["X" * 1200 + "."], ["x" * 1201]),
     "[0, 1)": (["[0,1)", "$[0, 1)$"], ["(0, 1]", "0, 1", "(0,1)"]),
+    r"[0, 1) \cup (2, 3]": (
+        [r"$[0,1)\cup (2,3]$."],
+        [r"(0, 1) \cup (2, 3]", r"[0, 1) \cup (2, 3)"],
+    ),
+    r"x \in [0, f(1)]": ([r"x \in [0,f(1)]"], [r"x \in [0, f(1))"]),
     "5!": (["5!"], ["5"]),
     "Yes": (["Yes!"], ["Yes! No"]),
     "Paris": (["Paris" + " " * 50], ["Paris" + " " * 1000 + "no, London"]),

@@ -17,7 +17,7 @@ from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model.adapters import load_adapter, new_adapter
 from rlm.model.base import base_model_hash
-from rlm.model.export import merge_adapter, save_adapter
+from rlm.model.export import merge_adapter, save_adapter, save_merged
 from rlm.model.gguf_export import QWEN2_SPLIT, check_convertible, write_gguf
 
 LONG = {"max_new_tokens": 24, "do_sample": False}
@@ -90,7 +90,12 @@ def test_layers_that_store_their_weights_transposed_are_merged(tokenizer, tmp_pa
     tokenizer.save_pretrained(tmp_path / "base")
     policy = let_it_speak(new_adapter(base, r=2, alpha=4), 0.3).eval()
     save_adapter(policy, tokenizer, tmp_path / "lora", {"base_model": str(tmp_path / "base")})
+    # As Vicuna has it: transformers refuses to write such a file.
+    (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
     merged, _ = merge_adapter(tmp_path / "lora")
+    save_merged(merged, tokenizer, "", tmp_path / "merged")
+    settings = json.loads((tmp_path / "merged/generation_config.json").read_text())
+    assert (settings["do_sample"], settings["temperature"], settings["top_p"]) == (True, 0.9, 0.6)
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(merged(ids).logits, policy(ids).logits, rtol=1e-4, atol=1e-4)
 

@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from conftest import tiny_model
+from conftest import byte_fallback_tokenizer, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import ADD
@@ -221,6 +221,23 @@ def test_how_a_completion_ends(
     row = run(tokenizer, script, **options)
     assert (row.reasoning, row.answer) == (reasoning, answer)
     assert (row.status, row.finish_reason) == (status, finish_reason)
+
+
+def test_a_character_that_is_cut_off_after_a_line_break_fails_nothing():
+    """The bytes are decoded together with the line break, which was text already."""
+    tokenizer = byte_fallback_tokenizer()
+    cut = [*"<think>a", "<0x0A>", "<0xF0>", "<0x9F>"]
+    ids = tokenizer.convert_tokens_to_ids(cut)
+    stream = ReasoningStream(
+        tokenizer, FORMAT, frozenset({1}), max_new_tokens=99, budget=len("a") + 3
+    )
+    ids += stream._close_text
+    ids += tokenizer.encode(" b c</answer>", add_special_tokens=False)
+    for i, token in enumerate(ids):
+        finish = "length" if i + 1 == len(ids) else None
+        stream.add_token(Token(0, 0, token, 0.0, finish))
+    state = stream.completions[0]
+    assert (state.reasoning, state.answer, state.status) == ("a", "b c", "closed")
 
 
 # --- which answer is shown, and how sure it is ----------------------------------------------------

@@ -204,6 +204,7 @@ def test_columns_that_published_rewards_ask_for(capsys):
         (lambda completions: [None] * 4, "no verdict on any of 4 completions"),
         (lambda completions: None, "returned None for its completions: return a list"),
         (lambda completions: dict.fromkeys("abcd", 1.0), "returned {'a': 1.0.* return a list"),
+        (lambda completions: {1.0, 0.5, 0.2, 0.0}, "returned {.* return a list"),  # in any order
         (lambda completions: 0.5, "returned 0.5 for its completions: return a list"),
     ],
 )
@@ -401,6 +402,9 @@ def block(reasoning, answer, tag="think"):
         ("<answer>17</answer>", 0.3),
         ("<think>x</think>#### 18", 1.0),
         ("she has 18", 0.0),  # a number that ends a text is no answer
+        ("<think>x</think>\\boxed so she has 18", 0.0),
+        ("<think>x</think>#### she has 18", 0.0),
+        ("<think>x</think><answer>she has 18", 0.0),
         ("<think>18", 0.0),
         (block("18", ""), 0.0),
         (block("x", "17, 18"), 0.0),
@@ -444,6 +448,7 @@ def test_a_combined_reward_is_the_weighted_mean():
     """The three of the quick start, called one by one and through the seam."""
     parts = [FormatReward(weight=1.0), ReasoningQualityReward(weight=0.5), GSM8KReward(weight=2.0)]
     combined = CombinedReward(parts)
+    assert CombinedReward([(FormatReward(), np.float32(2))])(RIGHT, "2") == 0.2
     expected = (1.0 * 0.2 + 0.5 * 0.05 + 2.0 * 1.0) / 3.5
     assert combined(RIGHT, "2") == pytest.approx(expected)
     scores = Scorer(combined)(PROBLEMS[:1], [[RIGHT, "nothing"]])

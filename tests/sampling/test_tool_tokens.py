@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import byte_fallback_tokenizer, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -157,6 +157,13 @@ def test_a_trigger_may_end_inside_a_token_of_bytes(tokenizer):
     force = ToolTokens(Answer(), tokenizer)
     assert [force(0, ids[:end], 0) for end in range(len(ids))] == [None] * len(ids)
     assert tokenizer.decode(force(0, ids, 0)) == "42"
+
+
+def test_no_space_is_put_before_what_a_tool_writes():
+    """SentencePiece puts one before each text that it encodes."""
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer.encode("<<3+4=")
+    assert tokenizer.decode(ids + ToolTokens(Calculator(), tokenizer)(0, ids, 0)) == "<<3+4=7>>"
 
 
 def test_a_tool_can_not_forge_a_special_token(tokenizer):
