@@ -262,8 +262,9 @@ def test_python_takes_each_name_once():
     assert GRPOConfig(max_steps=5, beta=0.1).kl_weight == 0.1
     assert SFTConfig(num_epochs=2).epochs == 2
     assert dataclasses.replace(GRPOConfig(steps=5), group_size=4).steps == 5
-    with pytest.raises(TypeError, match="SFTConfig: epochs is given twice, once as num_epochs"):
-        SFTConfig(epochs=1, num_epochs=2)
+    for options in ({"epochs": 1, "num_epochs": 2}, {"num_epochs": 2, "epochs": 1}):
+        with pytest.raises(TypeError, match="SFTConfig: epochs is given twice, once as num_epochs"):
+            SFTConfig(**options)
     with pytest.raises(
         TypeError, match=r"SFTConfig: unknown option 'epoch'; did you mean epochs\?"
     ):

@@ -204,6 +204,7 @@ VERDICTS = {
     ],
     ("answer_in_reasoning", "no_answer"): ["<think><answer>18</answer></think>"],
     ("no_answer", "correct"): ["<think>x</think>18", "<think>x</think>18</answer>"],
+    ("no_answer", "several_numbers"): ["<think>x</think>17\n18"],
     ("unclosed_answer", "correct"): [
         "<think>x</think><answer>18", "<think>x</think></answer>18<answer>",
         "<think>x</think><answer>18</", "<think>x</think><answer>18</answer",

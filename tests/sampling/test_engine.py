@@ -400,8 +400,8 @@ def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokeniz
     assert of(tokens + rest, kept) == expected
     for _ in range(5):  # slots would run out if cancelling leaked them
         for i in range(4):
-            sampler.add_request(Request(prompts[i % 3], params, i, n=2))
-        sampler.step()
+            sampler.add_request(Request(prompts[i % 3], params, i, n=5))  # one waits for a row
+        assert sampler.step()
         for handle in range(sampler.add_request(Request(prompts[0], params, 9)) + 1):
             sampler.abort_request(handle)
         assert not sampler.has_unfinished_requests()

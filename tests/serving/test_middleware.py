@@ -102,6 +102,8 @@ def test_validation_errors_repeat_no_value_and_no_made_up_name():
     assert "secret" not in json.dumps(problem.body(""))
     whole = invalid([{"loc": ("body",), "msg": "should be an object"}])
     assert (whole.detail, whole.param) == ("should be an object", None)
+    both = invalid({"loc": ("body", name), "type": "string_type"} for name in ("prompt", "adapter"))
+    assert (both.detail, both.param) == ("prompt: must be a string", "prompt")
 
 
 # Keys
