@@ -9,7 +9,7 @@ from typing import Any
 
 from rlm.cli import UsageError, check_values, command_of, flag, required, terminal
 from rlm.data import FORMATS, Format, data_files, has_test, parse_dataset
-from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo
+from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo, check_adapter
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft"), "GRPO": ("adapter", "train_grpo")}
 MAX_NEW_TOKENS = 256
@@ -119,8 +119,6 @@ class EvaluateConfig:
         """
         if given.get("audit_reward"):
             return {"max_samples": None, **given}  # all samples of the run
-        from rlm.model import check_adapter
-
         values, base_only = dict(given), given.get("base_only")
         infos: list[AdapterInfo] = []
         for name, (option, script) in ({} if base_only else ADAPTERS).items():

@@ -14,7 +14,7 @@ from typing import Any
 from rlm.cli import UsageError, terminal
 from rlm.data import Format, Problem
 from rlm.evaluation.evaluator import Evaluation, grade_completion
-from rlm.runs import Journal
+from rlm.runs import Journal, check_writable
 
 JOURNAL = "completions.jsonl"
 
@@ -25,8 +25,6 @@ def check_journal(output: Path, resume: bool) -> None:
     Raises:
         UsageError: there is no journal to resume, or the directory is not writable.
     """
-    from rlm.runs import check_writable
-
     check_writable("--output", output)  # fail now rather than after hours of work
     file = output / JOURNAL
     if resume and not file.exists():

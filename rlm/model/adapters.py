@@ -253,11 +253,11 @@ def load_adapter(
     return policy
 
 
-def fill_adapter(policy: PeftModel, path: Path, name: str = "default") -> None:
-    """Copy the tensors of an adapter file into an adapter that has exactly these tensors."""
+def fill_adapter(policy: PeftModel, path: Path) -> None:
+    """Copy the tensors of an adapter file into the adapter "default", which has these tensors."""
     tensors = _lora_matrices(path, "cpu")
-    _check_places(path, policy.peft_config[name], tensors, exported_tensors(policy, name))
-    set_peft_model_state_dict(policy, tensors, adapter_name=name)
+    _check_places(path, policy.peft_config["default"], tensors, exported_tensors(policy))
+    set_peft_model_state_dict(policy, tensors)
 
 
 def _plain_config(path: Path) -> LoraConfig:

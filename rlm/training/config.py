@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rlm.cli import (
     Flag,
@@ -21,7 +21,7 @@ from rlm.cli import (
     takes_aliases,
 )
 from rlm.data import FORMATS
-from rlm.model import QUANTIZATIONS
+from rlm.model import HOW_TO_TRAIN_SFT, QUANTIZATIONS, AdapterInfo, check_adapter
 from rlm.ops import DTYPES
 from rlm.runs import TRACKER_NAMES
 from rlm.training.algorithms import AGGREGATIONS, ALGORITHMS, PRESETS, Algorithm
@@ -34,9 +34,6 @@ from rlm.training.resolve import (
     choose_max_new_tokens,
     resolve,
 )
-
-if TYPE_CHECKING:
-    from rlm.model import AdapterInfo
 
 SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
 BACKENDS = ("local", "tinker")
@@ -508,8 +505,6 @@ def start_info(
         The metadata, or None if training starts from a new adapter. That is also the case if the
         default adapter belongs to another model; `resolve_start` prints the reason.
     """
-    from rlm.model import HOW_TO_TRAIN_SFT, AdapterInfo, check_adapter
-
     is_default = adapter == DEFAULT_SFT_ADAPTER
     if adapter is None or (is_default and may_lack and not adapter.exists()):
         return None

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm.cli import terminal
 from rlm.data import Problem, check_dataset, parse_dataset, peek_problems
+from rlm.model import AdapterInfo
 from rlm.tools import load_tool
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-    from rlm.model import AdapterInfo
 
 Config = TypeVar("Config", bound="DataclassInstance")  # GRPOConfig or SFTConfig
 
@@ -44,7 +43,7 @@ def resolve(
         gpu_defaults: the defaults that replace the usual defaults for a large model on a GPU. If
             None, as in calls from Python, no model and no data are selected.
     """
-    from rlm.model import AdapterInfo, default_values, pick_quantization
+    from rlm.model import default_values, pick_quantization
 
     if gpu_defaults is not None:
         values = default_values(given, start)

@@ -293,14 +293,13 @@ class TrainingData:
             check_columns(scorer.reward, problems)
             if other_forms := describe_other_forms(problems, format):
                 warnings.append(other_forms)
-        is_strict = isinstance(getattr(scorer, "reward", None), CorrectnessReward)
-        if is_strict and config.sft_adapter is None:
-            warnings.append(
-                "training starts from a bare model, and only a right number in the right tags is "
-                "rewarded, so the model will likely learn nothing: teach the tags first "
-                f"({command_of('train_sft')} --model {config.model}), or reward the tags too "
-                "(reward_fn=[FormatReward(), CorrectnessReward()])"
-            )
+            if isinstance(scorer.reward, CorrectnessReward) and config.sft_adapter is None:
+                warnings.append(
+                    "training starts from a bare model, and only a right number in the right tags "
+                    "is rewarded, so the model will likely learn nothing: teach the tags first "
+                    f"({command_of('train_sft')} --model {config.model}), or reward the tags too "
+                    "(reward_fn=[FormatReward(), CorrectnessReward()])"
+                )
         kinds = answer_types(problems)
         return cls(problems, eval_problems, longest, kinds, warnings)
 
