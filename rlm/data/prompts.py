@@ -245,7 +245,7 @@ def encode_inserted_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[
     SentencePiece tokenizers (Llama 2) add a space before a text that they encode.
     """
     ids = encode_text(tokenizer, text)
-    if not ids or text[0] == " " or str(tokenizer.convert_ids_to_tokens(ids[0]))[0] != "▁":
+    if not ids or str(tokenizer.convert_ids_to_tokens(ids[0]))[0] != "▁":
         return ids
     before, joined = (encode_text(tokenizer, part) for part in (_BEFORE, _BEFORE + text))
     return joined[len(before) :]

@@ -8,6 +8,7 @@ from conftest import byte_fallback_tokenizer, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlm.data import encode_inserted_text
 from rlm.model.adapters import new_adapter
 from rlm.sampling import (
     Completion,
@@ -164,6 +165,8 @@ def test_no_space_is_put_before_what_a_tool_writes():
     tokenizer = byte_fallback_tokenizer()
     ids = tokenizer.encode("<<3+4=")
     assert tokenizer.decode(ids + ToolTokens(Calculator(), tokenizer)(0, ids, 0)) == "<<3+4=7>>"
+    inserted = encode_inserted_text(tokenizer, " so")
+    assert tokenizer.decode(ids + inserted) == "<<3+4= so"
 
 
 def test_a_tool_can_not_forge_a_special_token(tokenizer):
