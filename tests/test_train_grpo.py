@@ -35,7 +35,7 @@ from rlm.training.config import GRPOConfig
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
 from rlm.training.state import LOG_BYTES
-from rlm.training.validation import Validations, choose_export
+from rlm.training.validation import Validation, Validations, choose_export
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -229,6 +229,12 @@ def test_the_more_steps_were_tried_the_wider_is_the_interval_of_the_best():
     assert [choose_export(one, len_ + 1)[0] for one, len_ in zip(lead, (0, 8), strict=True)] == [
         "best", "last",
     ]  # fmt: skip
+
+
+def test_a_validation_in_which_no_problem_was_solved_is_not_certain():
+    found = Validation(0, [0.0] * 20).summary("accuracy")
+    assert (found["low"], found["high"]) == (0.0, pytest.approx(0.161, abs=1e-3))  # Wilson
+    assert Validation(0, [0.0] * 20).summary("reward")["high"] == 0.0
 
 
 def test_problems_without_a_verdict_are_not_compared():

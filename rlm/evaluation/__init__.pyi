@@ -14,8 +14,10 @@ from .report import points as points
 from .report import show_table as show_table
 from .report import write_report as write_report
 from .statistics import holm as holm
+from .statistics import is_extreme as is_extreme
 from .statistics import mcnemar as mcnemar
 from .statistics import paired_bootstrap as paired_bootstrap
 from .statistics import pass_at_k as pass_at_k
 from .statistics import summarize_scores as summarize_scores
 from .statistics import t_interval as t_interval
+from .statistics import wilson_interval as wilson_interval

@@ -79,7 +79,8 @@ class Evaluation:
         return [fmean(rewards) if rewards else None for rewards in given]
 
     def mean_reward(self) -> dict[str, float]:
-        return summarize_scores([r for r in self.reward_per_problem() if r is not None])
+        rewards = [r for r in self.reward_per_problem() if r is not None]
+        return summarize_scores(rewards, bounded=False)
 
     def accuracy(self, strict: bool) -> dict[str, float]:
         """Return the mean@k over the problems; for k = 1 also `correct` and `total`."""

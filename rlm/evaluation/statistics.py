@@ -38,8 +38,7 @@ def bootstrap_interval(
     """Return the 95 % percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
 
     A resample is drawn as multinomial counts of the distinct values. This has the same distribution
-    as drawing indices but needs less memory. If all values are equal, the interval has width 0,
-    which is not informative for a small sample.
+    as drawing indices but needs less memory. If all values are equal, the interval has width 0.
     """
     if not len(values):
         raise ValueError("no values to resample")
@@ -89,23 +88,35 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
     return mean - half, mean + half
 
 
-def summarize_scores(scores: Sequence[float], *, trials: bool = False) -> dict[str, float]:
+def is_extreme(scores: Sequence[float]) -> bool:
+    """Return whether all scores are 0, or all are 1.
+
+    The intervals from the scores' spread then have width 0. Wilson's interval of these scores is
+    valid for their mean if no score lies outside 0…1.
+    """
+    return {*scores} in ({0}, {1})
+
+
+def summarize_scores(
+    scores: Sequence[float], *, trials: bool = False, bounded: bool = True
+) -> dict[str, float]:
     """Return the mean of the problems' scores and its 95 % interval as `mean`, `low` and `high`.
 
     Args:
         scores: one score per problem; for an empty sequence, all three values are NaN.
         trials: whether the scores are independent and each is 0 or 1. If so, Wilson's interval is
             used, and the result also contains `correct` and `total`.
+        bounded: whether scores cannot lie outside 0…1.
     """
     if not len(scores):
         return dict.fromkeys(("mean", "low", "high"), math.nan)
-    mean, total = sum(scores) / len(scores), len(scores)
-    if not trials:
+    correct, total = round(sum(scores)), len(scores)
+    if trials or (bounded and is_extreme(scores)):
+        low, high = wilson_interval(correct, total)
+    else:
         low, high = bootstrap_interval(scores)
-        return {"mean": mean, "low": low, "high": high}
-    correct = round(sum(scores))
-    low, high = wilson_interval(correct, total)
-    return {"mean": mean, "low": low, "high": high, "correct": correct, "total": total}
+    summary = {"mean": sum(scores) / total, "low": low, "high": high}
+    return summary | {"correct": correct, "total": total} if trials else summary
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlm.evaluation import t_interval
+from rlm.evaluation import is_extreme, t_interval, wilson_interval
 
 CONFIDENCE = 0.95
 # With fewer problems no difference is significant: a sign test of 5 problems has p = 2/2⁵ > 0.05.
@@ -40,10 +40,12 @@ class Validation:
         return self.mean if any(score is not None for score in self.scores) else -math.inf
 
     def summary(self, measure: str) -> dict[str, float]:
-        """Return the mean and its confidence interval, which is clipped to 0…1 for an accuracy."""
+        """Return the mean and its confidence interval, which for an accuracy lies in 0…1."""
         scores = [score for score in self.scores if score is not None]
         low, high = t_interval(scores) if scores else (-math.inf, math.inf)
-        if measure == "accuracy":
+        if measure == "accuracy" and is_extreme(scores):
+            low, high = wilson_interval(int(sum(scores)), len(scores))
+        elif measure == "accuracy":
             low, high = max(0.0, low), min(1.0, high)
         return {"mean": self.mean, "low": low, "high": high}
 

@@ -77,6 +77,10 @@ def test_scores_are_summed_up_by_what_they_are():
     assert summarize_scores([1, 0, 0, 0], trials=True) == expected
     low, high = bootstrap_interval([0.5, 0.25])
     assert summarize_scores([0.5, 0.25]) == {"mean": 0.375, "low": low, "high": high}
+    for score in (0.0, 1.0):  # of several completions each; the bootstrap would claim certainty
+        low, high = wilson_interval(int(4 * score), 4)
+        assert summarize_scores([score] * 4) == {"mean": score, "low": low, "high": high}
+        assert summarize_scores([score] * 4, bounded=False)["low"] == score  # rewards
 
 
 # --- several completions --------------------------------------------------------------------------
