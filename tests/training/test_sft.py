@@ -76,6 +76,7 @@ def trainer_of(cls, folder, rows=ROWS, **options):
         (11, SHARED, "sdpa"),
         (None, SHARED[:1], "sdpa"),
         (None, [([5, 6, 7], 0), *ROWS], ATTN_IMPLEMENTATION),  # one without a prompt
+        (None, [([3, 4, 5, 6], 2), ([3, 4, 5, 7], 2)], ATTN_IMPLEMENTATION),  # completions alike
     ],
 )
 def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
