@@ -80,7 +80,7 @@ def test_the_page_of_a_run_has_a_command(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.startswith("usage: rlm view [run] [options]")
     assert console(monkeypatch, "view", str(tmp_path)) == 2
     assert capsys.readouterr().err == (
-        f"error: {tmp_path}/samples.jsonl contains no rollouts; pass the directory of a run\n"
+        f"error: {tmp_path}/samples.jsonl contains no rollouts; pass the directory of a GRPO run\n"
     )
 
 

@@ -70,12 +70,14 @@ class Flag:
         return find_choice(value, self.choices or ())
 
     def normalised(self, value: Any) -> Any:
-        """Convert a value to the form in a config: a choice, or a Path with `~/` expanded.
+        """Convert a value to the form in a config: a choice, None, or a Path with `~/` expanded.
 
         Raises:
             ValueError: the value has another type than the option.
         """
         members = members_of(self.kind)
+        if isinstance(value, str) and value == "none" and NoneType in members:
+            return None  # as on the command line
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
         if isinstance(value, str) and Path in members and str not in members:

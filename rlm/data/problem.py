@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -260,7 +261,9 @@ def _refusal(
         text += f"; the columns are {', '.join(column_names(row))}: {HOW_TO_NAME}"
     if str(error).startswith("duplicate id"):
         text += "; --columns id=COLUMN+COLUMN joins two columns into an id"
-    if isinstance(error, NotAnAnswer):
+    if isinstance(error, NotAnAnswer) and re.search(r"not a number.*\d,\d+\W*$", str(error)):
+        text += "; write decimals with a point, such as 0.5"
+    elif isinstance(error, NotAnAnswer):
         text += (
             '; for words or letters, add "answer_type": "text" or "choice" (for all rows: '
             "--columns answer_type=text); for a worked solution that ends with the answer, pass "

@@ -65,7 +65,7 @@ def check_rollouts(path: Path) -> None:
     """
     if read_log(path / "samples.jsonl"):
         return
-    others = _runs_in(path) or "pass the directory of a run"
+    others = _runs_in(path) or "pass the directory of a GRPO run"
     raise UsageError(f"{path}/samples.jsonl contains no rollouts; {others}")
 
 

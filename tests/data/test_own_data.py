@@ -370,6 +370,8 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"a": {"b": [1]}}, "answer=a.b.1", "no column 'a.b.1'"),
         ({"a": "1"}, "answer=a,question=question+b", "no column 'b'"),
         ({"answer": "yes"}, None, "--columns answer_type=text"),
+        ({"answer": "0,5"}, None, "invalid: fix them); write decimals with a point"),
+        ({"answer": "1.234,50 \u20ac"}, None, "write decimals with a point, such as 0.5"),
         ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
         ({}, None, "--columns answer_type=open"),
         ({"answer": "5", "solution": ["5"]}, None, "--columns solution=COLUMN.0 uses the first"),

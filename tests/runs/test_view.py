@@ -139,7 +139,9 @@ def test_the_page_runs_its_own_script_alone(tmp_path):
 def test_a_directory_without_rollouts_is_a_mistake(tmp_path, name):
     if name:
         write_run(tmp_path / name)
-    which = f"runs with rollouts, .*: {tmp_path}/one" if name else "pass the directory of a run"
+    which = (
+        f"runs with rollouts, .*: {tmp_path}/one" if name else "pass the directory of a GRPO run"
+    )
     with pytest.raises(UsageError, match=f"contains no rollouts; {which}"):
         view.main(view.ViewConfig(tmp_path))
     (tmp_path / "mine").mkdir()

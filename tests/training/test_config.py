@@ -97,6 +97,11 @@ def test_what_is_saved_reads_back_as_the_same_config(tmp_path):
     assert parse(GRPOConfig, ["--config", str(file)], presets=PRESETS) == config
 
 
+def test_none_is_a_word_for_no_value_in_python_too():
+    config = GRPOConfig(sft_adapter="none", max_minutes="none", tool="none")
+    assert (config.sft_adapter, config.max_minutes, config.tool) == (None, None, "none")
+
+
 def test_options_change_the_formula():
     config = GRPOConfig(algorithm="drgrpo", dataset="elementary:1+word-problems")
     assert config.formula.endswith("sum over tokens / (rollouts · 96)")
