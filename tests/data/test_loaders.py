@@ -402,6 +402,14 @@ def test_an_openmathinstruct_directory_has_its_own_validation_split(tmp_path, wr
     assert [p.answer for p in load_problems(spec, "validation")] == ["9", "10", "11"]
 
 
+def test_the_validation_split_of_one_openmathinstruct_file_is_always_the_same(write, monkeypatch):
+    spec = f"openmathinstruct:{write(*map(openmath_row, range(40)))}"
+    whole = load_problems(spec, "validation")
+    monkeypatch.setattr("rlm.data.loaders.POOL", 5)
+    assert load_problems(spec, "validation", max_samples=2) == whole[:2]
+    assert not {*questions(load_problems(spec, "train", max_samples=2))} & {*questions(whole)}
+
+
 def test_openmathinstruct_without_a_usable_row_says_what_was_left_out(write):
     rows = openmath_row(1, is_correct=False), openmath_row(2, generated_solution="<llm-code>")
     message = refusal(f"openmathinstruct:{write(*rows)}")
