@@ -7,6 +7,7 @@ import os
 import pkgutil
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -563,6 +564,15 @@ def test_importing_rlm_loads_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n0\n", "")  # the table is read at first use
+
+
+def test_ctrl_c_while_torch_is_imported_prints_no_traceback():
+    code = (
+        "from rlm.cli import check_command_line\nfrom rlm.training import GRPOConfig\n"
+        "check_command_line(GRPOConfig, argv=['--dataset', 'elementary'])\nraise KeyboardInterrupt"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
 
 
 BEFORE_TORCH = """

@@ -38,6 +38,7 @@ def check_command_line(cls: type, **parse_options: Any) -> None:
     config defines `check_files`, that method checks the files that are named by options.
     """
     _open_standard_streams()
+    sys.excepthook = _report_error  # Ctrl-C during the imports that follow prints no traceback
     try:
         config = check(cls, **parse_options)
         if hasattr(config, "check_files"):
@@ -102,6 +103,14 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     replace_unencodable(sys.stdout)
+
+
+def _report_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error that ends the program, as Python does, but Ctrl-C as one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        print_stderr("interrupted")
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _refuse(error: UsageError) -> int:

@@ -298,7 +298,7 @@ class TrainingData:
                     "training starts from a bare model, and only a right number in the right tags "
                     "is rewarded, so the model will likely learn nothing: teach the tags first "
                     f"({command_of('train_sft')} --model {config.model}), or reward the tags too "
-                    "(reward_fn=[FormatReward(), CorrectnessReward()])"
+                    "(in Python: reward_fn=[FormatReward(), CorrectnessReward()])"
                 )
         kinds = answer_types(problems)
         return cls(problems, eval_problems, longest, kinds, warnings)
