@@ -569,7 +569,7 @@ def test_importing_rlm_loads_no_torch():
 def test_ctrl_c_while_torch_is_imported_prints_no_traceback():
     code = (
         "from rlm.cli import check_command_line\nfrom rlm.training import GRPOConfig\n"
-        "check_command_line(GRPOConfig, argv=['--dataset', 'elementary'])\nraise KeyboardInterrupt"
+        "check_command_line(GRPOConfig, argv=['--sft-adapter', 'none'])\nraise KeyboardInterrupt"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
