@@ -112,9 +112,7 @@ class NamedDataset:
     """A published or generated dataset with a name in `SPLITS`."""
 
     name: str
-    rest: str | None = (
-        None  # the text after the colon: a config, levels, or the path of downloaded files
-    )
+    rest: str | None = None  # the text after the colon: config, levels or path of downloaded files
 
     def __str__(self) -> str:
         return self.name if self.rest is None else f"{self.name}:{self.rest}"
@@ -137,6 +135,7 @@ class NamedDataset:
 
     @property
     def data_file(self) -> Path | None:
+        """The file that contains all splits; None for a directory, the hub or generated data."""
         path = self.path
         is_file = path and (path.is_file() or path.name.lower().endswith((*READERS,)))
         return path.resolve() if path and is_file else None
@@ -163,8 +162,7 @@ class NamedDataset:
     def load(self, split: str, selection: Selection) -> list[Problem]:
         for option, value in {"--columns": selection.columns, "--split": selection.rows}.items():
             if value:
-                message = f"{option} is for files and hub datasets, not for {self.name}"
-                raise UsageError(message)
+                raise UsageError(f"{option} is for files and hub datasets, not for {self.name}")
         if split not in self.splits:
             raise UsageError(f"{self} has no split {split!r}; it has {', '.join(self.splits)}")
         if self.is_generated:
@@ -458,18 +456,17 @@ def load_problems(
 def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) -> list[Problem]:
     """Load several datasets; columns and slices do not apply to the named ones."""
     role, _ = split_slice(split)
-    named = [part for part in parts if isinstance(part, NamedDataset)]
-    if len(named) == len(parts) and (selection.rows or role != split):
+    all_named = all(isinstance(part, NamedDataset) for part in parts)
+    if all_named and (selection.rows or role != split):
         raise UsageError(
             f"--split {selection.rows or split}: slices are for files and hub datasets, not for "
             f"{'+'.join(map(str, parts))}"
         )
     plain = replace(selection, columns=None, rows=None)
-    problems = [
-        problem
-        for part in parts
-        for problem in (part.load(role, plain) if part in named else part.load(split, selection))
-    ]
+    problems: list[Problem] = []
+    for part in parts:
+        is_named = isinstance(part, NamedDataset)
+        problems += part.load(role, plain) if is_named else part.load(split, selection)
     repeated = len(problems) - len({problem.id for problem in problems})
     if repeated:
         raise UsageError(
