@@ -1,4 +1,4 @@
-/* The operations between the matmuls of a decoding step, for CPUs; compiled by cpu.py.
+/* A decoding step, and the operations between its matmuls, for CPUs; compiled by cpu.py.
  *
  * Attention: each row is one completion and has one new token. The keys and values of the new token
  * are stored first. Then the queries of the token attend to the three segments of the row: the
@@ -251,3 +251,54 @@ void rotary_embedding(number *x, const number *cos, const number *sin, int64_t r
         }
     }
 }
+
+#ifdef MATMULS
+/* A layer of the Llama family. Without norms of the heads, query_norm and key_norm are NULL. */
+typedef struct {
+    product qkv, out, gated, down;
+    const number *query_norm, *key_norm; /* (D,) */
+    float epsilon, scale;
+} layer;
+
+static void multiply(product p, int64_t rows, const number *x, const number *residual, number *out,
+                     int threads) {
+    p.rows = rows;
+    p.x = x;
+    p.residual = residual;
+    p.out = out;
+    linear(&p, threads);
+}
+
+/* Runs all layers for one new token per row: x (rows, hidden) is overwritten with the result. cos
+ * and sin are (rows, D). If Python called each operation of each layer, the calls would take as
+ * long as the matmuls of a few rows. Returns 1 if there is not enough memory. */
+int decode_layers(const layer *layers, int64_t count, const step *s, number *x, const number *cos,
+                  const number *sin, int threads) {
+    int64_t rows = s->rows, heads = s->heads * Q, width = (heads + 2 * s->heads) * D;
+    number *qkv = malloc(rows * (width + heads * D + layers->down.inputs) * sizeof *qkv);
+    if (!qkv) return 1;
+    number *keys = qkv + heads * D, *values = keys + s->heads * D;
+    number *attended = qkv + rows * width, *gated = attended + rows * heads * D;
+    int failed = 0;
+    for (int64_t i = 0; i < count && !failed; i++) {
+        const layer *l = &layers[i];
+        multiply(l->qkv, rows, x, NULL, qkv, threads);
+        if (l->query_norm) {
+#pragma omp parallel for num_threads(threads) if (rows * width >= WORTH_THREADS)
+            for (int64_t row = 0; row < rows; row++) {
+                number *query = qkv + row * width, *key = keys + row * width;
+                rms_norm(query, l->query_norm, query, heads, D, l->epsilon, 1);
+                rms_norm(key, l->key_norm, key, s->heads, D, l->epsilon, 1);
+            }
+        }
+        rotary_embedding(qkv, cos, sin, rows, heads + s->heads, width, threads);
+        failed = decode_attention(s, i, l->scale, qkv, width, keys, width, values, width, attended,
+                                  threads);
+        multiply(l->out, rows, attended, x, x, threads);
+        multiply(l->gated, rows, x, NULL, gated, threads);
+        multiply(l->down, rows, gated, x, x, threads);
+    }
+    free(qkv);
+    return failed;
+}
+#endif

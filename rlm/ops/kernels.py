@@ -1,7 +1,8 @@
 """Calls the compiled C functions on tensors; `_SIGNATURES` lists their arguments.
 
-products.c contains the matmuls, and logits.c contains sampling and scoring. decode.c contains the
-other operations of a decoding step; learn.c and attention.c contain those of a training pass.
+products.c contains the matmuls, and logits.c contains sampling and scoring. decode.c contains a
+decoding step of all layers and its other operations; learn.c and attention.c contain those of a
+training pass.
 Without a compiler, `TorchOps` is used instead. Its results are equal up to rounding, but it is
 slower because it makes many small passes and uses oneDNN's matmuls.
 """
@@ -20,6 +21,7 @@ from rlm.ops.cpu import BuildError, load_library
 from rlm.ops.torch_ops import (
     VOCAB_BLOCK,
     AttentionFunction,
+    DecoderLayer,
     LinearFunction,
     Store,
     TorchOps,
@@ -46,7 +48,9 @@ _SIGNATURES = {
     "sample": (_P, _I, _I, _F, _I, _P, _P, _P),
     "token_logprobs": (_P, _I, _I, _P, _F, _I, _P, _P),
     "linear": (_P,),
+    "decode_layers": (_P, _I, _P, _P, _P, _P),
 }
+_MATMULS = ("linear", "decode_layers")  # compiled only if products.c has matmuls for this CPU
 
 
 class _Segment(ctypes.Structure):
@@ -81,6 +85,14 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "residual", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "gated", "normed")),
         ("epsilon", ctypes.c_float),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Product) for name in ("qkv", "out", "gated", "down")),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
     )
 
 
@@ -143,7 +155,7 @@ class Kernels:
         self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, without a copy
         self._library = library
         for name, arguments in _SIGNATURES.items():
-            if name != "linear" or self.has_linear:
+            if name not in _MATMULS or self.has_linear:
                 getattr(library, name).argtypes = (*arguments, ctypes.c_int)
 
     @property
@@ -184,19 +196,7 @@ class Kernels:
         what.weights, what.bias = kept.data_ptr(), None if shifts is None else shifts.data_ptr()
         what.normed, what.epsilon = epsilon is not None, epsilon or 0.0
         what.alive = kept, shifts  # `what` stores only the addresses of these tensors
-        call = self._library.linear
-
-        def multiply(x: Tensor, residual: Tensor | None = None) -> Tensor:
-            assert x.dtype == self.dtype
-            rows = x.shape[0]
-            x, out = x.contiguous(), torch.empty(rows, outputs, dtype=x.dtype)
-            added = None if residual is None else residual.contiguous()
-            what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
-            what.residual = None if added is None else added.data_ptr()
-            call(ctypes.byref(what), torch.get_num_threads())
-            return out
-
-        return multiply
+        return _Linear(what, self._library.linear, self.dtype)
 
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
         """Rearrange matrices (outputs, inputs) into the blocks that the compiled matmul reads.
@@ -251,7 +251,7 @@ class Kernels:
         stores: Sequence[Store],
         slots: Sequence[Sequence[int]],
         lengths: Sequence[Sequence[int]],
-    ) -> Callable[[int, Tensor, Tensor | None, Tensor | None, float], Tensor]:
+    ) -> DecodeAttention:
         """Build the attention function for decoding; see `TorchOps.decode_attention`.
 
         There must be three segments. The attention function may be called with None for k and v if
@@ -264,32 +264,25 @@ class Kernels:
             part.keys, part.values = keys.data_ptr(), values.data_ptr()
             part.slots, part.tokens = keys.shape[1], keys.shape[-1]
             part.slot, part.length = slot.data_ptr(), length.data_ptr()
-        call, (queries, width) = self._library.decode_attention, self._head_shape
-        expected = [(heads, 1, width) for heads in (step.heads * queries, step.heads, step.heads)]
+        return DecodeAttention(step, self._head_shape, self._library.decode_attention, self.dtype)
 
-        def attend(
-            layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
-        ) -> Tensor:
-            for x, shape in zip((q, k, v), expected, strict=True):
-                if x is not None and (x.shape[1:] != shape or x.dtype != self.dtype):
-                    raise ValueError(
-                        f"a layer's attention has heads of shape {(*x.shape[1:],)} in {x.dtype}, "
-                        f"but the kernels are compiled for {shape} in {self.dtype}"
-                    )
-            out = torch.empty(q.shape, dtype=q.dtype)
-            # There is one token per row: (N, heads, D). The rows need not be contiguous.
-            parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
-            rows = [
-                value
-                for x in parts
-                for value in ((None, 0) if x is None else (x.data_ptr(), x.stride(0)))
-            ]
-            threads = torch.get_num_threads()
-            if call(ctypes.byref(step), layer, float(scale), *rows, out.data_ptr(), threads):
-                raise MemoryError("not enough memory for the attention scores")
-            return out
+    def decoder(self, layers: Sequence[DecoderLayer]) -> Decoder | None:
+        """Build the function that runs all layers of a decoding step; see `Decoder`.
 
-        return attend
+        The result is None if the matmuls of a layer are not compiled.
+        """
+        table = (_Layer * len(layers))()
+        for row, layer in zip(table, layers, strict=True):
+            for name in ("qkv", "out", "gated", "down"):
+                linear = getattr(layer, name)
+                if not isinstance(linear, _Linear):
+                    return None
+                setattr(row, name, linear.product)
+            row.scale = layer.scale
+            if layer.head_norms:
+                (query, row.epsilon), (key, _) = layer.head_norms
+                row.query_norm, row.key_norm = query.data_ptr(), key.data_ptr()
+        return Decoder(table, layers, self._library.decode_layers, self.dtype)
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary position embedding in place.
@@ -439,6 +432,92 @@ class Kernels:
         """Call a C function with tensor addresses, numbers and, at the end, the thread count."""
         passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
         return getattr(self._library, name)(*passed, torch.get_num_threads())
+
+
+class _Linear:
+    """The function of a linear layer; see `Kernels.linear`."""
+
+    def __init__(self, product: _Product, call: Callable[..., int], dtype: torch.dtype) -> None:
+        self.product, self._call, self._dtype = product, call, dtype
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.dtype == self._dtype
+        what, rows = self.product, x.shape[0]
+        x, out = x.contiguous(), torch.empty(rows, what.outputs, dtype=x.dtype)
+        added = None if residual is None else residual.contiguous()
+        what.x, what.out, what.rows = x.data_ptr(), out.data_ptr(), rows
+        what.residual = None if added is None else added.data_ptr()
+        self._call(ctypes.byref(what), torch.get_num_threads())
+        return out
+
+
+class DecodeAttention:
+    """The attention function of a decoding step; see `Kernels.decode_attention`."""
+
+    def __init__(
+        self,
+        step: _Step,
+        head_shape: tuple[int, int],
+        call: Callable[..., int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.step, self._call, self._dtype = step, call, dtype
+        queries, width = head_shape
+        counts = step.heads * queries, step.heads, step.heads
+        self._expected = [(heads, 1, width) for heads in counts]
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float
+    ) -> Tensor:
+        for x, shape in zip((q, k, v), self._expected, strict=True):
+            if x is not None and (x.shape[1:] != shape or x.dtype != self._dtype):
+                raise ValueError(
+                    f"a layer's attention has heads of shape {(*x.shape[1:],)} in {x.dtype}, "
+                    f"but the kernels are compiled for {shape} in {self._dtype}"
+                )
+        out = torch.empty(q.shape, dtype=q.dtype)
+        # There is one token per row: (N, heads, D). The rows need not be contiguous.
+        parts = [None if x is None else _heads_together(x[:, :, 0]) for x in (q, k, v)]
+        rows = [
+            value
+            for x in parts
+            for value in ((None, 0) if x is None else (x.data_ptr(), x.stride(0)))
+        ]
+        threads = torch.get_num_threads()
+        step = ctypes.byref(self.step)
+        if self._call(step, layer, float(scale), *rows, out.data_ptr(), threads):
+            raise MemoryError("not enough memory for the attention scores")
+        return out
+
+
+class Decoder:
+    """Runs all layers of a decoding step in one call of C code."""
+
+    def __init__(
+        self,
+        table: ctypes.Array[_Layer],
+        layers: Sequence[DecoderLayer],
+        call: Callable[..., int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._table, self._call, self._dtype = table, call, dtype
+        self._layers = layers  # the table stores only the addresses of their tensors
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: DecodeAttention) -> Tensor:
+        """Return the output of the last layer.
+
+        Args:
+            x: the embeddings of the new tokens, (rows, hidden), which are overwritten.
+            cos, sin: the rotary embedding of each row, (rows, D).
+        """
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        assert x.dtype == cos.dtype == sin.dtype == self._dtype
+        assert len(x) == len(cos) == len(sin) == attention.step.rows
+        addresses = (tensor.data_ptr() for tensor in (x, cos, sin))
+        threads, step = torch.get_num_threads(), ctypes.byref(attention.step)
+        if self._call(self._table, len(self._table), step, *addresses, threads):
+            raise MemoryError("not enough memory for a decoding step")
+        return x
 
 
 def _heads_together(rows: Tensor) -> Tensor:

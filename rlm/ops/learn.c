@@ -4,8 +4,8 @@
  */
 #include "numbers.h"
 
-/* Computes out = weight · x / rms(x), where x and out are (rows, width). If the weight is NULL, it
- * counts as 1. As in transformers, x / rms(x) is also rounded. */
+/* Computes out = weight · x / rms(x), where x and out are (rows, width) and may be the same memory. If
+ * the weight is NULL, it counts as 1. As in transformers, x / rms(x) is also rounded. */
 void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
               float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= WORTH_THREADS)

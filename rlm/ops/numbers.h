@@ -1,4 +1,4 @@
-/* The dtype of all compiled code, and functions that several files use.
+/* The dtype of all compiled code, and what several files use.
  *
  * Numbers are fp32, or bf16 with -DBF16. Every result is computed in fp32 and rounded once.
  */
@@ -59,3 +59,33 @@ static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
     for (int64_t i = 0; i < width; i++) sum += widened(x[i]) * widened(x[i]);
     return 1 / sqrtf(sum / width + epsilon);
 }
+
+/* AMX tiles multiply bf16 numbers where the CPU has them; tests define the tile instructions. */
+#if defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps))
+#define TILES
+#endif
+
+#if defined(TILES) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define MATMULS /* products.c contains matmuls for this CPU */
+
+/* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with
+ * an optional bias (blocks, COLUMNS). If `gated`, there are twice as many blocks: each block of the
+ * gate is followed by the block that it gates. If `normed`, each row of x is divided by its root
+ * mean square. An optional residual (rows, outputs), which may be `out` itself, is added. The
+ * result is stored in out (rows, outputs). */
+typedef struct {
+    const number *x, *weights;
+    const float *bias;
+    const number *residual;
+    number *out;
+    int64_t rows, inputs, outputs;
+    int64_t gated, normed;
+    float epsilon;
+} product;
+
+void linear(const product *p, int threads);
+#endif
+
+/* See learn.c; `out` may be x itself. */
+void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
+              float epsilon, int threads);

@@ -12,12 +12,7 @@
  */
 #include "numbers.h"
 
-/* AMX tiles multiply bf16 numbers where the CPU has them; tests define the tile instructions. */
-#if defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps))
-#define TILES
-#endif
-
-#if defined(TILES) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#ifdef MATMULS
 
 #if defined(TILES)
 #define LANES 16
@@ -271,21 +266,6 @@ static inline void scale_and_shift(float *sums, float factor, const float *bias)
     if (bias)
         for (int j = 0; j < COLUMNS; j++) sums[j] += bias[j];
 }
-
-/* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with
- * an optional bias (blocks, COLUMNS). If `gated`, there are twice as many blocks: each block of the
- * gate is followed by the block that it gates. If `normed`, each row of x is divided by its root
- * mean square. An optional residual (rows, outputs) is added. The result is stored in out (rows,
- * outputs). */
-typedef struct {
-    const number *x, *weights;
-    const float *bias;
-    const number *residual;
-    number *out;
-    int64_t rows, inputs, outputs;
-    int64_t gated, normed;
-    float epsilon;
-} product;
 
 /* Computes the rows from `from` up to, but not including, `to` for a block of columns. */
 static void multiply_block(const product *p, int64_t block, int64_t from, int64_t to,

@@ -7,6 +7,7 @@ prompt slots, H key-value heads, Q query heads per key-value head, D head width,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,17 @@ VOCAB_BLOCK = 256
 # mapped anew, with many page faults.
 WIDE_ROWS = 16
 PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows works
+
+
+class DecoderLayer(Protocol):
+    """What `Kernels.decoder` reads of a layer of the Llama family; see `FusedLayer`."""
+
+    qkv: LinearFunction
+    out: LinearFunction
+    gated: LinearFunction
+    down: LinearFunction
+    head_norms: list[tuple[Tensor, float]]  # weight and epsilon, of the queries and the keys
+    scale: float
 
 
 class TorchOps:
@@ -112,6 +124,9 @@ class TorchOps:
             )
 
         return attend
+
+    def decoder(self, layers: Sequence[DecoderLayer]) -> None:
+        """Return None, because torch runs each operation of a layer by itself."""
 
     def decode_attention(
         self,

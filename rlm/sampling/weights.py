@@ -30,6 +30,8 @@ from rlm.model import (
 from rlm.ops import (
     FUSED_MODEL_TYPES,
     AttentionFunction,
+    DecodeAttention,
+    Decoder,
     LinearFunction,
     Ops,
     fast_dtype,
@@ -232,21 +234,26 @@ class MergedWeights:
         self.release()  # free the old copy before the new copy is made
         what = self._ops, self.dtype
         self._layers = [FusedLayer(layer, *what) for layer in decoder_layers(self._decoder)]
+        self._decode = self._ops.decoder(self._layers)
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
         """Drop the copied layers until the next `refresh`."""
         self._layers: list[FusedLayer] = []
+        self._decode: Decoder | None = None
         self._seen: dict[str, Tensor] = {}
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Compute the last hidden states (B, T, hidden) for token ids and positions (B, T)."""
         x = self._decoder.embed_tokens(ids).to(self.dtype)
         # Flatten to (B·T, …), so that a batch of any shape needs only one matmul per projection.
-        rotary = [part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions)]
+        cos, sin = (part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions))
         shape, x = ids.shape, x.flatten(0, 1)
-        for layer in self._layers:
-            x = layer(x, shape, rotary, attend)
+        if self._decode and isinstance(attend, DecodeAttention):
+            x = self._decode(x, cos, sin, attend)
+        else:
+            for layer in self._layers:
+                x = layer(x, shape, (cos, sin), attend)
         final = self._decoder.norm
         weight = final.weight.to(self.dtype)
         return self._ops.rms_norm(x, weight, final.variance_epsilon).unflatten(0, shape)
@@ -350,7 +357,9 @@ class FusedLayer:
         self.gated = linear(*gate_up, norm=norm, gated=True)
         self.down = linear(mlp.down_proj)
         # Qwen3 normalises each head's queries and keys.
-        self.q_norm, self.k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        names = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        norms: list[LlamaRMSNorm] = [getattr(attention, name) for name in names]
+        self.head_norms = [(norm.weight.to(dtype), norm.variance_epsilon) for norm in norms]
         self.index = attention.layer_idx
         self.scale, self.width = attention.scaling, attention.head_dim
         config = attention.config
@@ -369,9 +378,9 @@ class FusedLayer:
         heads, rows = self.heads, x.shape[0]
         qkv = self.qkv(x).view(rows, -1, self.width)  # (B·T, heads, D)
         qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split(heads[:2], 1)
-            qk = torch.cat([self._head_norm(q, self.q_norm), self._head_norm(k, self.k_norm)], 1)
+        if self.head_norms:
+            parts = zip(qk.split(heads[:2], 1), self.head_norms, strict=True)
+            qk = torch.cat([self._head_norm(part, *norm) for part, norm in parts], 1)
         qk = self.ops.rotary_embedding(qk, *rotary)
         # Attention takes and returns (B, heads, T, D).
         q, k, v = (
@@ -382,10 +391,9 @@ class FusedLayer:
         x = self.out(attended, x)
         return self.down(self.gated(x), x)
 
-    def _head_norm(self, x: Tensor, norm: LlamaRMSNorm) -> Tensor:
+    def _head_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Apply a norm to each head of x, (B·T, heads, D)."""
-        rows = x.reshape(-1, self.width)
-        return self.ops.rms_norm(rows, norm.weight.to(x.dtype), norm.variance_epsilon).view(x.shape)
+        return self.ops.rms_norm(x.reshape(-1, self.width), weight, epsilon).view(x.shape)
 
 
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:

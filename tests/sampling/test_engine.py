@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlm.cli.options import UsageError
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.ops import TorchOps
+from rlm.ops.kernels import Kernels
 from rlm.sampling import (
     Request,
     Sampler,
@@ -161,6 +162,35 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer
         torch.set_num_threads(1)
     assert sample([5, 4, 3, 2, 1]) == together[:0:-1]  # all begin alike
     assert [sample([i])[0] for i in range(6)] == together
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_one_call_for_all_layers_equals_a_call_for_each_operation(
+    kind, dtype, tokenizer, monkeypatch
+):
+    """With the biases of Qwen2 and the norms of Qwen3, and enough rows for several threads."""
+    model = tiny_model(kind)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.5)
+    model.to(dtype)
+
+    def sample(together):
+        sampler = Sampler(model, tokenizer, max_num_seqs=300, merged=True)
+        if sampler.batch_note:
+            pytest.skip(sampler.batch_note)
+        sampler._weights.refresh()
+        assert bool(sampler._weights._decode) == together
+        return sampler.sample(some_prompts(30), 10, SamplingParams(12), [*range(30)])
+
+    torch.set_num_threads(3)
+    try:
+        expected = sample(together=True)
+        monkeypatch.setattr(Kernels, "decoder", lambda *_: None)
+        assert sample(together=False) == expected
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT, of gpt2's layers: it sets it itself
