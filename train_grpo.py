@@ -308,8 +308,7 @@ class GRPOTrainer:
                 correct_sampler=not (matches or source == "sampler"),
                 kl_weight=config.kl_weight,
             )
-            (loss * self.weights.loss_scale).backward()
-            self.weights.accumulate()
+            self.weights.backward(loss)
             learned.append((micro, logprobs.detach(), entropy, sums))
         return learned
 

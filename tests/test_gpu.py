@@ -312,7 +312,7 @@ def test_the_plan_counts_what_a_micro_batch_takes(
         before = cards.allocated[0]
         cards.peak[0] = before
         logprobs, _ = token_logprobs(trainer.policy, micro, 1.0)
-        (logprobs.sum() * trainer.weights.loss_scale).backward()
+        trainer.weights.backward(logprobs.sum())
         counted = cards.peak[0] - before
     assert plan.learning == pytest.approx(counted, rel=0.15)
 

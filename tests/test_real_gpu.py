@@ -104,8 +104,7 @@ def test_the_plan_counts_what_the_allocator_gives(
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         logprobs, _ = token_logprobs(trainer.policy, micro, 1.0)
-        logprobs.sum().backward()
-        trainer.weights.accumulate()
+        trainer.weights.backward(logprobs.sum())
         peak = torch.cuda.max_memory_allocated() - before
         del logprobs
     assert trainer.run.memory_plan.learning == pytest.approx(peak, rel=0.15)

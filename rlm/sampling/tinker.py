@@ -119,7 +119,6 @@ class TinkerEngine:
     """
 
     matches_trainer = False  # sampling uses other kernels, and possibly another dtype
-    loss_scale, good_updates = 1.0, 0  # the loss is not scaled
 
     def __init__(
         self,
@@ -234,7 +233,7 @@ class TinkerEngine:
     def start(self) -> None:
         """Do nothing. The server is already running, and `update` sends it the gradients."""
 
-    release = accumulate = copy_to_model = start
+    release = copy_to_model = start
 
     def close(self) -> None:
         """End the session. The server then drops the adapter, but keeps saved states."""
@@ -319,6 +318,10 @@ class TinkerEngine:
         types = self._sdk.types
         return types.Datum(types.ModelInput.from_ints(ids[:-1]), named | {"target_tokens": ids[1:]})
 
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of the scored log-probabilities, which `update` sends."""
+        loss.backward()
+
     def adapt_loss_scale(self, *, skipped: bool) -> bool:
         """Return False, because the loss is not scaled."""
         return False
@@ -343,15 +346,15 @@ class TinkerEngine:
             fill_adapter(self.policy, folder)
         self._is_fetched = True
 
-    def save_state(self) -> str:
+    def state_dict(self) -> dict[str, str]:
         """Save the adapter and the optimizer on the server, and return the path on the server."""
-        client = self._client()
-        return self._ask("save its state", lambda: client.save_state(_new_name()).result().path)
+        save = self._client().save_state
+        return {"path": self._ask("save its state", lambda: save(_new_name()).result().path)}
 
-    def load_state(self, path: str | None) -> None:
-        """Continue training from a state that `save_state` saved on the server."""
-        load = self._service.create_training_client_from_state_with_optimizer
-        self._training = self._ask(f"load {path}", lambda: load(str(path)))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue training from a state that `state_dict` saved on the server."""
+        load, path = self._service.create_training_client_from_state_with_optimizer, state["path"]
+        self._training = self._ask(f"load {path}", lambda: load(path))
         self.invalidate_weights()
 
     def _client(self) -> tinker.TrainingClient:

@@ -257,9 +257,7 @@ class TrainingState:
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
         state["validations"] = self.validations.to_dict()
-        state["server_state"] = self.weights.save_state()
-        dtype = str(self.weights.policy.dtype)
-        state["loss_scale"] = [self.weights.loss_scale, self.weights.good_updates, dtype]
+        state["learner"] = self.weights.state_dict()
         protect = self.last_finite
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
 
@@ -271,15 +269,12 @@ class TrainingState:
             self.origin,
             self.adapter,
             may_change=MAY_CHANGE,
-            expected_keys=(*SAVED, "server_state"),
+            expected_keys=(*SAVED, "learner"),
         )
         run.truncate(state["step"])
         for name in SAVED:
             setattr(self, name, state[name])
         self._seconds_before, self.updates = state["seconds"], state["updates"]
-        scale, good_updates, dtype = state["loss_scale"]
-        if dtype == str(self.weights.policy.dtype):  # --dtype auto differs between machines
-            self.weights.loss_scale, self.weights.good_updates = scale, good_updates
         self._load(tensors, state)
         saved = Validations.from_dict(state["validations"])
         if saved.measure != self.validations.measure:  # another reward, passed from Python
@@ -300,7 +295,7 @@ class TrainingState:
 
     def _load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore_tensors(tensors, self.adapter, self.optimizer)
-        self.weights.load_state(state["server_state"])
+        self.weights.load_state_dict(state["learner"])
         self.weights.copy_to_model()
 
 
@@ -309,13 +304,13 @@ class MixedPrecisionAdapter:
 
     A bf16 model is fast only if its adapter is in bf16 too. The updates are too small for bf16, so
     they are added to fp32 master weights. In an fp32 model, the model's weights and the master
-    weights are the same tensors, and `accumulate` and `copy_to_model` do nothing.
+    weights are the same tensors, and nothing is copied between them.
 
     The smallest positive fp16 number is 6e-8, and most gradients of a single token in a batch of
-    ten thousand are smaller than this number. Therefore the loss is multiplied by `loss_scale`
-    before the backward pass, and `accumulate` divides the gradients by `loss_scale` in fp32. If a
-    gradient overflows, the update is skipped and `loss_scale` is halved. After GOOD_UPDATES finite
-    updates in a row, `loss_scale` is doubled.
+    ten thousand are smaller than this number. Therefore `backward` multiplies the loss by
+    `loss_scale`, and divides the gradients by `loss_scale` in fp32. If a gradient overflows, the
+    update is skipped and `loss_scale` is halved. After GOOD_UPDATES finite updates in a row,
+    `loss_scale` is doubled.
     """
 
     def __init__(self, policy: PeftModel) -> None:
@@ -343,14 +338,19 @@ class MixedPrecisionAdapter:
     def fetch(self) -> None:
         """Do nothing, because the master weights are already on this machine."""
 
-    def save_state(self) -> None:
-        """Return None, because the checkpoints contain the whole state."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in addition to the tensors of a checkpoint, as JSON values."""
+        dtype = str(self.policy.dtype)
+        return {"loss_scale": self.loss_scale, "good_updates": self.good_updates, "dtype": dtype}
 
-    def load_state(self, path: str | None) -> None:
-        """Do nothing, because the checkpoints contain the whole state."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the loss scale, unless it belongs to another dtype (machines differ)."""
+        if state["dtype"] == str(self.policy.dtype):
+            self.loss_scale, self.good_updates = state["loss_scale"], state["good_updates"]
 
-    def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the gradients of the master weights, in fp32."""
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch to that of the master weights, in fp32."""
+        (loss * self.loss_scale).backward()
         if self.master_weights is self.model_weights:
             return
         for name, tensor in self.model_weights.items():

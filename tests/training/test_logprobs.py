@@ -282,8 +282,7 @@ def test_gradients_too_small_for_fp16_are_not_lost():
         trained = MixedPrecisionAdapter(policy.to(dtype))
         logprobs, _ = token_logprobs(policy, micro, 1.0)
         loss = (logprobs * micro.weights[:, None] * micro.completion_mask).sum()
-        (loss * trained.loss_scale).backward()
-        trained.accumulate()
+        trained.backward(loss)
         return torch.cat([master.grad.flatten() for master in trained.master_weights.values()])
 
     expected, got = gradient(torch.float32), gradient(torch.float16)
