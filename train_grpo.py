@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +225,6 @@ class GRPOTrainer:
         """
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         groups: list[Group] = []
         reward_metrics: list[tuple[int, dict[str, float]]] = []
         for refill in range(config.sampling_rounds):  # one round without dynamic sampling
@@ -240,7 +238,7 @@ class GRPOTrainer:
                 with terminal.progress("sampling", len(mine) * size) as advance:
                     sampled = self.sampler.sample(prompts, size, params, seeds, advance)
             with timer(seconds, "score"):  # 2. score: one call for all completions
-                texts = [[decode(c.token_ids) for c in group] for group in sampled]
+                texts = [[c.text(self.tokenizer) for c in group] for group in sampled]
                 truncated = [[c.truncated for c in group] for group in sampled]
                 token_ids = [[c.token_ids for c in group] for group in sampled]
                 scores = self.scorer(mine, texts, truncated, token_ids)
@@ -388,7 +386,7 @@ class GRPOTrainer:
         prompt = self.render(Problem("", question, "", answer_type=self.answer_types[0]))
         [[completion]] = self.sampler.sample([prompt], 1, params, [self.config.seed])
         self.sampler.release()
-        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        return completion.text(self.tokenizer)
 
 
 def main(config: GRPOConfig) -> int:

@@ -87,10 +87,9 @@ class LocalLLM:
         with self.use_adapter():
             seeds = [call.seed for call in calls]
             groups = self.sampler.sample(prompts, 1, params, seeds, on_finish)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         return [
             Reply(
-                str(decode(c.token_ids)),
+                c.text(self.tokenizer),
                 len(prompt),
                 len(c.token_ids),
                 logprobs=c.logprobs,

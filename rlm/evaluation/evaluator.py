@@ -168,8 +168,9 @@ def evaluate(
     groups = sampler.sample(prompts, k, params, seeds, on_finish)
 
     def graded(problem: Problem, drawn: Completion) -> Graded:
-        text = str(tokenizer.decode(drawn.token_ids, skip_special_tokens=True))
-        return grade_completion(text, drawn.token_ids, drawn.truncated, problem, format)
+        return grade_completion(
+            drawn.text(tokenizer), drawn.token_ids, drawn.truncated, problem, format
+        )
 
     pairs = zip(problems, groups, strict=True)
     return Evaluation(problems, [[graded(problem, drawn) for drawn in g] for problem, g in pairs])

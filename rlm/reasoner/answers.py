@@ -158,7 +158,7 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")
-    text = str(stream.tokenizer.decode(state.ids, skip_special_tokens=True))
+    text = stream.decode(state)
     if state.parser.phase == "done":  # remove the stop string and the text after it
         text = state.parser.until_stop(text)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))

@@ -346,7 +346,8 @@ class ReasoningStream:
         if token.logprob == token.logprob:  # false for NaN, the logprob of a forced token
             state.logprobs.append(token.logprob)
         before = state.parser.phase
-        piece = self._next_piece(state)
+        # An end token is no text, even if the tokenizer does not mark it as special.
+        piece = "" if token.id in self._stop_ids else self._next_piece(state)
         self._note_tool(state, piece)
         state.text += piece
         parts = state.parser.feed(piece)
@@ -365,6 +366,11 @@ class ReasoningStream:
         state.reasoning += parts[0]
         state.answer += parts[1]
         return parts
+
+    def decode(self, state: CompletionState) -> str:
+        """Decode a finished completion without special tokens and without its end token."""
+        ids = [token for token in state.ids if token not in self._stop_ids]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _next_piece(self, state: CompletionState) -> str:
         """Return the text that the last token adds; "" if the text may still change.

@@ -117,6 +117,14 @@ class Completion:
         """
         return self.finish_reason == "length"
 
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Decode the completion without special tokens and without its end token.
+
+        Some tokenizers, such as that of Yi-6B-Chat, do not mark the end token as special.
+        """
+        ids = self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
     @property
     def own_tokens(self) -> int:
         """The number of tokens that the model itself wrote."""

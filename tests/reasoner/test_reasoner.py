@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from conftest import byte_fallback_tokenizer, tiny_model
@@ -16,7 +17,7 @@ from rlm.data.prompts import FORMATS
 from rlm.reasoner.answers import Answer, Sample, Thinking, read_answer
 from rlm.reasoner.stream import ReasoningParser, ReasoningStream, ToolCall
 from rlm.sampling import ToolTokens
-from rlm.sampling.requests import Request, SamplingParams, Token
+from rlm.sampling.requests import Completion, Request, SamplingParams, Token
 from rlm.tools import Calculator
 
 FORMAT = FORMATS["deepseek"]
@@ -238,6 +239,20 @@ def test_a_character_that_is_cut_off_after_a_line_break_fails_nothing():
         stream.add_token(Token(0, 0, token, 0.0, finish))
     state = stream.completions[0]
     assert (state.reasoning, state.answer, state.status) == ("a", "b c", "closed")
+
+
+def test_an_end_token_that_is_not_marked_as_special_is_no_text(tokenizer):
+    """As in Yi-6B-Chat; after </answer>, it would make every format wrong."""
+    ids = [*tokenizer.encode("<think>a</think>\n<answer>5</answer>~")]
+    completion = Completion(ids, [], "stop")
+    assert completion.text(tokenizer) == "<think>a</think>\n<answer>5</answer>"
+    assert replace(completion, finish_reason="length").text(tokenizer).endswith("~")
+    stream = ReasoningStream(tokenizer, FORMAT, frozenset({ids[-1]}), max_new_tokens=99)
+    for id in ids:
+        stream.add_token(Token(0, 0, id, 0.0, "stop" if id == ids[-1] else None))
+    [sample] = read_answer(stream).samples
+    assert (sample.response, sample.format) == (completion.text(tokenizer), "strict")
+    assert stream.completions[0].text == sample.response
 
 
 # --- which answer is shown, and how sure it is ----------------------------------------------------
