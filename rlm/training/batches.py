@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -249,12 +249,13 @@ class MicroBatch:
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
         return mask if self.tool_mask is None else mask & self.tool_mask
 
-    def keep(self, name: str, logprobs: Tensor, rollouts: Sequence[Rollout]) -> None:
-        """Keep log-probabilities (n, T) in the rollouts that this micro-batch was made from.
-
-        Args:
-            name: "old_logprobs" or "ref_logprobs".
-        """
+    def keep(
+        self,
+        name: Literal["old_logprobs", "ref_logprobs"],
+        logprobs: Tensor,
+        rollouts: Sequence[Rollout],
+    ) -> None:
+        """Keep log-probabilities (n, T) in the rollouts that this micro-batch was made from."""
         for row, length, values in zip(self.rows, self.lengths, logprobs, strict=True):
             setattr(rollouts[row], name, values[:length])
 
