@@ -67,6 +67,7 @@ static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
 
 #if defined(TILES) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define MATMULS /* products.c contains matmuls for this CPU */
+#endif
 
 /* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with
  * an optional bias (blocks, COLUMNS). If `gated`, there are twice as many blocks: each block of the
@@ -83,8 +84,7 @@ typedef struct {
     float epsilon;
 } product;
 
-void linear(const product *p, int threads);
-#endif
+void linear(const product *p, int threads); /* only with MATMULS */
 
 /* See learn.c; `out` may be x itself. */
 void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,

@@ -7,14 +7,6 @@
 enum { ROWS = 13, IN = 70, OUT = 53, HEADS = 2, TOKENS = 37, VOCABULARY = 700 };
 
 typedef struct {
-    const number *x, *weights;
-    const float *bias;
-    const number *residual;
-    number *out;
-    int64_t rows, inputs, outputs, gated, normed;
-    float epsilon;
-} product;
-typedef struct {
     number *keys, *values;
     int64_t slots, tokens;
     const int64_t *slot, *length;
@@ -36,7 +28,6 @@ void linear(const product *, int) __attribute__((weak)); /* not for every CPU */
 int decode_attention(const step *, int64_t, float, const number *, int64_t, const number *, int64_t,
                      const number *, int64_t, number *, int);
 void rotary_embedding(number *, const number *, const number *, int64_t, int64_t, int64_t, int);
-void rms_norm(const number *, const number *, number *, int64_t, int64_t, float, int);
 void rms_norm_backward(const number *, const number *, const number *, number *, int64_t, int64_t,
                        float, int);
 void silu_and_mul(const number *, const number *, number *, int64_t, int);
