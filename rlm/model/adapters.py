@@ -404,12 +404,15 @@ def lora_layers(model: nn.Module) -> list[LoraLayer]:
 
 
 @torch.no_grad()
-def merged_weight(linear: nn.Module) -> torch.Tensor:
+def merged_weight(linear: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a layer's weight, in the layout of the layer, merged with the active adapters.
 
-    Without an active adapter, the result may be the layer's own tensor. Quantized weights are
-    dequantized. The sum is computed in fp32, so that it is rounded only once and not after each
-    adapter.
+    Without an active adapter, the result may be the layer's own tensor, in its own dtype. Quantized
+    weights are dequantized. The sum is computed in fp32, so that it is rounded only once and not
+    after each adapter.
+
+    Args:
+        dtype: the dtype of a merged weight (None: that of the layer).
     """
     lora = isinstance(linear, LoraLayer)
     weight = dequantized_weight(linear.get_base_layer() if lora else linear)
@@ -422,7 +425,7 @@ def merged_weight(linear: nn.Module) -> torch.Tensor:
             down, up = (cast("nn.Linear", side).weight for side in sides)
             update = (up.float() @ down.float()).mul_(linear.scaling[adapter])  # (out, in)
             total = total + (update.T if linear.fan_in_fan_out else update)  # (in, out) in Conv1D
-    return total.to(weight.dtype)
+    return total.to(dtype or weight.dtype)
 
 
 def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool) -> None:

@@ -313,17 +313,21 @@ def fused_linear(
     """
     has_bias = any(getattr(layer, "bias", None) is not None for layer in layers)
     parts = [[layer] for layer in layers] if gated else [layers]
-    weights = [_joined_weight(part, norm) for part in parts]
-    weights = [weight.to(dtype or weight.dtype) for weight in weights]
+    dtype = dtype or layers[0].weight.dtype
+    weights = [_joined_weight(part, norm).to(dtype) for part in parts]
     biases = [_joined_bias(part, weights[0]) for part in parts] if has_bias else None
     return ops.linear(weights, biases, None if norm is None else norm.variance_epsilon)
 
 
 def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Tensor:
-    """Return the concatenated weights (total outputs, inputs) with adapters and norm merged."""
-    weights = [merged_weight(layer) for layer in layers]
+    """Return the concatenated weights (total outputs, inputs) with adapters and norm merged.
+
+    Merged weights are in fp32, because bf16 weights that are rounded twice differ more from the
+    weights that are trained.
+    """
+    weights = [merged_weight(layer, torch.float32) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    return weight if norm is None else weight * norm.weight
+    return weight if norm is None else weight.float() * norm.weight.float()
 
 
 def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:

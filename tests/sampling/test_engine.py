@@ -36,6 +36,7 @@ from rlm.sampling import (
 from rlm.sampling.draw import apply_top_p, sample_tokens, uniforms
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.requests import RequestState, Scheduler
+from rlm.sampling.weights import fused_linear
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
 
@@ -282,6 +283,22 @@ def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenize
         before[name] = tensor.clone()
     assert drawn() != second
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.named_parameters())
+
+
+def test_a_merged_bf16_weight_is_rounded_only_once(monkeypatch):
+    """The adapter's update and the norm's factors are applied in fp32."""
+    policy = new_adapter(tiny_model(), r=4, alpha=8).to(torch.bfloat16).eval()
+    layer = policy.get_base_model().model.layers[0]
+    norm, linear = layer.post_attention_layernorm, layer.mlp.up_proj
+    with torch.no_grad():
+        for tensor in (norm.weight, linear.lora_B["default"].weight):
+            tensor.normal_()
+    down, up = (side["default"].weight.double() for side in (linear.lora_A, linear.lora_B))
+    exact = (linear.weight.double() + 2 * up @ down) * norm.weight.double()
+    kept = []
+    monkeypatch.setattr(TorchOps, "linear", lambda self, weights, *_: kept.extend(weights))
+    fused_linear(linear, ops=TorchOps(), norm=norm, dtype=torch.bfloat16)
+    assert torch.equal(kept[0], exact.bfloat16())
 
 
 def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
