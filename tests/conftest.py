@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import jinja2
 import pytest
 import torch
 from expected_skips import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
@@ -51,6 +52,9 @@ for name in [*os.environ]:
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
+os.fsync = os.fstat  # a run waits for the disk forty times, and no test cuts the power
+# A run's adapter is written several times; each time PEFT compiles the template of its model card.
+jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

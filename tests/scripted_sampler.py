@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -27,6 +28,9 @@ class ScriptedSampler(Sampler):
         self.script, self.pause, self.after_forced = script, pause, "7</answer>"
         self.before_step: Callable[[list[str]], None] = lambda questions: None
         self.steps = 0
+        # Each row is asked for at each step; without these, that takes longer than the model does.
+        self._question = cache(lambda prompt: tokenizer.decode([*prompt]))
+        self._script = cache(lambda text: [*tokenizer.encode(text, add_special_tokens=False), END])
         head = self._weights.head
         self._weights.head = lambda hidden: self._scripted(head(hidden))
 
@@ -37,17 +41,17 @@ class ScriptedSampler(Sampler):
 
     def _scripted(self, logits):
         rows = self._scheduler.running
-        self.before_step([self.tokenizer.decode(row.request.prompt) for row in rows])
+        self.before_step([self._question(tuple(row.request.prompt)) for row in rows])
         logits = torch.full_like(logits, -1e4)
         for i, row in enumerate(rows):
             logits[i, self._next(row)] = 1e4
         return logits
 
     def _next(self, row) -> int:
-        question = self.tokenizer.decode(row.request.prompt)
+        question = self._question(tuple(row.request.prompt))
         wanted = next((text for part, text in self.script.items() if part in question), "")
         wanted = wanted if isinstance(wanted, str) else wanted[row.index]
-        script = [*self.tokenizer.encode(wanted, add_special_tokens=False), END]
+        script = self._script(wanted)
         if row.ids == script[: len(row.ids)]:
             return script[len(row.ids)]
         said = self.tokenizer.decode(row.ids).rpartition("<answer>")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -144,7 +145,6 @@ def test_a_script_run_by_its_path_says_how_it_is_run():
         (["-m", "grpo_training.generator2", "--max-problems", "0"], "error: --max-problems"),
         (["-m", "grpo_training.critic", "--temperature", "-1"], "error: --temperature must be"),
         (["-m", "homellm.training.rl.train_rl", "--group_size", "1"], "error: --group-size must"),
-        (["train_rl.py", "--trajectories-per-problem", "1"], "error: --group-size must be"),
     ],
 )
 def test_a_command_of_another_readme_runs_ours(typed, answer):
@@ -152,6 +152,17 @@ def test_a_command_of_another_readme_runs_ours(typed, answer):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(answer)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:'recipes.orchestrator.train' found in sys.modules")
+def test_a_script_of_another_readme_runs_ours(monkeypatch, capsys):
+    """In this process, because the recipe imports torch before it answers."""
+    monkeypatch.setattr(sys, "argv", ["train_rl.py", "--trajectories-per-problem", "1"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / "train_rl.py"), run_name="__main__")
+    out, said = capsys.readouterr()
+    assert (exit.value.code, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith("error: --group-size must be")
 
 
 def test_a_generator_of_another_readme_keeps_its_number(monkeypatch, tmp_path):

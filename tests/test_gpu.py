@@ -367,7 +367,7 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
     adapters = []
     with pretended_cards(*GB8):
         for name in ("whole", "halves"):
-            config = a_config(tmp_path, name, steps=2, **options)
+            config = a_config(tmp_path, name, steps=1, **options)
             trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device=device)
             last = len(made) + calls + 1 if calls < 0 else calls  # one micro-batch is learned from
             calls_left[:] = [last] if name == "halves" else []

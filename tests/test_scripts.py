@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -626,9 +627,9 @@ def test_help_and_mistakes_are_answered_before_torch_is_loaded(tmp_path):
         assert (code, said in err) == (2, True), (script, words, code, err)
 
 
-def importers(library):
-    """The files of ours that import a library, other than for the sake of annotations."""
-    found = set()
+def importers():
+    """For each library, the files of ours that import it other than for annotations."""
+    found = defaultdict(set)
     for file in [*ROOT.glob("*.py"), *ROOT.glob("rlm/**/*.py")]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -636,16 +637,17 @@ def importers(library):
                 node.body = []
         names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
         names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-        if library in {name.partition(".")[0] for name in names}:
-            found.add(str(file.relative_to(ROOT)))
+        for name in names:
+            found[name.partition(".")[0]].add(str(file.relative_to(ROOT)))
     return found
 
 
 def test_who_imports_what():
     """The loop is ours; and PEFT imports bitsandbytes, which must be done before it, our way
     (`rlm.model.quantize.import_bitsandbytes`)."""
-    assert importers("trl") == {"rlm/training/sft.py", "rlm/conformance/peer_trl.py"}
-    assert importers("peft") <= {
+    found = importers()
+    assert found["trl"] == {"rlm/training/sft.py", "rlm/conformance/peer_trl.py"}
+    assert found["peft"] <= {
         "rlm/model/base.py",
         "rlm/model/adapters.py",
         "rlm/serving/models.py",

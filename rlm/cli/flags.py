@@ -188,7 +188,8 @@ def always(value: object, reason: str, **about: Any) -> Flag:
     return spelling(type(value), refuse_others, default=value, **about)
 
 
-def flags_of(cls: type) -> list[Flag]:
+@cache  # resolving the annotations takes milliseconds, and each config is checked several times
+def flags_of(cls: type) -> Sequence[Flag]:
     """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS."""
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
@@ -207,10 +208,10 @@ def flags_of(cls: type) -> list[Flag]:
         for field, flag in flags
     ]
     named += [dataclasses.replace(flag, name=name) for name, flag in spellings.items()]
-    return [
-        dataclasses.replace(flag, aliases=[*flag.aliases, *others.get(flag.name, [])])
+    return tuple(
+        dataclasses.replace(flag, aliases=(*flag.aliases, *others.get(flag.name, ())))
         for flag in named
-    ]
+    )
 
 
 def takes_aliases(cls: type[T]) -> type[T]:

@@ -423,16 +423,20 @@ def test_openmathinstruct_without_a_usable_row_says_what_was_left_out(write):
 
 
 @needs_shared("data")
-def test_every_gold_of_gsm8k_is_read():
-    published, validation, test = (
-        load_gsm8k(split, path=PUBLISHED) for split in ("train", "validation", "test")
-    )
+def test_every_gold_of_gsm8k_is_read(tmp_path):
+    lines = (PUBLISHED / "gsm8k_train.jsonl").read_text().splitlines()
+    published = [json.loads(line)["question"].strip() for line in lines]
+    validation, test = (load_gsm8k(split, path=PUBLISHED) for split in ("validation", "test"))
     train = load_problems(f"gsm8k:{PUBLISHED}", "train")
     assert [len(published), len(train), len(validation), len(test)] == [7473, 7273, 200, 1319]
     assert not set(questions(train)) & set(questions(validation))
-    assert published[:200] == validation
-    assert {*questions(published[200:])} == {*questions(train)}
-    assert load_gsm8k(path=PUBLISHED / "gsm8k_train.jsonl", max_samples=3) == published[:3]
+    assert questions(validation) == published[:200]
+    assert {*questions(train)} == {*published[200:]}
+    # As published, train is all of the file: also the 200 of validation.
+    (tmp_path / "gsm8k_train.jsonl").write_text("\n".join(lines[:203]))
+    assert load_gsm8k(path=tmp_path)[:200] == validation
+    assert questions(load_gsm8k(path=tmp_path)) == published[:203]
+    assert load_gsm8k(path=tmp_path / "gsm8k_train.jsonl", max_samples=3) == validation[:3]
     assert validation[0].question.startswith("Natalia sold clips")
     assert test[0].id == "gsm8k-test-1"
     for problem in train + validation + test:

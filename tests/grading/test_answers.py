@@ -706,8 +706,11 @@ def test_finding_all_numbers_is_cheap(text: str) -> None:
 # --- GSM8K ----------------------------------------------------------------------------------------
 
 
+GSM8K = [pytest.param("gsm8k_train", 7473, marks=pytest.mark.slow), ("gsm8k_test", 1319)]
+
+
 @needs_shared("data")
-@pytest.mark.parametrize(("name", "count"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
+@pytest.mark.parametrize(("name", "count"), GSM8K)
 def test_every_gsm8k_gold_verifies_against_itself(name: str, count: int) -> None:
     rows = (SHARED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(rows) == count

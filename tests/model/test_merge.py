@@ -20,7 +20,7 @@ from rlm.model.base import base_model_hash
 from rlm.model.export import merge_adapter, save_adapter, save_merged
 from rlm.model.gguf_export import QWEN2_SPLIT, check_convertible, write_gguf
 
-LONG = {"max_new_tokens": 24, "do_sample": False}
+LONG = {"max_new_tokens": 12, "do_sample": False}
 
 
 exported = partial(exit_code, inference, inference.InferenceConfig)
@@ -46,7 +46,7 @@ def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp
     base = AutoModelForCausalLM.from_pretrained(model_dir)
     ours = load_adapter(base, adapter, trainable=False)
     changed = 0
-    for i in range(20):
+    for i in range(5):
         prompt = render_prompt(tokenizer, f"What is {i} + 7?", FORMATS["deepseek"])
         ids = torch.tensor([prompt])
         found = merged.generate(ids, **LONG)
@@ -54,7 +54,7 @@ def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp
         torch.testing.assert_close(merged(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
         with ours.disable_adapter():
             changed += not torch.equal(found, ours.generate(ids, **LONG))
-    assert changed > 10
+    assert changed > 2
     assert {p.dtype for p in merged.parameters()} == {torch.float32}
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(model_dir).chat_template
     assert merged.generation_config.eos_token_id == [257]

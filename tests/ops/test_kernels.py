@@ -127,13 +127,13 @@ def test_rows_may_lie_apart_in_memory():
 
 
 def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number():
-    kept = [(torch.zeros(1, 1, 1, 4, 3), torch.zeros(1, 1, 1, 3, 4)) for _ in range(3)]
+    kept = [(torch.zeros(1, 1, 1, 8, 3), torch.zeros(1, 1, 1, 3, 8)) for _ in range(3)]
     keys, values = kept[1]
     keys[..., 0, :] = torch.tensor([-3e4, 3e4, 0])
     values[..., :, 0] = torch.tensor([1.0, 2.0, 3.0])
-    attend = kernels(torch.float32, 1, 4).decode_attention(kept, [[0]] * 3, [[0], [3], [1]])
-    q, nothing = torch.tensor([[[[1.0, 0, 0, 0]]]]), torch.zeros(1, 1, 1, 4)
-    assert attend(0, q, nothing, nothing, 1.0)[0, 0, 0].tolist() == [2, 0, 0, 0]
+    attend = kernels(torch.float32, 1, 8).decode_attention(kept, [[0]] * 3, [[0], [3], [1]])
+    q, nothing = torch.eye(1, 8)[None, None], torch.zeros(1, 1, 1, 8)
+    assert attend(0, q, nothing, nothing, 1.0)[0, 0, 0].tolist() == [2, *[0] * 7]
     assert attend(0, q * torch.nan, nothing, nothing, 1.0).isnan().all()
 
 

@@ -109,26 +109,37 @@ def test_a_tag_that_is_cut_off_is_not_text():
 # --- the budget, on the real sampler with scripted tokens -----------------------------------------
 
 
-def run(tokenizer, script: str, *, max_new_tokens: int = 400, now_after: str = "!", **options):
-    """The only row of a request whose model would write `script`."""
-    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": script})
-    stream = ReasoningStream(
-        tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=max_new_tokens, **options
-    )
+def run_each(tokenizer, script: str, limits, now_after: str = "!", **options):
+    """The rows of requests whose model would write `script`, each with a limit of its own."""
+    sampler = ScriptedSampler(tiny_model(), tokenizer, {"": script}, max_num_seqs=len(limits))
     prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n")
-    texts = []
-    request = Request(prompt, SamplingParams(max_new_tokens, 0.0), seed=0, force_tokens=stream)
-    for token in sampler.stream([request]):
-        texts.append(stream.add_token(token))
+    streams = [
+        ReasoningStream(tokenizer, FORMAT, sampler.stop_ids, max_new_tokens=limit, **options)
+        for limit in limits
+    ]
+    requests = [
+        Request(prompt, SamplingParams(stream.max_new_tokens, 0.0), seed=0, force_tokens=stream)
+        for stream in streams
+    ]
+    texts = [[] for _ in limits]
+    for token in sampler.stream(requests):
+        stream = streams[token.request]
+        texts[token.request].append(stream.add_token(token))
         stream.answer_now |= stream.completions[0].reasoning.endswith(now_after)
-    row = stream.completions[0]
-    assert tuple(map("".join, zip(*texts, strict=True))) == (row.reasoning, row.answer)
-    return row
+    rows = [stream.completions[0] for stream in streams]
+    for row, said in zip(rows, texts, strict=True):
+        assert tuple(map("".join, zip(*said, strict=True))) == (row.reasoning, row.answer)
+    return rows
+
+
+def run(tokenizer, script: str, *, max_new_tokens: int = 400, **options):
+    """The only row of a request whose model would write `script`."""
+    return run_each(tokenizer, script, [max_new_tokens], **options)[0]
 
 
 def test_no_part_of_a_tag_is_in_the_texts_wherever_the_limit_is(tokenizer):
-    for limit in range(1, len(ADD) + 30):
-        row = run(tokenizer, ADD, max_new_tokens=limit)
+    limits = range(1, len(ADD) + 30)
+    for limit, row in zip(limits, run_each(tokenizer, ADD, limits), strict=True):
         assert not re.search("<[/a-z]", row.reasoning + row.answer), limit
     # Reasoning that repeats the beginning of a closing tag is closed, too.
     assert run(tokenizer, "<think>" + "</" * 90, max_new_tokens=80).status == "forced"

@@ -14,6 +14,12 @@ from rlm.cli.options import UsageError
 from tests.recipes.test_experience_select import Pupil, both_kinds
 
 
+def make_small(monkeypatch, **fewer):
+    """Select from fewer problems and attempts than the demo does."""
+    config = demo.select.SelectConfig
+    monkeypatch.setattr(demo.select, "SelectConfig", lambda **own: config(**own | fewer))
+
+
 def test_the_demo_ends_with_a_table_of_the_library(tmp_path, monkeypatch, capsys):
     data = write_problems(tmp_path / "all.jsonl", both_kinds(600))
     with ScriptedServer(Pupil()) as server:
@@ -26,6 +32,7 @@ def test_the_demo_ends_with_a_table_of_the_library(tmp_path, monkeypatch, capsys
         # The variables of a paid endpoint are not for the demo.
         monkeypatch.setenv("GENERATOR_1_BASE_URL", "https://api.example.org/v1")
         monkeypatch.setenv("GENERATOR_2_MODEL", "another")
+        make_small(monkeypatch, problems=8, groups=2, held_out=44, trial_size=20)
         config = demo.DemoConfig(dataset=str(data), problems=30, run_dir=tmp_path / "run")
         assert demo.main(config) == 0
         assert {body["model"] for body in server.asked("chat/completions")} == {"base"}
@@ -70,11 +77,7 @@ def test_a_folder_that_is_no_demo_s_is_left_alone(tmp_path, fill, monkeypatch):
 
 @pytest.mark.slow
 def test_the_demo_asks_a_server_of_its_own(model_dir, tmp_path, monkeypatch, capsys):
-    small = {"problems": 2, "groups": 1, "held_out": 6, "trial_size": 6, "kinds": ("example",)}
-    selection = demo.select.SelectConfig
-    monkeypatch.setattr(
-        demo.select, "SelectConfig", lambda **options: selection(**(options | small))
-    )
+    make_small(monkeypatch, problems=2, groups=1, held_out=6, trial_size=6)
     config = demo.DemoConfig(model=str(model_dir), max_tokens=8, run_dir=tmp_path / "run")
     assert demo.main(config) == 0  # a random model is never right
     assert "No lesson helped, so none was kept" in capsys.readouterr().out

@@ -119,19 +119,20 @@ def test_greedy_equals_generate(kind, merged, tokenizer):
 @pytest.mark.usefixtures("passes")
 def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer):
     model, prompts = tiny_model(), some_prompts(7, longest=90)
+    model.generation_config.eos_token_id = [*range(6)]  # some end early: others move there
     params, seeds = SamplingParams(72, temperature=1.0), [prompt_seed(0, i) for i in range(7)]
 
     def sample(prompts, n, seeds, max_num_seqs):
         sampler = Sampler(model, tokenizer, max_num_seqs=max_num_seqs, merged=merged)
         return ids(sampler.sample(prompts, n, params, seeds))
 
-    expected = sample(prompts, 3, seeds, max_num_seqs=64)
-    for max_num_seqs in (1, 5, 21):
-        assert sample(prompts, 3, seeds, max_num_seqs) == expected
+    expected = sample(prompts, 2, seeds, max_num_seqs=64)
+    for max_num_seqs in (1, 5, 14):
+        assert sample(prompts, 2, seeds, max_num_seqs) == expected
     order = random.Random(2).sample(range(7), 7)
-    shuffled = sample([prompts[i] for i in order], 3, [seeds[i] for i in order], 9)
+    shuffled = sample([prompts[i] for i in order], 2, [seeds[i] for i in order], 9)
     assert shuffled == [expected[i] for i in order]
-    assert sample([prompts[3]], 1, [seeds[3] + 2], 128) == [[expected[3][2]]]
+    assert sample([prompts[3]], 1, [seeds[3] + 1], 128) == [[expected[3][1]]]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "tiles"])
@@ -148,7 +149,7 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer
 
     def sample(which, **options):
         sampler = Sampler(model, tokenizer, **{"max_num_seqs": 64, "merged": True} | options)
-        chosen, params = [prompts[i] for i in which], SamplingParams(24, temperature=1.0)
+        chosen, params = [prompts[i] for i in which], SamplingParams(12, temperature=1.0)
         return sampler.sample(chosen, 2, params, [prompt_seed(0, i) for i in which])
 
     note = Sampler(model, tokenizer).batch_note
