@@ -279,7 +279,7 @@ class TrainingState:
         saved = Validations.from_dict(state["validations"])
         if saved.measure != self.validations.measure:  # another reward, passed from Python
             terminal.line(
-                f"earlier validations are not compared with later ones: they measured the "
+                "earlier validations are not compared with later ones: they measured the "
                 f"{saved.measure}, not the {self.validations.measure}"
             )
             return state["step"]
