@@ -232,12 +232,12 @@ class GRPOTrainer:
             if not drawn:
                 break
             mine = distributed.shard(drawn)
-            with timer(seconds, "sample"):  # 1. sample: G completions of each problem
+            with timer(seconds, "sample"):
                 prompts = [self.render(problem) for problem in mine]
                 seeds = distributed.shard(rollout_seeds(drawn, config.seed, step, refill))
                 with terminal.progress("sampling", len(mine) * size) as advance:
                     sampled = self.sampler.sample(prompts, size, params, seeds, advance)
-            with timer(seconds, "score"):  # 2. score: one call for all completions
+            with timer(seconds, "score"):  # one call for all completions
                 texts = [[c.text(self.tokenizer) for c in group] for group in sampled]
                 truncated = [[c.truncated for c in group] for group in sampled]
                 token_ids = [[c.token_ids for c in group] for group in sampled]

@@ -33,7 +33,8 @@ from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, loa
 
 KINDS = ("f16", "q8_0")
 SECONDS = 600  # time limit of llama.cpp for one answer
-PROBLEMS, COMPARED = 100, 20  # answered by exported models; the first, by base and adapter too
+# The exported models answer PROBLEMS problems; the base and the adapter answer the first COMPARED.
+PROBLEMS, COMPARED = 100, 20
 MAX_NEW_TOKENS = 96
 
 

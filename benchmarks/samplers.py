@@ -110,7 +110,7 @@ class Generate:
     options: dict[str, Any] = field(default_factory=dict)  # for GenerationConfig
 
     def __post_init__(self) -> None:
-        # `generate` takes what a call leaves out from the model's own config, so that is emptied.
+        # `generate` reads unset options from the model's generation config, so replace this config.
         base_of(self.model).generation_config = GenerationConfig(pad_token_id=PAD)
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:

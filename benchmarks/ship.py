@@ -50,7 +50,7 @@ LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the shipped one
 # Candidate weights of the adapter after GRPO in the average. Of equals, the first is chosen.
 WEIGHTS = (1.0, 0.75, 0.5, 0.25, 0.0)
-NAMELESS = "a dataset without a name"  # a trainer in Python got the problems themselves
+NAMELESS = "a dataset without a name"  # the problems were passed to a trainer in Python
 
 
 # Fields of run.json that loading needs or that were measured. Others may have local paths.

@@ -138,8 +138,8 @@ class Training:
     def _finish(self, name: str, draw: random.Random) -> int:
         """Start and resume a run until it finishes; return its exit status.
 
-        The last start, after ACCIDENTS_A_RUN accidents, has none: on a busy machine a run may not
-        get beyond its start between two accidents.
+        The last start, after ACCIDENTS_A_RUN accidents, has none, because a run on a busy machine
+        might not get beyond its start between two accidents.
         """
         resume: tuple[str, ...] = ()
         for _ in range(ACCIDENTS_A_RUN):

@@ -126,7 +126,11 @@ def tokens_per_second(
     prompts: Sequence[Sequence[int]],
     masked: bool,
 ) -> float:
-    """Sample rows of equal length, with a grammar each or without; return tokens per CPU second."""
+    """Sample rows of equal length, and return the tokens per CPU second.
+
+    Args:
+        masked: whether a grammar constrains each row.
+    """
     rng, requests = random.Random(config.seed), []
     for i in range(config.rows):
         endless = {"type": "array", "items": random_schema(KINDS[i % 4], rng), "minItems": 999}

@@ -1,4 +1,4 @@
-"""The GRPO loop on a tiny model: it learns, it resumes exactly, it writes what it should."""
+"""The GRPO loop with a tiny model: learning, resuming, validation, files, memory and processes."""
 
 import hashlib
 import itertools
@@ -44,7 +44,7 @@ LETTERS = set("etaoinshrdlu")
 
 
 def likes_letters(completions, **_):
-    """A toy that a random model meets now and then: the completion holds one of twelve letters."""
+    """A reward that a random model sometimes earns: the text contains one of twelve letters."""
     return [float(bool(LETTERS & set(text))) for text in completions]
 
 
@@ -97,7 +97,7 @@ def base_tensors(trainer):
 
 
 def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
-    """And the same ten steps with the true reward teach a lot: there was something to notice."""
+    """Ten steps with the true reward do raise it, so the test would notice learning."""
     rng = random.Random(0)
 
     def coin(completions, **_):
@@ -107,7 +107,7 @@ def test_a_random_reward_teaches_nothing(model_dir, tmp_path):
         config = a_config(tmp_path, name, steps=10, group_size=8, save_every=0)
         train(model_dir, config, reward)
         likes = [sum(likes_letters(g["completions"])) / 8 for g in logged_groups(config)]
-        return (sum(likes[-12:]) - sum(likes[:12])) / 12  # three steps against three
+        return (sum(likes[-12:]) - sum(likes[:12])) / 12  # the last minus the first three steps
 
     assert rise("true", likes_letters) > 0.5
     assert abs(rise("coin", coin)) < 0.2
@@ -126,7 +126,7 @@ def test_only_the_adapter_changes_and_all_of_it(model_dir, tmp_path):
 
 
 def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path):
-    """What is scored is the distribution that was drawn from, its temperature included."""
+    """Scoring and sampling must use the same distribution, including the temperature."""
     config = a_config(tmp_path, steps=2, temperature=0.7)
     train(model_dir, config)
     for row in rows(config):
@@ -137,7 +137,7 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path):
 
 
 def test_the_optimizer_gets_the_options(model_dir, tmp_path):
-    """Warm-up and schedule, and gradients cut to the norm that is allowed."""
+    """The learning rates follow the warm-up and the schedule, and the gradients are clipped."""
     config = a_config(
         tmp_path, steps=4, learning_rate=0.01, warmup_steps=2, lr_schedule="linear",
         max_grad_norm=1e-3,
@@ -157,7 +157,7 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     assert rates == pytest.approx([config.learning_rate_at(step, step) for step in range(4)])
     assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
     assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates)
-    assert all(row["optim/grad_norm"] > 1e-3 for row in rows(config))  # as it was before the cut
+    assert all(row["optim/grad_norm"] > 1e-3 for row in rows(config))  # the norm before clipping
 
 
 def test_a_run_leaves_these_files(model_dir, tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_run_leaves_these_files(model_dir, tmp_path, monkeypatch):
 
 
 def validated(*means, measure="accuracy", problems=6):
-    """Validations after steps 0, 1, 2, … in which the first problems are solved, the others not."""
+    """Return validations after steps 0, 1, …; each number in `means` is that of solved problems."""
     record = Validations(measure)
     for step, solved in enumerate(means):
         record.add(step, [1.0] * solved + [0.0] * (problems - solved))
@@ -203,14 +203,14 @@ LAST, BETTER = "the adapter after the last step (2)", "scored better than"
 @pytest.mark.parametrize(
     ("record", "options", "step", "said"),
     [
-        # Six problems, as of the walk that lost its run: 5 against 3 of 6 says nothing.
+        # With six problems, 5 solved problems are not significantly better than 3.
         (validated(1, 5, 3), {}, 2, f"{LAST}; step 1 scored better by +33.3 points"),
         (validated(1, 5, 3), {}, 2, "(95 % interval -33.4 to +100.0, best of 2); not signif"),
         (validated(1, 5, 3), {"stopped": "the KL rose"}, 1, "; the KL rose"),
-        # 20 more of 100: t = 4.97, p far below 0.05 / 2.
+        # A lead of 20 of 100 problems has t = 4.97, so p is far below 0.05 / 2.
         (validated(10, 60, 40, problems=100), {}, 1, f"step 1, which {BETTER} {LAST}, by +20.0"),
         (validated(60, 30, 40, problems=100), {}, 0, f"the initial adapter, which {BETTER}"),
-        (validated(1, 2, 2), {}, 2, f"{LAST}, which is also the best"),  # of equals the later
+        (validated(1, 2, 2), {}, 2, f"{LAST}, which is also the best"),  # the later of two equals
         (validated(0, 5, 0, problems=5), {}, 2, "to compare (fewer than 6)"),
         (validated(), {}, 2, f"{LAST}; nothing was validated"),
         (validated(1, 5), {}, 2, f"{LAST}; it was not validated"),
@@ -224,7 +224,7 @@ def test_the_best_step_is_exported_only_if_its_lead_is_no_chance(record, options
 
 
 def test_the_more_steps_were_tried_the_wider_is_the_interval_of_the_best():
-    """Four of 100 problems ahead: t = 2.03, enough for one comparison, not for the best of 9."""
+    """A lead of 4 of 100 problems has t = 2.03: enough for one comparison, but not for nine."""
     lead = [validated(*[0] * tried, 14, 10, problems=100) for tried in (0, 8)]
     assert [choose_export(one, len_ + 1)[0] for one, len_ in zip(lead, (0, 8), strict=True)] == [
         "best", "last",
@@ -246,7 +246,7 @@ def test_problems_without_a_verdict_are_not_compared():
 
 
 def test_a_validation_without_any_verdict_is_never_the_best():
-    """Its mean of 0 is more than a penalty; a judge that was away at the start is outdone later."""
+    """Its mean counts as 0, which would be more than the negative rewards of other validations."""
     for scores, best in (([[-0.3], [-0.1], [None]], 1), ([[None], [-0.3], [-0.5]], 1)):
         record = Validations("reward")
         for step, score in enumerate(scores):
@@ -264,7 +264,7 @@ def test_the_summary_shows_start_best_and_last(capsys):
         "validation accuracy: start 10.0%, best 50.0% (step 1), last 30.0% (step 2); "
         "4 completions of each of 10 problems\n"
     ) in shown
-    # Two of ten differences are 1: s = 0.4216, t(9) = 2.2622, half = 0.3016.
+    # Two of ten differences are 1, so s = 0.4216, t(9) = 2.2622, and the half-width is 0.3016.
     assert "last +20.0 points (95 % interval -10.2 to +50.2)\n" in shown
     assert "exported: the last step\n" in shown
     report.summary_card(GRPOConfig(), summary | {"validation": None})
@@ -272,7 +272,7 @@ def test_the_summary_shows_start_best_and_last(capsys):
 
 
 def scripted(monkeypatch, *solved):
-    """Validations in which so many of the problems are solved, one after the other."""
+    """Replace the validations: each one solves the next number of problems in `solved`."""
     counts = iter(solved)
 
     def scores(self, problems, k, advance):
@@ -285,7 +285,7 @@ def scripted(monkeypatch, *solved):
 
 
 def test_best_and_last_are_kept_and_survive_a_resume(model_dir, tmp_path, monkeypatch):
-    """Best after step 1; then worse ones, the checkpoint of step 1 deleted, and a resume."""
+    """The best adapter is of step 1, whose checkpoint is deleted before the run is resumed."""
     left = scripted(monkeypatch, 0, 20, 4, 4, 6)
     options = {"eval_every": 1}
     config = a_config(tmp_path, steps=3, **options)
@@ -324,7 +324,7 @@ def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
     calls = iter(range(99))
 
     def power_cut(*arguments):
-        if next(calls) == 5:  # of at most 4 updates a step
+        if next(calls) == 5:  # in a second step, as a step has at most 4 updates
             raise ConnectionResetError
         return norms(*arguments)
 
@@ -339,12 +339,12 @@ def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
 
 
 def test_another_measure_begins_a_new_comparison(model_dir, tmp_path, monkeypatch, capsys):
-    """Scores by a reward of Python cannot be paired with accuracies."""
+    """Accuracies cannot be paired with the mean rewards of earlier validations."""
     scripted(monkeypatch, 3, 9, 2, 5, 4)
     train(model_dir, a_config(tmp_path, steps=2, eval_every=1), evaluate_on=PROBLEMS[:10])
     resumed = a_config(tmp_path, steps=4, resume=True, eval_every=1)
     _, summary = train(model_dir, resumed, None, evaluate_on=PROBLEMS[:10])
-    assert summary["validation"] is None  # its start was never measured by this
+    assert summary["validation"] is None  # the start was measured by the reward
     assert "earlier validations are not compared" in capsys.readouterr().out
     assert summary["step"] == 4
 
@@ -362,7 +362,7 @@ def test_a_resumed_run_says_that_the_code_of_its_reward_has_changed(model_dir, t
     assert not run(2, resume=True)
     file.write_text("def letters(completions, answer): ...\n")
     assert run(3, resume=True)
-    assert not run(4, resume=True)  # it is said once
+    assert not run(4, resume=True)  # the warning is printed once
 
 
 def test_a_trainer_trains_once(model_dir, tmp_path):
@@ -376,12 +376,12 @@ def test_validation_gives_a_reward_the_same_columns_as_training(model_dir, tmp_p
 
     def of_length(completions, completion_ids, is_truncated):
         asked.append(len(completions))
-        assert is_truncated == [ids[-1] != 257 for ids in completion_ids]  # without an end token
+        assert is_truncated == [ids[-1] != 257 for ids in completion_ids]  # no end token
         return [float(len(ids)) for ids in completion_ids]
 
     _, summary = train(model_dir, a_config(tmp_path, steps=1), of_length, PROBLEMS[:2])
     assert summary["validation"]["start"]["mean"] > 1
-    # Before, while and after it learns. After a failed assertion each completion is tried alone.
+    # Validation, training, validation. A failed assertion would cause a call for each completion.
     assert asked == [16, 16, 16]
 
 
@@ -407,7 +407,7 @@ def test_the_start_is_exported_if_training_made_it_worse(model_dir, tmp_path, mo
 
 
 def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypatch, capsys):
-    """By the accuracy, where the reward says nothing; a reward that rises is worth a fall."""
+    """A fall of the accuracy stops the run, unless the reward rises significantly."""
 
     def train_to(name, accuracies, rewards):
         left = iter(list(zip(accuracies, rewards, strict=True)))
@@ -425,7 +425,7 @@ def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypa
         assert (config.run_dir / f"checkpoints/step_00000{summary['steps_run']}").exists()
         return summary["steps_run"], summary["step"]
 
-    # By its mean reward step 2 is as good as step 1, but its accuracy fell.
+    # Step 2 has the same mean reward as step 1, but a lower accuracy.
     assert train_to("noise", [12, 11, 3], [10, 10, 10]) == (2, 1)
     said = capsys.readouterr().out
     assert "stopped after step 2: the accuracy changed by -45.0 points (95 % interval -7" in said
@@ -438,7 +438,7 @@ def test_a_run_that_makes_answers_worse_is_stopped(model_dir, tmp_path, monkeypa
 def test_a_stopped_run_that_is_killed_in_its_export_only_exports_again(
     model_dir, tmp_path, monkeypatch
 ):
-    """The answers get worse with step 2 of 3; a third step would ask for a fourth validation."""
+    """The run stops after step 2 of 3. A third step would need a fourth validation, which fails."""
 
     def result(name, **options):
         config = a_config(tmp_path, name, eval_every=1, **options)
@@ -458,7 +458,7 @@ def test_a_stopped_run_that_is_killed_in_its_export_only_exports_again(
 
 def test_a_signal_during_a_validation_ends_the_run_at_once(model_dir, tmp_path, monkeypatch):
     def scores(self, problems, k, advance):
-        if self.run and not self.run.directory.interrupted:  # not before training, and once
+        if self.run and not self.run.directory.interrupted:  # once, and not before training
             os.kill(os.getpid(), signal.SIGTERM)
         return {"accuracy": [0.0] * len(problems), "reward": [0.0] * len(problems)}
 
@@ -466,11 +466,11 @@ def test_a_signal_during_a_validation_ends_the_run_at_once(model_dir, tmp_path, 
     config = a_config(tmp_path, eval_every=1, save_every=0)
     with pytest.raises(Interrupted, match="is saved up to step 1"):
         train(model_dir, config, evaluate_on=PROBLEMS[:2])
-    assert len(rows(config)) == 1  # not one more step
+    assert len(rows(config)) == 1  # no further step
 
 
 def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
-    """Validated on six problems, by the user's own reward, sampled as in training."""
+    """The validation on six problems uses the custom reward."""
     config = a_config(tmp_path, steps=12, eval_every=3)
     _, summary = train(model_dir, config, evaluate_on=PROBLEMS[:6])
     assert (summary["step"], summary["exported"]) == (12, "last")
@@ -480,11 +480,11 @@ def test_of_a_run_that_improves_the_last_step_is_exported(model_dir, tmp_path):
     row = rows(config)[-1]
     assert row["eval/reward"] == found["last"]["mean"]
     assert row["eval/reward_low"] <= row["eval/reward"] <= row["eval/reward_high"]
-    assert row["eval/accuracy"] == 0.0  # the verdict is logged, too
+    assert row["eval/accuracy"] == 0.0  # the accuracy is logged, too
 
 
 def test_curves_are_drawn_at_each_validation_of_open_answers(model_dir, tmp_path, monkeypatch):
-    """Open answers have a reward and no accuracy. The curves are drawn once more at the end."""
+    """Open answers have only a reward. The curves are also drawn at the end of the run."""
     drawn = []
     monkeypatch.setattr(training, "learning_curves", lambda rows, *_: drawn.append(len(rows)))
     problems = [Problem(f"p{i}", f"{i}?", "", answer_type="open") for i in range(4)]
@@ -495,7 +495,7 @@ def test_curves_are_drawn_at_each_validation_of_open_answers(model_dir, tmp_path
 
 @pytest.mark.parametrize(("problems", "samples"), [(100, 2), (40, 4), (6, 16)])
 def test_few_validation_problems_have_many_completions(problems, samples):
-    """A default step has 160 completions."""
+    """A validation samples about as many completions as a training step, which has 160."""
     assert GRPOConfig().eval_group_size_for(problems) == samples
 
 
@@ -516,16 +516,16 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
     count(train_grpo, "policy_loss")
     count(logprobs, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
-    batches = calls["policy_loss"] // 2  # an update; the reference is scored in the first alone
+    batches = calls["policy_loss"] // 2  # per pass; only the first computes the reference
     assert batches
     assert calls["token_logprobs"] == calls["policy_loss"]
     assert calls["reference_logprobs"] == (batches if kl_weight else 0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
-    """And the step takes no further pass: the same rollouts and weights would give it again."""
+    """The step makes no further pass, because the same weights would give the same gradient."""
     config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
-    norms, seen = iter([0.5, 0.5, torch.nan, 0.5, 0.5]), []  # two passes; one, and it is bad; two
+    norms, seen = iter([0.5, 0.5, torch.nan, 0.5, 0.5]), []  # step 2 has one pass
 
     def poisoned(parameters, limit):
         seen.append(torch.cat([p.detach().flatten() for p in parameters]))
@@ -540,7 +540,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monk
 
 
 def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path):
-    """Else bad weights that met a step without signal would be what a run goes back to."""
+    """Otherwise a run could go back to bad weights whose next step had no signal."""
     config = a_config(tmp_path)
     state = a_trainer(model_dir, config).state
     state.count_update(skipped=False)
@@ -554,13 +554,13 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
 
 
 def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_path):
-    """It is no sign of bad weights while the scale may be at fault; good updates raise it again."""
+    """Such an update does not show that the weights are bad. Good updates raise the scale again."""
     fp16 = Device("cpu", torch.float16, "test")
     config = a_config(tmp_path)
     state = a_trainer(model_dir, config, device=fp16).state
     scale = state.weights.loss_scale
     assert scale == 2.0**14
-    for halvings in range(1, 5):  # more than end a run in another dtype
+    for halvings in range(1, 5):  # more than end a run in fp32
         state.count_update(skipped=True)
         assert state.weights.loss_scale == scale / 2**halvings
     assert state.consecutive_skips == 0
@@ -571,10 +571,10 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
         state.begin(run, config, PROBLEMS, ())
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
-        run.log({"step": 0})  # after the checkpoint: the step is made again
+        run.log({"step": 0})  # logged after the checkpoint
         again.restore(run)
         assert run.metrics() == []
-        in_fp32 = a_trainer(model_dir, config).state  # --dtype auto, on another machine
+        in_fp32 = a_trainer(model_dir, config).state  # as with --dtype auto on another machine
         in_fp32.origin = state.origin
         in_fp32.restore(run)
     assert (again.weights.loss_scale, again.weights.good_updates) == (scale / 2**3, 3)
@@ -595,30 +595,30 @@ def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
         train(model_dir, a_config(tmp_path, steps=30))
     said = capsys.readouterr().out
     assert "continuing from the weights of step 0 with half the learning rate" in said
-    assert said.count("update skipped") == 6  # twice three, not thirty
+    assert said.count("update skipped") == 6  # three before and three after the restore
 
 
 def a_start_adapter(model_dir, tokenizer, path: Path) -> Path:
-    """One that says something else than the base."""
+    """Save an adapter that changes the completions of the base model."""
     policy = let_it_speak(new_adapter(load_base(str(model_dir), CPU), r=4, alpha=8), 0.1)
     save_adapter(policy, tokenizer, path, {})
     return path
 
 
 def test_a_config_made_in_python_has_the_rank_of_its_start_adapter(model_dir, tmp_path, tokenizer):
-    """What a run trains is what it records: the command line's half is in test_adapter_info."""
+    """Otherwise the recorded rank would be wrong. test_adapter_info tests the command line."""
     start = a_start_adapter(model_dir, tokenizer, tmp_path / "start")  # rank 4, alpha 8
     other = {"sft_adapter": start, "output": tmp_path / "out", "run_dir": tmp_path / "run"}
     config = a_trainer(model_dir, GRPOConfig(**other)).config
     assert (config.lora_r, config.lora_alpha) == (4, 8)
     with pytest.raises(UsageError, match=r"--lora-r 32: the adapter .* has 4"):
         a_trainer(model_dir, GRPOConfig(**other, lora_r=32))
-    # The first stage records it, too.
+    # SFT records the rank, too.
     problems = [Problem("p", "1 + 1?", "2", "1 + 1 = 2")]
     names = {"adapter": start, "output": tmp_path / "sft", "run_dir": tmp_path / "sft_run"}
     run = train_sft.train(SFTConfig(model=str(model_dir), dataset="two", **names), problems)
     assert (run["config"]["lora_r"], run["config"]["lora_alpha"]) == (4, 8)
-    # PEFT takes an alpha with a fraction.
+    # PEFT allows an alpha that is not an integer.
     settings = json.loads((start / "adapter_config.json").read_text()) | {"lora_alpha": 8.5}
     (start / "adapter_config.json").write_text(json.dumps(settings))
     assert a_trainer(model_dir, GRPOConfig(**other)).config.lora_alpha == 8.5
@@ -626,8 +626,10 @@ def test_a_config_made_in_python_has_the_rank_of_its_start_adapter(model_dir, tm
 
 @pytest.mark.parametrize("start", ["an adapter", "the base"])
 def test_kl_begins_at_zero_and_grows(model_dir, tmp_path, tokenizer, start):
-    """The reference is what training started from: the adapter, not the bare base; and the base
-    only where there was none. It is scored at the temperature of the policy."""
+    """The reference model is the start adapter, or the base model if there is no start adapter.
+
+    It is scored at the temperature of the policy.
+    """
     adapter = None
     if start == "an adapter":
         adapter = a_start_adapter(model_dir, tokenizer, tmp_path / "start")
@@ -646,7 +648,7 @@ def test_kl_begins_at_zero_and_grows(model_dir, tmp_path, tokenizer, start):
 
 
 def never_for_most(prompts, completions, **_):
-    """Only problems below 12 can teach anything."""
+    """A reward that is 0 for all problems but the first twelve."""
     likes = likes_letters(completions)
     return [r if int(p.split()[0]) < 12 else 0.0 for p, r in zip(prompts, likes, strict=True)]
 
@@ -662,11 +664,11 @@ def test_groups_without_a_difference_are_replaced(model_dir, tmp_path):
     for row in rows(config):
         mine = [group for group in groups if group["step"] == row["step"]]
         signal = [len(set(group["rewards"])) > 1 for group in mine]
-        assert len(mine) > 6  # refilled
-        assert len({group["problem"] for group in mine}) == len(mine)  # with other problems
+        assert len(mine) > 6  # other groups were added
+        assert len({group["problem"] for group in mine}) == len(mine)  # of other problems
         assert sum(signal) <= 6
         assert row["sampling/dropped_groups"] == len(mine) - sum(signal)
-        # What was dropped is told, and the reward is that of all, not of what was kept.
+        # The mean reward includes the dropped groups, whose number is logged.
         every = [reward for group in mine for reward in group["rewards"]]
         kept = [r for group, s in zip(mine, signal, strict=True) if s for r in group["rewards"]]
         assert row["reward/mean"] == pytest.approx(sum(every) / len(every))
@@ -683,14 +685,14 @@ def test_an_exhausted_pool_is_no_error(model_dir, tmp_path):
     (row,) = rows(config)
     assert row["sampling/dropped_groups"] == 40
     assert row["reward/mean"] == 1.0
-    assert "loss/policy" not in row  # nothing to learn from: no update
+    assert "loss/policy" not in row  # no update without signal
 
 
-ENDS = frozenset(range(80))  # a third of all tokens, so that lengths differ
+ENDS = frozenset(range(80))  # a third of all tokens, so the lengths differ
 
 
 def train_with_ends(model_dir, config, reward, ends=ENDS):
-    """These tokens end a completion."""
+    """Train with other end tokens."""
     trainer = a_trainer(model_dir, config, reward)
     trainer.sampler.stop_ids = ends
     trainer.train(PROBLEMS)
@@ -698,13 +700,13 @@ def train_with_ends(model_dir, config, reward, ends=ENDS):
 
 
 def test_the_overlong_penalty_reaches_the_advantages_and_not_the_reward(model_dir, tmp_path):
-    """Equal verdicts, different lengths: the longer ones are worse, the verdict stays 1."""
+    """Longer completions get lower advantages, but the logged reward stays 1."""
     config = a_config(tmp_path, steps=2, group_size=8, overlong_buffer=6)
     train_with_ends(model_dir, config, lambda completions: [1.0] * len(completions))
     assert all(row["reward/mean"] == 1.0 for row in rows(config))
     assert all(-1 <= row["reward/overlong"] < 0 for row in rows(config))
     assert any(any(group["advantages"]) for group in logged_groups(config))
-    # DAPO drops groups by their verdicts, so there the lengths alone teach nothing.
+    # DAPO drops groups with equal verdicts, so lengths alone give no signal.
     dapo = a_config(tmp_path, "dapo", steps=1, overlong_buffer=6, dynamic_sampling=True)
     train_with_ends(model_dir, dapo, lambda completions: [1.0] * len(completions))
     assert not any(any(group["advantages"]) for group in logged_groups(dapo))
@@ -717,7 +719,7 @@ def odd_texts(completions):
 @pytest.mark.parametrize("masked", [True, False])
 def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeypatch, masked):
     options = {"steps": 1, "group_size": 8, "max_new_tokens": 3, "mask_truncated": masked}
-    last = []  # the last token of each completion that is learned from
+    last = []  # the last token of each learned completion
     score = training_state.token_logprobs
 
     def watched(model, micro, temperature):
@@ -731,7 +733,7 @@ def test_masked_truncated_completions_teach_nothing(model_dir, tmp_path, monkeyp
     assert any(token in ENDS for token in last)
     assert all(token in ENDS for token in last) == masked
 
-    config = a_config(tmp_path, "none ends", **options)  # then nothing at all is learned
+    config = a_config(tmp_path, "none ends", **options)  # no completion is learned if masked
     trainer = train_with_ends(model_dir, config, odd_texts, ends=frozenset())
     (row,) = rows(config)
     assert (row["completion/truncated_rate"], row["reward/zero_signal_share"] < 1) == (1, True)
@@ -768,8 +770,8 @@ def test_learning_rate_schedules(schedule, rates):
 
 
 def test_a_pass_over_the_problems_becomes_steps(model_dir, tmp_path, capsys):
-    """The record holds their number, so a resumed run may say it."""
-    config = a_config(tmp_path, steps=None, batch_size=20)  # of 40 problems
+    """The number of steps is recorded, so the resumed run may also name it."""
+    config = a_config(tmp_path, steps=None, batch_size=20)  # a pass has two steps
     train(model_dir, config)
     assert len(rows(config)) == 2
     recorded = json.loads((config.run_dir / "config.json").read_text())
@@ -786,8 +788,7 @@ def test_a_pass_over_the_problems_becomes_steps(model_dir, tmp_path, capsys):
 
 
 def test_a_merged_copy_trains_as_the_model_itself_does(model_dir, tmp_path, monkeypatch):
-    """What the copy drew is corrected by its own log-probabilities (see test_trl.py);
-    unmerged the model itself draws."""
+    """With the merged copy, importance weights correct for its slightly different probabilities."""
     handed, adapters, loss = [], [], train_grpo.policy_loss
 
     def watched(logprobs, micro, algorithm, **options):
@@ -814,17 +815,17 @@ def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_p
         )
         server.delay = 0.01
         trainer = a_trainer(model_dir, config)
-        # Writing the adapter asks nobody for the base's config: of a hub model that is a request.
+        # Saving the adapter must not load the config of the base model, which may be on the hub.
         refuse = classmethod(lambda *_, **__: pytest.fail("asked for the base's config"))
         monkeypatch.setattr("transformers.LlamaConfig.from_pretrained", refuse)
         trainer.train(PROBLEMS, PROBLEMS[:2])
         loaded = [body["lora_path"] for body in server.asked("load_lora_adapter")]
         drawn = [body["model"] for body in server.asked("completions")]
-    assert server.most_in_flight == 1  # as --max-num-seqs says
-    assert len(loaded) == 3  # of the start and after each of two steps: nothing else changes it
-    assert len(set(drawn)) == 1 + 3  # and the base, asked once whether its log-probabilities fit
+    assert server.most_in_flight == 1  # --max-num-seqs is 1
+    assert len(loaded) == 3  # before training and after each of two steps
+    assert len(set(drawn)) == 1 + 3  # the base model is used for the check
     assert all((Path(path) / "adapter_model.safetensors").exists() for path in loaded)
-    # The stand-in's log-probabilities are not the model's: the gap must show that.
+    # The scripted server returns other log-probabilities, so there must be a gap.
     learned = [row for row in rows(config) if "loss/policy" in row]
     assert all(row["sampler/logprob_gap_max"] > 0.01 for row in learned)
 
@@ -842,7 +843,7 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
         assert master.dtype == torch.float32
         assert torch.equal(computed, master.bfloat16())
         moved += (master != start[name]).sum() - (computed != start[name].bfloat16()).sum()
-    assert moved > 0  # some updates are smaller than bf16 can show, and are kept all the same
+    assert moved > 0  # fp32 keeps updates that are too small for bf16
     checkpoint = load_file(config.run_dir / "checkpoints" / "step_000004" / "state.safetensors")
     exported = load_file(config.output / "adapter_model.safetensors")
     assert {t.dtype for k, t in checkpoint.items() if "lora" in k and "adapter/" in k} == {
@@ -862,14 +863,16 @@ def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
 
 
 def force_checkpointing(monkeypatch):
-    """Nothing is free: activations are computed twice, in micro-batches as large as ever."""
+    """Simulate a lack of memory, so that checkpointing is used, but with full micro-batches."""
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: 1000)
     monkeypatch.setattr("rlm.training.memory_plan.SMALLEST_MICRO_BATCH", 10**6)
 
 
 def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, tokenizer, monkeypatch):
-    """Also after the reference of a KL term has been loaded, which puts PEFT's model in eval mode;
-    and the plan counts each layer's input, and one layer in full."""
+    """The plan counts the input of each layer, and all activations of one layer.
+
+    Loading the reference adapter, which sets eval mode, must not disable checkpointing.
+    """
     start, kept, plans, adapters = a_start_adapter(model_dir, tokenizer, tmp_path / "a"), [], [], []
     for checkpointing in (False, True):
         options = {"sft_adapter": start, "kl_weight": 0.1}
@@ -890,7 +893,7 @@ def test_checkpointing_changes_memory_and_nothing_else(model_dir, tmp_path, toke
 
 
 def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch):
-    """The plan may allow far more; half of that would repeat the same micro-batch."""
+    """Half of the planned size may be more than was computed, and would fail again."""
     sizes = []
 
     def fails_once(policy, micro, temperature):
@@ -901,7 +904,7 @@ def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch
 
     monkeypatch.setattr(training_state, "token_logprobs", fails_once)
     monkeypatch.setitem(memory_plan.CPU_MICRO_BATCH, torch.float32, 10_000)
-    # With a KL term, all rollouts are computed.
+    # A KL term needs all rollouts.
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, kl_weight=0.1))
     whole, *halves = sizes
     assert len(halves) > 1
@@ -914,7 +917,7 @@ def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
     (tmp_path / "run_adapter.prev").write_text("a file")
     with pytest.raises(UsageError, match="--output"):
         train(model_dir, config)
-    assert not (tmp_path / "run.prev").exists()  # the old run stays where it is
+    assert not (tmp_path / "run.prev").exists()  # the old run was not moved
 
 
 @pytest.mark.parametrize(
@@ -923,8 +926,11 @@ def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
 def test_there_must_be_room_for_a_whole_run(
     model_dir, tmp_path, monkeypatch, option, checkpoints, logs
 ):
-    """A checkpoint is as large as four adapters. There may be the two newest ones, a protected one
-    and one that is being written; the exports have the room of a fifth."""
+    """A checkpoint is as large as four adapters.
+
+    The run needs space for the two newest checkpoints, a protected one, one that is being written,
+    and the exported adapters, which count as a fifth.
+    """
     config = a_config(tmp_path, output=tmp_path / "other disk" / "adapter")
     state = a_trainer(model_dir, config).state
     adapter = sum(4 * tensor.numel() for tensor in state.adapter.values())
@@ -946,23 +952,24 @@ def test_there_must_be_room_for_a_whole_run(
 def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch, capsys):
     trainer, _ = train(model_dir, a_config(tmp_path, steps=1, batch_size=8, group_size=8))
     assert trainer.run.memory_plan.train_batch_tokens == 512
-    # Completions, and the tokens of the prompts beyond what all of them begin with.
+    # The cache also contains the prompts without their common prefix.
     assert trainer.run.memory_plan.sampling > trainer.sampler.bytes_for([8] * 8, 0, 6)
     assert "memory: about" in capsys.readouterr().out
-    long = Problem("v", "long " * 50, "1")  # that is validated on counts, too
+    long = Problem("v", "long " * 50, "1")  # validation problems count, too
     assert trainer.prepare(PROBLEMS, [long]).longest_prompts[0] == trainer.render(long)
     needed, beside = (
         trainer.run.memory_plan.learning,
         trainer.run.memory_plan.optimizer + trainer.run.memory_plan.kept,
     )
-    free = int((0.7 * needed + beside) / HEADROOM)  # for all of it, and what the plan leaves free
+    free = int((0.7 * needed + beside) / HEADROOM)  # too little for the whole micro-batch
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: free)
     options = {"steps": 1, "batch_size": 8, "group_size": 8, "max_num_seqs": 7}
     smaller, _ = train(model_dir, a_config(tmp_path, "tight", **options))
-    assert smaller.run.memory_plan.sampling < trainer.run.memory_plan.sampling  # 7 of 64 at a time
+    # The KV cache has 7 rows instead of 64.
+    assert smaller.run.memory_plan.sampling < trainer.run.memory_plan.sampling
     assert 64 < smaller.run.memory_plan.train_batch_tokens < 512
     assert smaller.run.memory_plan.learning < 0.7 * needed
-    for name, tensor in trainer.adapter.items():  # and what is learned does not depend on it
+    for name, tensor in trainer.adapter.items():  # the result does not depend on the plan
         assert torch.allclose(tensor, smaller.adapter[name], atol=1e-5), name
     monkeypatch.setattr("rlm.training.memory_plan.available_memory", lambda device: 1000)
     train(model_dir, a_config(tmp_path, "hopeless", steps=1))
@@ -973,7 +980,7 @@ def test_the_plan_makes_micro_batches_that_fit(model_dir, tmp_path, monkeypatch,
 
 
 def no_signal_for_odd_problems(prompts, completions, **_):
-    """Dealt out in turns, the second of two processes never has a group with a difference."""
+    """A reward with which the second of two processes never has a group with signal."""
     likes = likes_letters(completions)
     return [r if int(p.split()[0]) % 2 == 0 else 0.0 for p, r in zip(prompts, likes, strict=True)]
 
@@ -993,8 +1000,11 @@ OPTIONS = {
 
 
 def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
-    """Uneven: one process has no signal, so with dynamic sampling both must agree to refill, and
-    none of the validation problems."""
+    """Train with the reward and the options of this kind.
+
+    In the kind "uneven", the second process has neither signal nor a validation problem, so both
+    processes must agree on the refills of dynamic sampling.
+    """
     options = {"steps": 2, "batch_size": 5, "eval_every": 1, "updates_per_batch": 2}
     config = a_config(folder, name, **options | OPTIONS[kind])
     train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
@@ -1002,7 +1012,7 @@ def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(model_dir, tmp_path_factory) -> Path:
-    """The folder in which two processes have trained with each reward, "two_uneven", "two_mini"."""
+    """The folder in which two processes have trained once for each kind (`two_uneven`, …)."""
     folder = tmp_path_factory.mktemp("two")
 
     def train_with_each_reward(rank):
@@ -1027,7 +1037,7 @@ def test_two_processes_learn_what_one_does(model_dir, two_processes, kind, capsy
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-5), name
     one, two = (without_clock(rows(a_config(folder, name))) for name in names)
-    assert len(one) == len(two) == 2  # one process writes
+    assert len(one) == len(two) == 2  # only one process writes
     for left, right in zip(one, two, strict=True):
         assert left.keys() == right.keys()
         for key, value in left.items():

@@ -38,8 +38,8 @@ class Arm(NamedTuple):
     braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
-# TOPR: an update every two groups. Half as many steps of twice as many problems draw as many
-# completions in all.
+# TOPR makes an update every two groups. Its steps have twice as many problems, so half as many
+# steps draw the same number of completions.
 TOPR_STEP = 2
 TOPR: dict[str, Any] = {
     "algorithm": "topr",
@@ -48,7 +48,7 @@ TOPR: dict[str, Any] = {
     "learning_rate": 3e-4,
 }
 MINI_BATCHES = {name: value for name, value in TOPR.items() if name != "algorithm"}
-BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems of each
+BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems in a validation
 START = "sft"
 OURS = "grpo"  # the arm whose seconds are the rivals' budget
 INVERTED = (0.05, 0.1, 0.2)  # shares of inverted verdicts, as with a verifier that makes mistakes

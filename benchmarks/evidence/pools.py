@@ -60,7 +60,7 @@ class Pools:
 
     solved: list[Problem]
     practice: list[Problem]  # without solutions; as many as GRPO uses
-    practice_solved: list[Problem]  # the same with solutions, for sft_all_solved
+    practice_solved: list[Problem]  # the same problems with solutions, for sft_all_solved
     validation: list[Problem]
 
 
@@ -127,7 +127,8 @@ def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> l
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
     """Return the problems with shuffled golds, so that no reasoning can earn the reward."""
     order = list(range(len(problems)))
-    random.Random(f"golds {seed}").shuffle(order)  # each gets the gold of the next in this order
+    random.Random(f"golds {seed}").shuffle(order)
+    # Each problem gets the gold of its successor in this order, and the last that of the first.
     after = dict(zip(order, order[1:] + order[:1], strict=True))
     return [
         replace(problem, answer=problems[after[index]].answer)

@@ -60,8 +60,8 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
     }
     started, commit = time.monotonic(), harness.code_commit()  # files may change during training
     record = kinds[ARMS[cell.arm].kind](config, cell)
-    # `wall` counts all time of this process, but not of killed ones. `seconds` counts only
-    # training, of all processes.
+    # If training was killed and resumed, `wall` is the time of the last process alone, including
+    # loading, and `seconds` is the training time of all processes.
     wall, peak = time.monotonic() - started, harness.peak_memory_gb()
     return record | {"wall": wall, "peak_memory_gb": peak, "commit": commit}
 

@@ -218,9 +218,10 @@ class Trainer:
         return best, best.text() if best else "–", {"r_fusion": r_fusion}
 
     def _learn(self, problem: Problem, group: list[Row]) -> None:
-        """Learn a lesson from a group of rollouts if their rewards differ, and save the results.
+        """Learn lessons from a group of rollouts, and save the record of the problem.
 
-        The record of the problem is written before the library.
+        Lessons are extracted only if the standard deviation of the rewards exceeds `tau`. The
+        record is written before the library, so that a killed run loses nothing.
         """
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
         # With fewer than two proposals, no fusion prompt was sent. Only this prompt contains the

@@ -401,7 +401,7 @@ def _parse_one(text: str) -> Dataset:
     name, colon, rest = text.partition(":")
     if name.lower() in NAMES:
         return NamedDataset(NAMES[name.lower()], rest if colon else None)
-    # A name with the ending of a file is one, even if the file does not exist.
+    # A name with the ending of a file counts as a file, even if it does not exist.
     if Path(text).is_file() or text.lower().endswith((*READERS, *OTHER_FILES)):
         return OwnFile(Path(text))
     path, _, config = text.rpartition(":")
@@ -506,7 +506,7 @@ def own_files(dataset: str) -> set[Path]:
 def data_files(dataset: str) -> set[Path]:
     """Return the files with all splits of `--dataset`: the user's own, and FILE of gsm8k:FILE.
 
-    A path with the ending of a file is one, even if the file does not exist.
+    A path with the ending of a file counts as a file, even if it does not exist.
     """
     return {part.data_file for part in parse_dataset(dataset) if part.data_file}
 

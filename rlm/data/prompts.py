@@ -42,8 +42,8 @@ STRFTIME_NOW = (
 )
 MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text, not a file name
 IGNORE_INDEX = -100  # label of tokens that PyTorch's cross-entropy leaves out of the loss
-# Matches a request for another form of the answer than an answer tag. An "Answer:" that only begins
-# the reply, at the end of a question, is none.
+# Matches a request for another form of the answer than an answer tag, but not an "Answer:" at the
+# end of a question, which only begins the reply.
 _OTHER_FORM = re.compile(
     r"\banswer\b[^\n]{0,60}?(?:####|\\boxed\b)|(?:####|\\boxed\{\})[^\n]{0,40}?\banswer\b"
     r"|\b(?:form|format|after|as|with|write)\b[^\n.?!]{0,20}?\banswer: ?\S",
@@ -59,7 +59,7 @@ ASKED_FOR: dict[AnswerType, str] = {
 # Placeholder for the text of a message while the chat template is rendered. It consists of private
 # characters that no template contains.
 _PLACE = "\ue000{}\ue001"
-_BEFORE = "\ue000"  # a private character, which no token joins with the text behind it
+_BEFORE = "\ue000"  # a private character, which no token merges with the text after it
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # Python decodes invalid UTF-8 in argv to surrogates
 # transformers stores `split_special_tokens` in the state of the wrapped tokenizer. Without a lock,
 # a thread could therefore encode a user's text with the setting of another thread.

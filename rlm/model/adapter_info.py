@@ -164,10 +164,10 @@ class AdapterInfo:
         return model, self.quantize if quantize == "auto" else quantize
 
     def resolve_format(self, asked: str | None = None) -> str:
-        """Return the name of the reasoning format, which must be the format of training.
+        """Return the reasoning format named by --reasoning-format, or else that of training.
 
         Raises:
-            UsageError: the option names a different format.
+            UsageError: the adapter was trained with a different format than the option names.
         """
         was_taught = self.run.get("config", {}).get("reasoning_format")
         if asked and was_taught and asked != was_taught:

@@ -91,7 +91,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
     try:
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
-        if made.target_parameters:  # PEFT added experts that formerly had these names
+        if made.target_parameters:  # PEFT added experts, whose old names these are
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)
             policy = get_peft_model(bare, LoraConfig(target_modules=[*names], **options))

@@ -81,7 +81,7 @@ def _embedded_model() -> Path:
     try:
         if (target / "config.json").exists():
             return target
-    except OSError as error:  # the process may not read the folder
+    except OSError as error:  # the process has no permission to read the folder
         raise UsageError(
             f"the cache (RLM_CACHE) {cache} cannot be read: {error.strerror}"
         ) from error
@@ -193,7 +193,7 @@ def load_base(
     if not Path(model_directory(name)).is_dir():
         _download_weights(name)
     directory, where = _hub_arguments(name)
-    # An argument that is None would hide that the stored weights are already quantized.
+    # An explicit None would override the quantization in the config of weights stored quantized.
     quantized = {"quantization_config": packed} if packed else {}
     try:
         model, found = cast(
@@ -374,7 +374,7 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
     # Some repositories contain a second copy of the weights under other file names.
     files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UsageError(f"--model {name} has no safetensors files: convert its weights to them")
+        raise UsageError(f"--model {name} has no safetensors files: convert its weights first")
     return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"
 
 

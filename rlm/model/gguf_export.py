@@ -28,7 +28,7 @@ ARCHITECTURES = {
 }
 GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
-# The steps in which a tokenizer splits a text before BPE, and llama.cpp's name for these steps.
+# The steps of a pre-tokenizer, and llama.cpp's name of the pre-tokenizer (`tokenizer.ggml.pre`).
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -168,10 +168,10 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return llama.cpp's name for how a byte-level BPE tokenizer splits texts, or None if unknown.
+    """Return llama.cpp's name of the pre-tokenizer of a byte-level BPE tokenizer.
 
-    The result is also None for a normalizer other than NFC: such a normalizer would change texts
-    that llama.cpp leaves unchanged.
+    The result is None if llama.cpp has no name for it, or if the tokenizer has a normalizer other
+    than NFC, which would change texts that llama.cpp leaves unchanged.
     """
     backend = _backend(tokenizer)
     if backend["model"]["type"] != "BPE" or not backend["pre_tokenizer"]:

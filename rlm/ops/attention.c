@@ -8,8 +8,7 @@
  *
  * Sums are computed in fp32; attention weights and their gradients are rounded to the dtype before
  * the next matmul. Nothing is saved for the backward pass, which recomputes the scores. A sum over
- * queries is split into PARTS for any number of threads, so the results do not depend on the number
- * of threads.
+ * queries always has PARTS partial sums, so the results do not depend on the number of threads.
  */
 #include "numbers.h"
 

@@ -1,10 +1,9 @@
-"""What is fitted to this CPU and cached on disk for later processes: the compiled kernels, and the
-choice between fp32 and bf16.
+"""Compile the kernels for this CPU, and choose between fp32 and bf16.
 
-The choice is made by measurement, because the CPU flags do not show which dtype is faster: some
-CPUs with AVX512-BF16 multiply bf16 at half the speed of fp32. Each kind of work is timed in both
-dtypes until two timings agree. The key of a cached result contains everything on which the result
-depends.
+Both results are cached on disk for later processes. The dtype is chosen by measurement, because the
+CPU flags do not show which dtype is faster: some CPUs with AVX512-BF16 multiply bf16 at half the
+speed of fp32. Each kind of work is timed in both dtypes until two timings agree. The key of a
+cached result contains everything on which the result depends.
 """
 
 from __future__ import annotations
@@ -225,7 +224,7 @@ def _measured(kind: str, work: Callable[[torch.dtype], Callable[[], object]]) ->
             "next run measures again; --dtype selects a dtype"
         )
         return seconds
-    if _key(kind) != key:  # the kernels were not compiled after all
+    if _key(kind) != key:  # compiling the kernels failed, so other code was timed
         return seconds
     with suppress(OSError):  # if the cache is not writable, the next run measures again
         cache.mkdir(parents=True, exist_ok=True)

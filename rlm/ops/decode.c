@@ -28,7 +28,8 @@ enum {
     PAIR = 2 * LANES,   /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     LINE = 64 / sizeof(number), /* numbers in a cache line */
-    FITTING = 12 * WIDEST / Q, /* numbers of a head with sums that fit the registers */
+    FITTING = 12 * WIDEST / Q, /* dimensions of a head whose sums fit into the registers */
+    /* dimensions of a head that are summed at a time */
     PART = D <= FITTING ? D : 2 * PAIR <= FITTING && D % (2 * PAIR) == 0 ? 2 * PAIR : PAIR,
 };
 

@@ -4,7 +4,7 @@ The results equal those of transformers and PEFT. The fused layers make fewer pa
 activations, and they save fewer tensors for the backward pass.
 
 Attention on a CPU is computed for a block of queries and its visible keys at a time. A packed
-rollout attends only to its prompt and to itself. torch's fused kernel for CPUs (2.13) also
+rollout attends only to its prompt and to itself. torch's fused kernel for CPUs (in torch 2.13) also
 computes scores that the mask hides, and in bf16 it sums the gradients of keys and values in
 bf16. attention.c skips hidden keys. If attention.c is not compiled, the matmuls in this file are
 used instead, and the matmuls skip hidden keys, too. Attention weights are not saved, because the

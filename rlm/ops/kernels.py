@@ -1,8 +1,9 @@
 """Calls the compiled C functions on tensors; `_SIGNATURES` lists their arguments.
 
-products.c contains the matmuls, and logits.c contains sampling and scoring. decode.c contains a
-decoding step of all layers and its other operations; learn.c and attention.c contain those of a
-training pass.
+products.c contains the matmuls, and logits.c contains sampling and scoring. decode.c runs all
+layers of a decoding step, and contains the operations between its matmuls. attention.c and learn.c
+contain the operations between the matmuls of a training pass.
+
 Without a compiler, `TorchOps` is used instead. Its results are equal up to rounding, but it is
 slower because it makes many small passes and uses oneDNN's matmuls.
 """

@@ -63,7 +63,7 @@ class TorchOps:
         return unit if weight is None else unit * weight
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply rotary position embedding (Su et al., arXiv 2104.09864) to pairs as in Llama.
+        """Apply rotary position embedding (Su et al., arXiv 2104.09864) to the pairs (i, i + D/2).
 
         Args:
             x: (rows, heads, D).

@@ -106,7 +106,7 @@ class StructuredOutputs:
         elif self.regex is not None:
             # The rule includes the closing tag, because a greedy regex would not end before it.
             answer = "ANSWER"
-            # The whole answer is matched, so anchors are dropped. An escaped dollar is none.
+            # The whole answer is matched, so anchors are dropped. An escaped dollar is no anchor.
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", self.regex.removeprefix("^"))
             regex = regex_to_lark(pattern, ASCII_ONLY)
             rules = f"ANSWER: /(?u:{regex})/ {closing}\n"

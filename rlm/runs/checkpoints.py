@@ -204,8 +204,8 @@ def _unused(path: Path) -> Path:
 def check_resumable(run_dir: Path) -> None:
     """Check that a run has a checkpoint to resume from, before a model is loaded.
 
-    With several processes, this check is skipped, because the run's directory may not be available
-    on every machine.
+    With several processes, this check is skipped, because only the main process needs the run's
+    directory.
 
     Raises:
         UsageError: no checkpoint exists.

@@ -38,7 +38,7 @@ def accuracy_bars(rows: Mapping[str, Interval], path: Path, title: str, note: st
     axes = figure.subplots()
     tidy(axes)
     means, lows, highs = ([100 * i[key] for i in rows.values()] for key in ("mean", "low", "high"))
-    # A bootstrap interval may not contain the mean, but error bars must not be negative.
+    # A bootstrap interval need not contain the mean, but error bars must not be negative.
     below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
     above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]
     error = {"ecolor": "black", "capsize": 3, "elinewidth": 1}

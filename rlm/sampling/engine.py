@@ -162,9 +162,8 @@ class Sampler:
 
         The field `request` of each token is an index into `requests`.
         """
-        with self._running(
-            requests
-        ) as places:  # the context exits when the caller closes the generator
+        # The context also exits if the caller closes the generator.
+        with self._running(requests) as places:
             while self.has_unfinished_requests():
                 for token in self.step():
                     yield replace(token, request=places[token.request])

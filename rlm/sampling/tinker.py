@@ -105,7 +105,7 @@ class TinkerOptimizer(torch.optim.Adam):
 
     # torch declares two overloads of `step`.
     def step(self, closure: None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Send the gradients and update the adapter; return the norm if the server reports it."""
+        """Send the gradients, update the adapter, and return the gradient norm if it is known."""
         return self._engine.update(self.param_groups[0])
 
 
@@ -231,9 +231,9 @@ class TinkerEngine:
         return 0
 
     def start(self) -> None:
-        """Do nothing. The server is already running, and `update` sends it the gradients."""
+        """Do nothing, because the server is already running."""
 
-    release = copy_to_model = start
+    release = copy_to_model = start  # the server has the cache and the adapter
 
     def close(self) -> None:
         """End the session. The server then drops the adapter, but keeps saved states."""

@@ -49,7 +49,9 @@ if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
         LlamaRMSNorm,
     )
 
-PREFILLED, CHECKED = 3, 5  # tokens of the check of an architecture; the others are decoded
+# The check of an architecture runs CHECKED tokens. It prefills the first PREFILLED and decodes the
+# others.
+PREFILLED, CHECKED = 3, 5
 # Maximum relative difference of the logits in this check, for models wholly in fp32 and for others.
 # Rounding to fp32 changes the logits by 1e-6 to 1e-4, and rounding to bf16 by 0.01 to 0.05.
 TOLERANCE_FP32, TOLERANCE = 1e-3, 0.2
@@ -331,7 +333,7 @@ def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Te
 
 
 def _joined_bias(layers: Sequence[nn.Linear], weight: Tensor) -> Tensor:
-    """Return the concatenated biases (total outputs) in the weight's dtype, 0 for no bias."""
+    """Return the concatenated biases (total outputs), with zeros for a layer without a bias."""
     biases = [(getattr(layer, "bias", None), layer.out_features) for layer in layers]
     return torch.cat([weight.new_zeros(size) if b is None else b for b, size in biases]).to(
         weight.dtype

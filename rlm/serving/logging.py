@@ -78,7 +78,7 @@ class _ReadableLine(logging.Formatter):
 
 
 def _printable(text: str) -> str:
-    """Replace the terminal control characters of a line by "?"."""
+    """Replace unprintable characters, such as terminal control codes, by "?"."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 

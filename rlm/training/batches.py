@@ -88,7 +88,7 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
 class Rollout:
     """A completion with its advantage and the other values that the loss needs."""
 
-    problem: int  # index of the problem; rollouts of one problem share the computed prompt
+    problem: int  # index of the problem, whose rollouts are packed after one copy of the prompt
     prompt: Sequence[int]
     completion: Sequence[int]
     advantage: float
@@ -101,7 +101,7 @@ class Rollout:
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
-    """Return the weight in the loss of an update that each token of each rollout has.
+    """Return the weight of each rollout's tokens in the loss of an update.
 
     The denominator covers the whole update, so the gradient does not depend on how the rollouts
     are split into micro-batches. `aggregation` selects the formula for rollout i:

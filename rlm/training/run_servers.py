@@ -108,7 +108,7 @@ class RunServers:
             model = snapshot_download(model, local_files_only=True)
         length = LONGEST_PROMPT + config.max_new_tokens
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        rank = getattr(policy.peft_config["default"], "r")  # LoraConfig's  # noqa: B009
+        rank = getattr(policy.peft_config["default"], "r")  # PeftConfig declares no r  # noqa: B009
         options = server_options(policy, min(length, context or length), config.max_num_seqs, rank)
         return server_command(config.vllm_command, model, options)
 

@@ -332,7 +332,8 @@ class CheckpointCallback(TrainerCallback):
         logs, done = parts.get("logs") or {}, state.global_step
         if "loss" not in logs:
             return
-        # transformers replaces a loss that is not finite by the mean of the others.
+        # The logged loss does not show divergence: transformers replaces a loss that is not finite
+        # by the mean of the other losses.
         if not all(tensor.isfinite().all() for tensor in self.adapter.values()):
             raise UsageError(
                 f"after step {done} the weights of the adapter are no longer finite: start again "

@@ -170,9 +170,9 @@ class TrainingState:
         return StepControl(due(config.eval_every), due(config.save_every), last)
 
     def count_update(self, *, skipped: bool) -> None:
-        """Count the updates, and those that were skipped, in all and in a row.
+        """Count an update, and adapt the loss scale.
 
-        A skipped update does not count as skipped in a row if the loss scale may have caused it.
+        `consecutive_skips` stays the same if the loss scale may have caused the overflow.
 
         Args:
             skipped: whether the update was skipped because its gradient was not finite.
@@ -278,7 +278,10 @@ class TrainingState:
         self._load(tensors, state)
         saved = Validations.from_dict(state["validations"])
         if saved.measure != self.validations.measure:  # another reward, passed from Python
-            terminal.line("earlier validations are not compared with those from now on")
+            terminal.line(
+                "earlier validations are not compared with later ones: they measured the "
+                f"{saved.measure}, not the {self.validations.measure}"
+            )
             return state["step"]
         self.validations = saved
         self.best = {
@@ -318,7 +321,8 @@ class MixedPrecisionAdapter:
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
-        self._scales, self.good_updates = policy.dtype == torch.float16, 0  # in a row
+        self._scales = policy.dtype == torch.float16
+        self.good_updates = 0  # number of finite updates in a row
         if policy.dtype != torch.float32:
             self.master_weights = {
                 name: torch.nn.Parameter(tensor.detach().float())

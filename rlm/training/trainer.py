@@ -411,8 +411,8 @@ class TrainingRun:
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
-        # Why the run stopped early, if its last weights are not usable. If it was killed during its
-        # export, the resumed run only exports.
+        # The reason why the run stops because the accuracy fell, or "". A run that was killed after
+        # such a stop, but before the end of its export, begins with a reason and only exports.
         self._stopped = state.brake(self.first_step)
         self.steps = self.first_step if self._stopped else required(config.steps, "--steps")
         plan = plan_memory(

@@ -1,4 +1,4 @@
-"""Attention of the learning pass: the same figures as torch's, where it is used and where not."""
+"""Attention of the training pass: it equals torch's, and is used only where it is supported."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rlm.model.hardware import Device
 from rlm.ops import fused_layers
 from rlm.training.logprobs import attention_mask
 
-# A prompt of 3, completions of 2 and 3, and one of 8 tokens whose end is padding.
+# Row 1 has a prompt of 3 tokens, and completions of 2 and 3. Row 2 ends with padding.
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 1, 1, -1, -1]])
 
 
 def inputs(dtype, heads, shared, width=8):
-    """(B, heads, S, D) as transformers hands them over: views of (B, S, heads, D)."""
+    """Return q, k and v, (B, heads, S, D), as views of (B, S, heads, D) as in transformers."""
     torch.manual_seed(0)
     made = [torch.randn(2, 8, h, width).to(dtype).transpose(1, 2) for h in (heads, shared, shared)]
     return [part.requires_grad_() for part in made]
 
 
-# Shapes for which other files compile the kernels, too: each more is a build of seconds.
+# Other test files compile the same shapes, because each further build takes seconds.
 @pytest.mark.parametrize(("heads", "shared", "width"), [(6, 2, 64), (2, 2, 8), (3, 1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3, 128])  # of a block: a last one of two, and all in one
+@pytest.mark.parametrize("rows", [1, 3, 128])  # per block; with 3, the last block has two rows
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_attention_and_its_gradients_equal_torchs(
     heads, shared, width, dtype, rows, is_compiled, monkeypatch
@@ -38,7 +38,7 @@ def test_attention_and_its_gradients_equal_torchs(
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask, scale = attention_mask(SEGMENTS, dtype), 0.6 * width**-0.5
     out = fused_layers.block_attention(*ours, mask, scale, made)
-    # Rows of padding see nothing: what comes out of them is never read, and must be finite.
+    # The results of padding are never read, so they are not compared.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
         *exact, attn_mask=attention_mask(SEGMENTS, torch.float32), scale=scale, enable_gqa=True
@@ -56,17 +56,17 @@ def test_only_keys_that_a_block_sees_are_computed(monkeypatch):
     mask = attention_mask(SEGMENTS, torch.bfloat16)
     first, padded = fused_layers._blocks(mask)
     blocks = [(block.rows.start, block.rows.stop, block.columns.tolist()) for block in first]
-    # The prompt alone; the first completion with the beginning of the second; the second.
+    # The blocks are the prompt; completion 1 and the beginning of completion 2; the rest of it.
     assert blocks == [(0, 3, [0, 1, 2]), (3, 6, [0, 1, 2, 3, 4, 5]), (6, 8, [0, 1, 2, 5, 6, 7])]
     assert torch.equal(first[2].mask, mask[0, 0, 6:][:, [0, 1, 2, 5, 6, 7]])
-    # Padding sees itself.
+    # Padding attends to itself.
     assert padded[-1].columns.tolist() == [6, 7]
 
 
 def test_each_mask_has_its_own_blocks():
-    """They are kept for the layers of a pass; the next micro-batch must not get them."""
+    """The blocks are cached for the layers of a pass, and must not be used for the next mask."""
     q, k, v = inputs(torch.float32, 4, 2)
-    one = attention_mask(SEGMENTS[:1], torch.float32)  # may serve all sequences
+    one = attention_mask(SEGMENTS[:1], torch.float32)  # one mask for all sequences
     other = attention_mask(SEGMENTS.flip(0), torch.float32)
     masks = one, other, one, one.repeat(2, 1, 1, 1)
     outs = [fused_layers.block_attention(q, k, v, mask, 0.5) for mask in masks]

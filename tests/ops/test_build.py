@@ -1,4 +1,4 @@
-"""The library is compiled once for a compiler, source and CPU, and never taken from a stranger."""
+"""The library is cached by compiler, source and CPU, and only in a folder of this user."""
 
 import shlex
 import shutil
@@ -15,7 +15,7 @@ MACROS = ["QUERIES=1", "WIDTH=8", "DRAWN=256"]
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """A compiler that counts what it compiles, of one small source; how often it has compiled."""
+    """A compiler for one small source file; returns a function that counts the builds so far."""
     calls = tmp_path / "calls"
     script = tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\nexec cc "$@"\n')
@@ -45,11 +45,11 @@ def test_an_equal_build_is_taken_from_disk(compiler, tmp_path):
     assert compiler() == 2
     folder = tmp_path / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert len(list(folder.iterdir())) == 2  # nothing half-made
+    assert len(list(folder.iterdir())) == 2  # no incomplete file
 
 
 def test_a_folder_that_cannot_be_written_keeps_no_build(compiler, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.access", lambda folder, mode: False)  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda folder, mode: False)  # chmod would not stop root
     assert load_library([*MACROS, "BF16"]).block_columns() >= 0
     assert compiler() == 2
     assert len(list((tmp_path / "kernels").iterdir())) == 1
@@ -77,7 +77,7 @@ def test_a_failed_build_is_no_part_of_a_measurement(tmp_path, monkeypatch):
     with pytest.raises(this_cpu.BuildError):
         load_library(MACROS)
     assert this_cpu.kernels_digest() == "none"
-    monkeypatch.setenv("RLM_MARCH", "x86-64")  # other flags have not failed
+    monkeypatch.setenv("RLM_MARCH", "x86-64")  # no build has failed with these flags
     assert this_cpu.kernels_digest() != "none"
 
 

@@ -1,4 +1,4 @@
-"""The dtype of a CPU's work is what was measured, not what its flags say."""
+"""The dtype for a CPU is chosen by measurement, not by the flags of the CPU."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ from rlm.sampling import Sampler, SamplingParams, sampling_dtype
 
 @pytest.fixture
 def cpu(monkeypatch, tmp_path):
-    """A CPU with bf16 units whose times a test sets; returns the list of what was timed."""
+    """A CPU with bf16 units whose times the test sets; returns the list of timed functions."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
@@ -51,12 +51,12 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
     for _ in range(2):
         pick_device()
         sampling_dtype(tiny_model().bfloat16())
-    assert len(timed) == 2 * 2  # each until two timings agree
+    assert len(timed) == 2 * 2  # two timings that agree, for both kinds of work
     assert all({*each} == {*this_cpu.DTYPES} for each in timed)
     file = tmp_path / "cache" / "number_types.json"
     kinds = sorted(key.split(",")[0] for key in json.loads(file.read_text()))
     assert kinds == ["learning", "sampling 32 x 64"]
-    cpu(1.0, 4.0)  # what is kept counts
+    cpu(1.0, 4.0)  # the cached result is used
     assert pick_device().dtype == torch.bfloat16
     file.write_text("{broken")
     assert pick_device().dtype == torch.float32
@@ -64,12 +64,12 @@ def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
 
 @pytest.mark.parametrize("changed", ["limit", "features", "compiler", "source", "threads", "torch"])
 def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch, changed):
-    monkeypatch.setenv("CC", shlex.quote(sys.executable))  # a program that has a --version
+    monkeypatch.setenv("CC", shlex.quote(sys.executable))  # a program with --version
     cpu(4.0, 1.0)
     assert pick_device().dtype == torch.bfloat16
     cpu(1.0, 4.0)
     with monkeypatch.context() as patch:
-        if changed == "limit":  # which leaves bf16 in
+        if changed == "limit":  # this limit allows bf16
             patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
         elif changed == "features":
             patch.setattr(this_cpu, "CPU_INFO", tmp_path / "cpuinfo")
@@ -85,13 +85,13 @@ def test_what_a_measurement_depends_on_is_in_its_key(cpu, tmp_path, monkeypatch,
         else:
             patch.setattr("torch.__version__", "0")
         assert pick_device().dtype == torch.float32
-    assert pick_device().dtype == torch.bfloat16  # the first is still known
+    assert pick_device().dtype == torch.bfloat16  # the first result is still cached
 
 
 @pytest.mark.parametrize(
     ("times", "dtype", "is_steady"),
     [
-        ([9.0, 2.0, 0.5, 2.1], torch.bfloat16, True),  # the second and the last agree
+        ([9.0, 2.0, 0.5, 2.1], torch.bfloat16, True),  # the second and the fourth agree
         ([0.3, 0.5, 0.9, 1.6, 3.0, 0.1], torch.float32, False),
     ],
 )
@@ -107,11 +107,11 @@ def test_a_measurement_that_other_programs_spoil_is_repeated(
     assert list(left) == []
     said = "bf16 was 0.1 to 3 times as fast" in " ".join(capsys.readouterr().out.split())
     assert said != is_steady
-    assert (tmp_path / "cache" / "number_types.json").exists() == is_steady  # else: again next time
+    assert (tmp_path / "cache" / "number_types.json").exists() == is_steady  # else not cached
 
 
 def test_sampling_and_learning_may_differ(cpu):
-    """As on a CPU that multiplies bf16 slowly, and reads half the bytes of it."""
+    """On some CPUs, bf16 matmuls are slow, but sampling gains from reading half the bytes."""
     cpu(1.0, 2.0)
     assert pick_device().dtype == torch.float32
     cpu(2.0, 1.0)
@@ -124,7 +124,7 @@ def test_a_type_that_somebody_chose_is_not_measured(cpu):
     assert sampling_dtype(tiny_model(), "float32") == torch.float32
     assert sampling_dtype(tiny_model().bfloat16(), "bfloat16") == torch.bfloat16
     assert not timed
-    assert sampling_dtype(tiny_model()) == torch.float32  # the model's own is not the fast one
+    assert sampling_dtype(tiny_model()) == torch.float32  # the model is not in the fast dtype
 
 
 def test_the_clock_takes_the_faster_for_faster():
@@ -136,7 +136,7 @@ def test_the_clock_takes_the_faster_for_faster():
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_merged_copy_in_bf16_draws_for_a_model_in_fp32(family, compiled, tokenizer, monkeypatch):
-    """The same as a model in bf16 draws: the copy is rounded once, after the adapter is merged."""
+    """The samples equal those of a bf16 model: the copy is rounded once, after merging."""
     if not compiled:
         monkeypatch.setattr("rlm.sampling.engine.ops_for", lambda *_: TorchOps())
     model, params = tiny_model(family), SamplingParams(12, 1.0)
@@ -147,7 +147,7 @@ def test_a_merged_copy_in_bf16_draws_for_a_model_in_fp32(family, compiled, token
     assert mixed.bytes_for([4], 8, 12) < Sampler(model, tokenizer).bytes_for([4], 8, 12)
     drawn = mixed.sample([[1, 2, 3]], 4, params, [7])
     rounded = tiny_model(family).bfloat16()
-    rounded.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq  # loading keeps it in fp32
+    rounded.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq  # fp32, as after loading
     usual = Sampler(rounded, tokenizer).sample([[1, 2, 3]], 4, params, [7])
     assert [c.token_ids for c in drawn[0]] == [c.token_ids for c in usual[0]]
 

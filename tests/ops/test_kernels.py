@@ -1,4 +1,4 @@
-"""What is compiled, against the same in torch; and sampling where nothing can be."""
+"""The compiled kernels equal torch, and sampling works without a compiler."""
 
 import functools
 import subprocess
@@ -12,7 +12,7 @@ from rlm.ops import TorchOps
 from rlm.ops.kernels import load_ops
 from rlm.sampling import Sampler, SamplingParams
 
-# Relative: bf16 has 8 bits, and torch's passes round more than once.
+# Relative errors: bf16 has 8 bits, and torch rounds more than once.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 
 
@@ -26,22 +26,23 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert error <= TOLERANCE[found.dtype] * wanted.double().abs().max()
 
 
-# Each is a build of seconds. 80 is no power of two, and the sums of (7, 128), of Qwen2.5-7B, do not
-# fit the registers. No line of C is chosen by the shape and the dtype together, so one dtype of
-# these two is left to `make test-slow`.
+# Each shape takes seconds to build. 80 is not a power of two, and the sums of (7, 128), the shape
+# of Qwen2.5-7B, do not fit into the registers. No C code depends on the combination of shape and
+# dtype, so one dtype of these two shapes is tested only by `make test-slow`.
 RARE = [(1, 80, torch.bfloat16), (7, 128, torch.float32)]
 SHAPES = [(queries, width, dtype) for queries, width in [(2, 8), (3, 64)] for dtype in TOLERANCE]
 SHAPES += [(1, 80, torch.float32), (7, 128, torch.bfloat16)]
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in RARE]
 
-# Rows read slots of their own choice; empty segments, blocks cut short, stores no block divides.
+# The cases include shared slots, empty segments, partial blocks, and caches that are not a multiple
+# of a block.
 SLOTS = [[0, 0, 0, 0, 0], [1, 0, 1, 2, 0], [0, 1, 2, 3, 4]]
 LENGTHS = [[0, 5, 5, 5, 0], [33, 0, 33, 40, 1], [1, 2, 32, 33, 71]]
 ROOM = [(1, 5), (3, 40), (5, 71)]  # slots, tokens
 
 
 def stores(heads: int, width: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Two layers of keys and values; NaN wherever no row has a token."""
+    """Return caches of two layers, with NaN where no row has a token."""
     made = []
     for (slots, tokens), where, lengths in zip(ROOM, SLOTS, LENGTHS, strict=True):
         keys = torch.randn(2, slots, heads, width, tokens).to(dtype)
@@ -102,7 +103,7 @@ for tokens in map(int, sys.argv[2:]):
 
 
 def test_attention_reads_nothing_behind_the_cache(dtype):
-    """A page that nobody may read follows the keys and the values."""
+    """The keys and the values are followed by an unreadable page, so a wrong read would crash."""
     kernels(dtype)
     sizes = ["1", "2", "16", "30", "32", "33", "40", "64", "71"]
     command = [
@@ -116,7 +117,7 @@ def test_attention_reads_nothing_behind_the_cache(dtype):
 
 
 def test_rows_may_lie_apart_in_memory():
-    """As in the product that makes queries, keys and values at once."""
+    """One matmul computes queries, keys and values, so they are views of its result."""
     torch.manual_seed(0)
     kept = stores(2, 64, torch.float32)
     qkv = torch.randn(5, 10, 64)
@@ -137,13 +138,13 @@ def test_attention_survives_scores_far_apart_and_passes_on_what_is_not_a_number(
     assert attend(0, q * torch.nan, nothing, nothing, 1.0).isnan().all()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])  # 64: enough work for several threads
+@pytest.mark.parametrize("rows", [1, 3, 64])  # 64 rows use several threads
 def test_the_passes_are_those_of_torch(rows, dtype, threads):
     torch.manual_seed(0)
     made = kernels(dtype)
     x = (3 * torch.randn(rows, 577)).to(dtype)
     close(made.rms_norm(x, None, 1e-5), TorchOps().rms_norm(x.double(), None, 1e-5))
-    heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a part, as queries and keys are
+    heads = torch.randn(rows, 9, 64).to(dtype)[:, 1:6]  # a view, as queries and keys are
     angles = torch.rand(rows, 32).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = TorchOps().rotary_embedding(heads.double(), cos.double(), sin.double())
@@ -158,7 +159,7 @@ def test_scores_and_their_derivatives_are_those_of_the_softmax(
 ):
     torch.manual_seed(0)
     logits = (3 * torch.randn(50, vocabulary)).to(dtype)
-    logits[0, 2] = 60  # one that is certain
+    logits[0, 2] = 60  # a token with a probability of 1
     targets = torch.randint(vocabulary, (50,))
     targets[0] = 2
     before = logits.clone()
@@ -204,7 +205,7 @@ def test_norm_and_gating_and_their_gradients_are_those_of_autograd(rows, dtype, 
 @pytest.mark.parametrize(("queries", "width", "dtype"), SHAPES)
 @pytest.mark.parametrize(("tokens", "masks"), [(1, 1), (37, 1), (37, 2)])
 def test_attention_of_many_tokens_and_its_gradients(queries, width, tokens, masks, dtype, threads):
-    """Whole blocks are hidden, a last one is cut short, and some queries see nothing."""
+    """The cases include hidden blocks, a partial last block, and queries that see no key."""
     torch.manual_seed(0)
     heads, scale = 2, 0.3
     q, k, v = (torch.randn(2, tokens, n, width) for n in (heads * queries, heads, heads))
@@ -269,13 +270,13 @@ def test_targets_are_tokens_of_the_vocabulary_or_none():
 
 
 def test_rounding_to_bf16_is_that_of_torch():
-    """To the nearest, ties to even."""
+    """Rounding is to nearest, ties to even."""
     torch.manual_seed(0)
     x = torch.randn(2, 4096).to(torch.bfloat16)
     wide = x.double()
     wanted = (wide * wide.pow(2).mean(1, keepdim=True).rsqrt()).to(torch.bfloat16)
     found = kernels(torch.bfloat16).rms_norm(x, None, 0.0)
-    assert (found == wanted).double().mean() > 0.999  # but where fp32 itself falls across a tie
+    assert (found == wanted).double().mean() > 0.999  # fp32 itself may be beyond a tie
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_rounding_to_bf16_is_that_of_torch():
     [
         ("no-such-compiler", "No such file"),
         ("false", "false failed"),
-        ("true", "cannot open shared object"),  # it made nothing that can be loaded
+        ("true", "cannot open shared object"),  # creates no library
     ],
 )
 def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch):
@@ -291,7 +292,7 @@ def test_without_a_compiler_torch_does_it(compiler, said, tokenizer, monkeypatch
     params = SamplingParams(20, temperature=1.0)
     with_compiler = Sampler(model, tokenizer)
     monkeypatch.setenv("CC", compiler)
-    # What was built or was not is remembered: here by a memory that ends with the test.
+    # `load_ops` caches its result, so use a cache that ends with the test.
     forgetful = functools.cache(load_ops.__wrapped__)
     monkeypatch.setattr("rlm.ops.kernels.load_ops", forgetful)
     without = Sampler(model, tokenizer)

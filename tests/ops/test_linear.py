@@ -1,4 +1,4 @@
-"""Linear layers as the sampler has them, against the same in double precision."""
+"""The sampler's linear layers, compared with double precision."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from rlm.ops.kernels import Kernels
 from rlm.sampling.weights import MergedWeights, UnmergedWeights, fused_linear
 
 BF16 = torch.bfloat16
-KINDS = ("fp32", "bf16", "tiles")  # of products
+KINDS = ("fp32", "bf16", "tiles")  # of matmuls
 
 
 def kernels(kind: str) -> Kernels:
-    """What multiplies by itself; a CPU that does not is no failure."""
+    """Return kernels with compiled matmuls; skip the test on a CPU without them."""
     if kind == "tiles":
         return conftest.tile_kernels()
     made = conftest.kernels(BF16 if kind == "bf16" else torch.float32)
@@ -38,7 +38,7 @@ def layers(inputs: int, outputs: Sequence[int], bias: bool, dtype: torch.dtype) 
 
 
 class Norm(nn.Module):
-    """What a Llama layer's norm holds."""
+    """The RMS norm of a Llama layer, in double precision."""
 
     variance_epsilon = 1e-5
 
@@ -53,7 +53,7 @@ class Norm(nn.Module):
 
 
 def ones(width: int, dtype: torch.dtype) -> Norm:
-    """The norm's weight is rounded into the layer's: with ones, nothing is lost."""
+    """Return a norm with weights of 1, which merge into a layer's weights without rounding."""
     return Norm(torch.ones(width, dtype=dtype))
 
 
@@ -63,7 +63,7 @@ def double(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def rounded_once(found: Tensor, wanted: Tensor) -> None:
-    """But for what cancels, within the half of a last place of bf16; sums are those of fp32."""
+    """Check that the error is at most that of fp32 sums which are rounded once."""
     eps = torch.finfo(found.dtype).eps
     error = (found.double() - wanted).abs()
     summed = 1e-5 if found.dtype == BF16 else 2e-6
@@ -71,7 +71,7 @@ def rounded_once(found: Tensor, wanted: Tensor) -> None:
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
-    """Where torch rounds in between."""
+    """Check that the error is at most four units in the last place, for several roundings."""
     error = (found.double() - wanted).abs().max()
     assert error <= 4 * torch.finfo(found.dtype).eps * wanted.abs().max()
 
@@ -115,7 +115,7 @@ def test_a_compiled_gate_is_rounded_once(inputs, outputs, bias, rows, kind, thre
 
 @pytest.mark.parametrize("compiled_too", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inputs", [33, 64])  # pairs are multiplied: an odd number is left to torch
+@pytest.mark.parametrize("inputs", [33, 64])  # torch multiplies odd numbers of bf16
 @pytest.mark.parametrize("biases", [(), (0,), (0, 1)])
 def test_every_path_computes_the_same(inputs, biases, kind, compiled_too):
     torch.manual_seed(0)
@@ -148,7 +148,7 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kind, thr
         assert torch.equal(gated(x[start:end]), gates[start:end])
 
 
-# Of SmolLM2-135M: queries with keys and values, gate or up, down, the head.
+# The shapes of SmolLM2-135M: qkv, gate or up, down, and the LM head.
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(576, 960), (576, 1536), (1536, 576), (576, 49152)]
 )
@@ -191,7 +191,7 @@ def test_rows_may_lie_apart_and_nothing_is_written_but_the_answer(kind):
 
 
 def attention_of_one(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Of one token to itself."""
+    """Compute the attention of one token, which attends only to itself."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 

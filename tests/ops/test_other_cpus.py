@@ -1,6 +1,6 @@
-"""The C files compiled for CPUs that this one is not: what they compute agrees with this CPU's.
+"""The C files, compiled for other CPUs, compute the same as on this CPU.
 
-ARM's run in QEMU; without it, or without the cross compiler, these tests are skipped and say so.
+The ARM code runs in QEMU. Without QEMU or the cross compiler, its tests are skipped.
 """
 
 import platform
@@ -12,10 +12,10 @@ import pytest
 
 from rlm.ops import cpu as this_cpu
 
-# Of the largest number that a function returns; bf16 has 8 bits.
+# Maximum error relative to the largest number that a function returns; bf16 has 8 bits.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 MACROS = ("-DQUERIES=3", "-DWIDTH=64", "-DDRAWN=256", f"-I{this_cpu.FOLDER}")
-# Name: compiler, flag, what runs it, and whether products are compiled.
+# Name: (compiler, flag, emulator, whether matmuls are compiled).
 CPUS = {
     "AVX2": ("cc", "-march=haswell", (), True),
     "AVX alone": ("cc", "-march=sandybridge", (), False),
@@ -25,7 +25,7 @@ CPUS = {
 
 
 def results(folder: Path, compiler: str, flag: str, runner: tuple[str, ...], dtype: str):
-    """What every function returns, by its name."""
+    """Compile and run the test program; return the results of each function by name."""
     flags = [part for part in this_cpu.FLAGS if not part.startswith("-march")]
     if dtype == "bf16":
         flags.append("-DBF16")
@@ -44,7 +44,7 @@ def results(folder: Path, compiler: str, flag: str, runner: tuple[str, ...], dty
 
 @pytest.fixture(scope="module", params=TOLERANCE)
 def here(request, tmp_path_factory):
-    """The dtype, and the results of this CPU."""
+    """The dtype, and the results on this CPU."""
     if shutil.which("cc") is None:
         pytest.skip("there is no compiler")
     folder = tmp_path_factory.mktemp(request.param)

@@ -1,8 +1,8 @@
-/* The tile instructions of AMX in plain C, for tests on a CPU without them: compiled before products.c
- * with -include. Each does what the Intel 64 and IA-32 Architectures Software Developer's Manual says of
- * it, and what would be an exception there ends the process. */
+/* The tile instructions of AMX in plain C, for tests on a CPU without them; -include compiles this file
+ * before products.c. The instructions follow the Intel 64 and IA-32 Architectures Software Developer's
+ * Manual. The process ends where the CPU would raise an exception. */
 #pragma once
-#include <immintrin.h> /* before its names get other meanings */
+#include <immintrin.h> /* before the names are redefined */
 
 #include <float.h>
 #include <math.h>
@@ -71,7 +71,7 @@ static inline void _tile_stored(int i, void *to, int64_t stride) {
         memcpy((char *)to + row * stride, &tile_data[i][row], tile_shape.bytes[i]);
 }
 
-/* Denormal numbers are taken as zero, and given as zero. */
+/* Denormal inputs and results count as zero. */
 static inline float tile_flush(float x) { return fabsf(x) < FLT_MIN ? copysignf(0, x) : x; }
 static inline float tile_number(uint16_t bf16) {
     uint32_t bits = (uint32_t)bf16 << 16;
@@ -80,8 +80,8 @@ static inline float tile_number(uint16_t bf16) {
     return tile_flush(x);
 }
 
-/* sums += rows · weights: the first and the second of all pairs are summed apart, then together, then to
- * what was there. */
+/* Computes sums += rows · weights. The first and the second numbers of the pairs are summed separately,
+ * then added to each other, and then to the sums. */
 static __attribute__((noinline, unused)) void tile_multiply(int sums, int rows, int weights) {
     require_tile(sums), require_tile(rows), require_tile(weights);
     require(sums != rows && sums != weights && rows != weights, "one tile is named twice");

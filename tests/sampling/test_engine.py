@@ -1,4 +1,4 @@
-"""The sampler: equal to `generate`, equal to scoring, and blind to who shares the batch."""
+"""The sampler equals `generate` and scoring, and its completions do not depend on the batch."""
 
 import gc
 import math
@@ -41,9 +41,10 @@ from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
 
 DTYPES = torch.float32, torch.bfloat16
-# No key-value heads in gpt_neox and gpt2, which has positions to learn; nemotron hands nothing on.
+# The configs of gpt_neox and gpt2 name no key-value heads, and gpt2 has learned positions. nemotron
+# does not pass extra arguments on to its attention layers.
 OTHERS = "phi", "gpt_neox", "gpt2", "nemotron"
-# Which weights: the fast path has four families, any architecture runs unmerged.
+# (architecture, whether to merge): only FAMILIES have the fast path.
 KINDS = [(kind, merged) for merged in (True, False) for kind in FAMILIES]
 KINDS += [(kind, False) for kind in OTHERS]
 
@@ -69,7 +70,7 @@ def a_model(kind):
 
 @pytest.fixture(params=["compiled", "torch"])
 def passes(request, monkeypatch):
-    """Between the products: compiled code where there is a compiler, and what takes its place."""
+    """Run the test with the compiled kernels and with torch."""
     if request.param == "torch":
         monkeypatch.setattr(engine, "ops_for", lambda *_: TorchOps())
 
@@ -79,7 +80,7 @@ def passes(request, monkeypatch):
     ids=lambda value: f"{value[0]}-{value[1]}",
 )
 def drawing(request):
-    """`sample_tokens` in compiled code and in torch, of each dtype."""
+    """`sample_tokens` with the compiled kernels and with torch, in each dtype."""
     how, dtype = request.param
     made = kernels(dtype, 1, 8) if how == "compiled" else TorchOps()
     return lambda logits, *rest: sample_tokens(logits.to(dtype), *rest, made)
@@ -95,7 +96,7 @@ def ids(groups):
 
 
 def generated(model, prompts, tokens):
-    """What transformers continues each prompt with, greedily."""
+    """Return the greedy continuation of each prompt by transformers."""
     options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 258}
     full = [model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
     return [[ids[len(prompt) :]] for ids, prompt in zip(full, prompts, strict=True)]
@@ -103,7 +104,7 @@ def generated(model, prompts, tokens):
 
 @cache
 def generated_once(kind):
-    """By a model of its own, for all cases of the kind."""
+    """Return `generated` for an architecture; the result is shared by all tests."""
     return generated(a_model(kind), some_prompts(16), 20)
 
 
@@ -137,8 +138,10 @@ def test_a_completion_does_not_depend_on_who_shares_the_batch(merged, tokenizer)
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "tiles"])
 def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer, monkeypatch):
-    """Nor on the beginning that the prompts of a batch share, nor on the number of threads. Where
-    they are not, the sampler says so."""
+    """Completions do not depend on the shared prefix or the number of threads either.
+
+    If the matmuls are not compiled, `batch_note` says so.
+    """
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     made = tile_kernels() if kind == "tiles" else kernels(dtype)
     monkeypatch.setattr(engine, "ops_for", lambda model, dtype=None: made)
@@ -162,7 +165,7 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer
         assert sample(range(6), max_num_seqs=3) == together
     finally:
         torch.set_num_threads(1)
-    assert sample([5, 4, 3, 2, 1]) == together[:0:-1]  # all begin alike
+    assert sample([5, 4, 3, 2, 1]) == together[:0:-1]  # these share a prefix
     assert [sample([i])[0] for i in range(6)] == together
 
 
@@ -171,7 +174,7 @@ def test_where_products_are_compiled_no_bit_depends_on_the_batch(kind, tokenizer
 def test_one_call_for_all_layers_equals_a_call_for_each_operation(
     kind, dtype, tokenizer, monkeypatch
 ):
-    """With the biases of Qwen2 and the norms of Qwen3, and enough rows for several threads."""
+    """The cases include the biases of Qwen2, the norms of Qwen3, and rows for several threads."""
     model = tiny_model(kind)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -195,7 +198,7 @@ def test_one_call_for_all_layers_equals_a_call_for_each_operation(
         torch.set_num_threads(1)
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT, of gpt2's layers: it sets it itself
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it for gpt2
 @pytest.mark.parametrize(("kind", "merged"), KINDS)
 @pytest.mark.usefixtures("passes")
 def test_sampled_logprobs_equal_scored_ones(kind, merged, tokenizer):
@@ -224,7 +227,7 @@ def test_a_special_token_without_a_row_of_the_model_may_be_one_that_no_prompt_co
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
     assert len(tokenizer) == 260
-    Sampler(tiny_model(), tokenizer)  # 259 rows
+    Sampler(tiny_model(), tokenizer)  # has 259 embeddings
     tokenizer.chat_template += "<image_soft_token>"
     with pytest.raises(UsageError, match="the tokenizer has 260 tokens"):
         Sampler(tiny_model(), tokenizer)
@@ -247,7 +250,7 @@ def test_an_end_token_ends_a_row_and_belongs_to_it(tokenizer):
 
 
 def test_every_end_token_counts(tokenizer):
-    """Tokenizer, generation config and template may each name another one."""
+    """The tokenizer, the generation config and the template may name different end tokens."""
     model = tiny_model()
     model.generation_config.eos_token_id = [7, 9]
     assert Sampler(model, tokenizer).stop_ids == {7, 9, 257}
@@ -277,9 +280,9 @@ def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenize
     merged.release()
     gc.collect()
     assert copy
-    assert not any(layer() for layer in copy)  # while the trainer learns it needs the memory
+    assert not any(layer() for layer in copy)  # the trainer needs the memory
     assert drawn() == second
-    with torch.no_grad():  # one tensor alone is a change, too
+    with torch.no_grad():  # a change of one tensor must be noticed
         tensor.normal_(0, 1)
         before[name] = tensor.clone()
     assert drawn() != second
@@ -308,7 +311,7 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     assert "merged copy" in merged.description
     assert "as requested" in unmerged.description
     assert "may depend on its batch: unmerged models use torch's matmuls" in unmerged.description
-    # Only the same weights in fp32 draw as training scores.
+    # Sampling and training agree only with the same weights in fp32.
     assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
     assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).matches_trainer
     monkeypatch.setattr("rlm.sampling.weights.available_memory", lambda device: 1000)
@@ -329,9 +332,9 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
         ),
         ("gpt_oss", {"num_local_experts": 4}, "attention needs s_aux"),
         ("modernbert-decoder", {"bos_token_id": 1}, "they expose no decoder without the LM head"),
-        # Its layers add a bias for each head to the mask.
+        # Its layers add a bias per head to the mask.
         ("doge", {}, "doge models .*: with the sampler's KV cache, the logits of 5 tokens differ"),
-        # More query heads in one layer than the kernels are compiled for.
+        # One of its layers has more query heads than the kernels are compiled for.
         (
             "laguna",
             {"num_attention_heads_per_layer": [4, 8], "num_experts": 4, "num_experts_per_tok": 2},
@@ -341,10 +344,10 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
 )
 def test_an_architecture_that_the_cache_does_not_hold_is_refused(family, options, said):
     if "compiled for" in said:
-        kernels(torch.float32)  # skips the test if there are none: torch has no such limit
+        kernels(torch.float32)  # skips the test without kernels, as torch has no limit
     model = tiny_model(family, **options)
     for tensor in model.parameters():
-        if not tensor.any():  # a new bias, which training would change by little
+        if not tensor.any():  # a bias of zeros would not show the difference
             torch.nn.init.normal_(tensor, std=0.05)
     with pytest.raises(UsageError, match=said):
         check_architecture(model)
@@ -352,7 +355,7 @@ def test_an_architecture_that_the_cache_does_not_hold_is_refused(family, options
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_that_do_not_attend_through_the_cache_are_noticed(dtype, monkeypatch):
-    """Such as a convolution: left unnoticed, a decoded token would see itself alone."""
+    """A convolution, for example, bypasses the cache, so a decoded token would see only itself."""
     model = tiny_model().to(dtype)
     check_architecture(model)
     layer = model.model.layers[1].self_attn
@@ -362,7 +365,7 @@ def test_layers_that_do_not_attend_through_the_cache_are_noticed(dtype, monkeypa
 
 
 def test_a_model_in_which_rounding_changes_everything_is_not_refused():
-    """In 32 layers of random experts, bf16 changes the logits by half, with a cache or without."""
+    """In 32 layers of random experts, rounding changes the logits by half, also without a cache."""
     model = tiny_model(
         "olmoe", num_hidden_layers=32, num_experts=32, num_experts_per_tok=8,
         hidden_size=128, intermediate_size=128, num_attention_heads=8, head_dim=16,
@@ -395,13 +398,13 @@ def of(tokens, handle, row=0):
 
 
 def answer(sampler, *request, **options):
-    """The token ids of a request's first completion."""
+    """Return the token ids of a request's first completion."""
     handle = sampler.add_request(Request(*request, **options))
     return of(run(sampler), handle)
 
 
 def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
-    """The learning pass counts on its memory."""
+    """The training pass needs the memory of the cache."""
     sampler = a_running_sampler(tokenizer, merged=False)
     answer(sampler, [1, 2, 3], SamplingParams(4), 0)
     cache = weakref.ref(sampler._cache)
@@ -446,7 +449,7 @@ def test_a_cancelled_request_frees_its_place_and_leaves_the_others_alone(tokeniz
     rest = run(sampler)
     assert {token.request for token in rest} == {kept}
     assert of(tokens + rest, kept) == expected
-    for _ in range(5):  # slots would run out if cancelling leaked them
+    for _ in range(5):  # leaked slots would run out
         for i in range(4):
             sampler.add_request(Request(prompts[i % 3], params, i, n=5))  # one waits for a row
         assert sampler.step()
@@ -467,7 +470,7 @@ def test_running_rows_wait_for_one_prefill_at_most():
         scheduler.fill_batch(lambda chosen: prefilled.append(len(chosen)))
         return prefilled
 
-    assert prefills(10) == [8, 2]  # nobody runs: the batch is filled
+    assert prefills(10) == [8, 2]  # nothing is running, so the batch is filled
     assert prefills(15) == [8]
     assert len(scheduler.running) == 18
     assert prefills(0) == [7]
@@ -475,7 +478,7 @@ def test_running_rows_wait_for_one_prefill_at_most():
 
 
 def test_aborting_one_request_does_not_bring_back_another():
-    """Both before the rows of either are given away."""
+    """Both requests are aborted before the rows of either are reused."""
     scheduler = Scheduler(max_num_seqs=4, prompt_slots=4)
     for number in range(3):
         scheduler.waiting.append(RequestState(number, Request([1, 2], SamplingParams(4), 0), 0))
@@ -488,20 +491,20 @@ def test_aborting_one_request_does_not_bring_back_another():
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_samplers_in_two_threads_draw_what_each_draws_alone(merged, shared, tokenizer):
-    """Of one model or of two: a layer attends through the cache of the batch that it computes."""
+    """Each thread must use the cache of its own batch, also if both threads share a model."""
     models = [tiny_model()] * 2 if shared else [tiny_model(seed=seed) for seed in (0, 1)]
     samplers = [Sampler(model, tokenizer, merged=merged) for model in models]
     batches = [some_prompts(6)[:3], some_prompts(6)[3:]]
 
     def draw(i):
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # the setting belongs to the thread
         return [
             ids(samplers[i].sample(batches[i], 2, SamplingParams(12), [7, 8, 9])) for _ in range(4)
         ]
 
     alone = [draw(i) for i in range(2)]
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # or a forward pass may always end before the other begins
+    sys.setswitchinterval(1e-5)  # otherwise the forward passes might never overlap
     try:
         with ThreadPoolExecutor(2) as pool:
             together = list(pool.map(draw, range(2)))
@@ -511,7 +514,7 @@ def test_two_samplers_in_two_threads_draw_what_each_draws_alone(merged, shared, 
 
 
 def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
-    """What a thinking budget needs: after three tokens, these; and no end token before them."""
+    """A thinking budget depends on it: forced tokens replace the fourth sampled token."""
     forced = [65, 66, 67]
     asked = []
 
@@ -529,7 +532,7 @@ def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
     assert len(got) == 8
     assert [math.isnan(t.logprob) for t in tokens] == [False] * 3 + [True] * 3 + [False] * 2
     assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 6), (0, 7)]
-    # What follows is drawn as if the model had written the forced tokens itself.
+    # The next token is sampled as if the model had written the forced tokens itself.
     again = answer(sampler, [1, 2, 3, *got[:6]], SamplingParams(2, temperature=0), 0)
     params, as_before = SamplingParams(8, temperature=0), lambda r, b, t: got[len(b) : 6] or None
     assert answer(sampler, [1, 2, 3], params, 0, force_tokens=as_before)[6:] == again
@@ -552,7 +555,8 @@ def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, mon
     expected = ids(Sampler(model, tokenizer).sample(prompts, 3, params, seeds))
     each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
     sampler = Sampler(model, tokenizer)
-    monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 120)  # half of it
+    # The cache may use half of the memory.
+    monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 120)
     assert ids(sampler.sample(prompts, 3, params, seeds)) == expected
     monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 30)
     with pytest.raises(UsageError, match="max-new-tokens"):
@@ -598,19 +602,19 @@ def test_uniforms_are_a_pure_function_and_uniform():
     assert 0 <= many.min() < many.max() < 1
     assert many.mean() == pytest.approx(0.5, abs=0.01)
     assert many.var() == pytest.approx(1 / 12, abs=0.002)
-    # Row i of a prompt has seed + i: its stream must not be its neighbour's, shifted.
+    # Row i of a prompt has seed + i. Its stream must not be a shifted copy of a neighbour's.
     grid = torch.stack([uniforms([s] * 50, list(range(50))) for s in range(1000, 1020)])
     assert len(torch.cat([many, grid.flatten()]).unique()) == len(many) + grid.numel()
     assert torch.corrcoef(grid).fill_diagonal_(0).abs().max() < 0.6
 
 
-@pytest.mark.parametrize("vocabulary", [5, 256, 3001])  # below, at and above a block
+@pytest.mark.parametrize("vocabulary", [5, 256, 3001])  # less than, exactly and more than a block
 @pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
 def test_a_token_is_drawn_where_the_running_sum_passes_the_uniform_number(
     temperature, vocabulary, drawing, threads
 ):
     torch.manual_seed(0)
-    logits = (3 * torch.randn(vocabulary, 500)).bfloat16().T  # its rows do not lie together
+    logits = (3 * torch.randn(vocabulary, 500)).bfloat16().T  # the rows are not contiguous
     logits[::7, ::3] = -torch.inf
     uniform = torch.rand(500, dtype=torch.float64)
     tokens, logprobs = drawing(logits, uniform, SamplingParams(1, temperature))
@@ -636,7 +640,7 @@ def test_the_edges_of_the_uniform_number_draw_a_possible_token(drawing):
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_said(value, temperature, drawing):
-    """On a GPU the look-up beyond the vocabulary would end the process without a word."""
+    """An index beyond the vocabulary would crash a GPU without an explanation."""
     logits = torch.zeros(2, 300)
     logits[1, 7] = value
     with pytest.raises(UsageError, match="not finite"):
@@ -652,13 +656,13 @@ def test_top_p_is_exact():
     assert kept(0.4) == [False, True, False, False]
     assert kept(0.6) == [False, True, False, True]
     assert kept(0.81) == [True, True, False, True]
-    assert kept(1e-300) == [False, True, False, False]  # zero in single precision
+    assert kept(1e-300) == [False, True, False, False]  # this top_p is 0 in fp32
     halves = apply_top_p(torch.zeros(1, 4), 0.5)
-    assert halves.isfinite().sum() == 2  # two quarters reach a half: no third
-    for tied in (logits, torch.zeros(1, 4)):  # the probe of a vLLM server
+    assert halves.isfinite().sum() == 2  # two of four equal tokens suffice
+    for tied in (logits, torch.zeros(1, 4)):  # as in the check of a vLLM server
         one = SamplingParams(1, top_p=1e-6)
         _, logprob = sample_tokens(tied, torch.tensor([0.0]), one, TorchOps())
-        assert logprob.item() == pytest.approx(0)  # under the distribution that was drawn from
+        assert logprob.item() == pytest.approx(0)  # under the sampled distribution
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])

@@ -1,7 +1,7 @@
-"""A run on a server of Tinker's protocol.
+"""Runs on a server that implements Tinker's protocol.
 
-The tests marked `engine` ask SkyRL's own server, which `make test-engine` installs into
-.venv-engine, with tiny models: what it trains is what is trained here.
+The tests marked `engine` use SkyRL's own server, which `make test-engine` installs into
+.venv-engine. They compare its training of tiny models with training on this machine.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from train_grpo import GRPOTrainer
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-engine/bin/python"
 PROBLEMS = [Problem(f"p{i}", f"{i} + {i}?", str(2 * i)) for i in range(12)]
-NO_CLIP = 1e9  # SkyRL's server has none
+NO_CLIP = 1e9  # SkyRL's server does not clip
 
 ALGORITHMS = {
     "grpo": {"algorithm": "grpo"},
     "topr": {"algorithm": "topr", "mini_batch_size": 2},
-    # Wider than its own bounds, at which rounding decides what is clipped.
+    # The default bounds are so narrow that rounding would decide which ratios are clipped.
     "gspo": {
         "algorithm": "gspo", "mini_batch_size": 2, "updates_per_batch": 2,
         "clip_eps_low": 0.2, "clip_eps_high": 0.2,
@@ -92,7 +92,7 @@ def tensors_apart(one: Path, other: Path) -> float:
 
 
 def test_advantages_give_the_gradient_back():
-    """Where the server's loss is a sum over tokens, and where it is divided by their number."""
+    """This must hold for a loss that is a sum over tokens and for a loss that is a mean."""
     gradient, old = torch.tensor([-0.5, 0.25]), torch.tensor([-1.0, -2.0])
     assert engine.token_advantages(gradient) == [0.5, -0.25]
     assert engine.token_advantages(gradient, divided_by=6) == [3.0, -1.5]
@@ -125,7 +125,7 @@ def test_sequences_are_taken_back_out_of_a_micro_batch():
 
 @pytest.fixture
 def archive(model_dir, tmp_path) -> Path:
-    """An adapter as SkyRL sends it: its config names no modules."""
+    """An adapter in the form in which SkyRL sends it: its config names no modules."""
     torch.manual_seed(1)
     policy = let_it_speak(new_adapter(load_base(str(model_dir), CPU), r=4, alpha=32), 1.0)
     policy.save_pretrained(tmp_path / "sent")
@@ -136,7 +136,7 @@ def archive(model_dir, tmp_path) -> Path:
 
 
 def test_an_adapter_from_the_server_is_exported_whole(archive, model_dir, tmp_path):
-    """No weights of the base are read for it, and the exported config names all seven layers."""
+    """The base model's weights are not read, and the exported config names all seven layers."""
     policy = adapter_without_base(str(model_dir), r=4, alpha=32)
     assert policy.device.type == "meta"
     read = tmp_path / "read"
@@ -194,15 +194,17 @@ def test_the_base_must_be_named(monkeypatch, tmp_path):
         GRPOConfig.resolve({"backend": "tinker"})
     monkeypatch.chdir(tmp_path)
     given = {"backend": "tinker", "model": "some/model", "dataset": "gsm8k"}
-    assert GRPOConfig.resolve(given)["sft_adapter"] is None  # not the default one
+    assert GRPOConfig.resolve(given)["sft_adapter"] is None  # the default adapter is not used
 
 
 # --- a run, with an SDK whose server is in this process -------------------------------------------
 
 
 class Sdk:
-    """What a run asks of the `tinker` package, on a tiny model: its losses as they are documented
-    (`sums`), or as SkyRL's server has them."""
+    """The part of the `tinker` package that a run uses, with a tiny model as the server.
+
+    The losses are sums, as documented (`sums`), or means, as on SkyRL's server.
+    """
 
     class TinkerError(Exception): ...
 
@@ -324,11 +326,11 @@ def sdk(request, model_dir, tmp_path, monkeypatch) -> Sdk:
 
 @pytest.mark.parametrize(("sdk", "name"), [("sums", "gspo"), ("means", "topr")], indirect=["sdk"])
 def test_a_run_on_a_server_is_a_local_one_and_resumes(name, sdk, model_dir, tmp_path, in_fp32):
-    """Two mini-batches a step, and for gspo two passes: the old log-probabilities differ."""
+    """With two mini-batches, and two passes of gspo, the old log-probabilities are not the new."""
     url = None if sdk.sums else "http://there"
     config = a_config(tmp_path, url, **ALGORITHMS[name], max_grad_norm=0.1 if sdk.sums else NO_CLIP)
 
-    def small_seeds(problems, seed, step, refill):  # the server takes 30 bits
+    def small_seeds(problems, seed, step, refill):  # the run sends 30 bits of a seed
         return [s % 2**30 for s in rollout_seeds(problems, seed, step, refill)]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -346,7 +348,7 @@ def test_a_run_on_a_server_is_a_local_one_and_resumes(name, sdk, model_dir, tmp_
     ]
     for ours, theirs in zip(*rows, strict=True):
         for metric in ("reward/mean", "loss/policy", "optim/grad_norm"):
-            pair = ours.get(metric, 0.0), theirs.get(metric, 0.0)  # 0: nothing was learned
+            pair = ours.get(metric, 0.0), theirs.get(metric, 0.0)  # 0 if no token was learned
             assert pair[0] == pytest.approx(pair[1], abs=1e-4), metric
     assert tensors_apart(config.output, here.output) < 1e-4
     assert sdk.calls[0] == f"{url} tml-key"
@@ -367,7 +369,7 @@ def test_the_doctor_samples_there(sdk, model_dir, tmp_path, capsys):
 
 
 class Server:
-    """SkyRL's server in .venv-engine, over a folder that outlives it."""
+    """SkyRL's server in .venv-engine, whose folder survives a restart."""
 
     def __init__(self, model: Path | str, folder: Path, *options: str) -> None:
         with socket.socket() as probe:
@@ -381,7 +383,7 @@ class Server:
 
     def start(self) -> None:
         offline = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        # What takes time is compiling: do it without optimisation, and once.
+        # Compiling takes most of the time, so disable optimisation and cache the result.
         offline |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         offline |= {"JAX_COMPILATION_CACHE_DIR": str(PYTHON.parents[1] / "jax_cache")}
         offline |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -409,7 +411,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Starts at most one server at a time: family → its model's folder and the server."""
+    """A function that returns the model's folder and a running server; at most one server runs."""
     if not PYTHON.exists():
         pytest.skip("no .venv-engine: make test-engine")
     pytest.importorskip("tinker", reason="no tinker: make test-engine")
@@ -426,7 +428,7 @@ def served(tmp_path_factory):
                 model = folder / "model"
                 tiny_model(family).save_pretrained(model)
                 byte_tokenizer().save_pretrained(model)
-            # JAX compiles for each number of sequences, and each takes seconds.
+            # JAX compiles for each number of sequences, which takes seconds, so limit the numbers.
             small = ("--max-lora-rank", "4", "--micro-batch", "1", "--max-num-seqs", "8")
             running[family] = model, Server(model, folder / "engine", *small)
         return running[family]
@@ -437,7 +439,7 @@ def served(tmp_path_factory):
 
 
 class Recorder:
-    """Records what a run samples and scores; or, given a recording, lets a run sample that."""
+    """Records the samples and scores of a run, or replays recorded samples."""
 
     def __init__(self, trainer: GRPOTrainer, sampled=None) -> None:
         self.sampled, self.scored, self.metrics, self.advantages = [], [], [], []
@@ -472,8 +474,11 @@ def apart(one, other) -> float:
 
 
 def compare_with_a_local_run(model: str, config: GRPOConfig, reward) -> dict[str, float]:
-    """Train on the server, then here from the same adapter and completions; return the largest
-    differences, and how far training moved the adapter."""
+    """Train on the server, and on this machine from the same adapter and completions.
+
+    Returns:
+        The largest differences, and how far training moved the adapter.
+    """
     start, here = config.run_dir.with_name("start"), config.run_dir.with_name("here")
     remote = GRPOTrainer(model, config, reward_fn=reward)
     remote.weights.fetch()
@@ -510,9 +515,9 @@ def test_three_steps_are_those_of_a_local_run(name, served, tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("moment", ["score", "update"])
 def test_a_run_goes_on_where_its_server_was_killed(moment, served, tmp_path, monkeypatch):
-    """In its second step: after the samples, or with gradient and update under way."""
+    """The server is killed in the second step, after sampling or during the update."""
     model, server = served("llama")
-    options = {"algorithm": "topr", "mini_batch_size": 4}  # one update a step
+    options = {"algorithm": "topr", "mini_batch_size": 4}  # one update per step
     whole = a_config(tmp_path, server.url, **options, run_dir=tmp_path / "whole")
     GRPOTrainer(str(model), whole, reward_fn=likes_letters).train(PROBLEMS)
 
@@ -555,7 +560,7 @@ def test_another_base_is_refused(served, tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_exported_adapter_gives_the_servers_log_probabilities(family, served, tmp_path):
-    """Those of the last validation, as `inference.py` loads it."""
+    """The adapter is loaded as inference.py does, and compared on the last validation."""
     model, server = served(family)
     config = a_config(tmp_path, server.url, algorithm="grpo")
     trainer = GRPOTrainer(str(model), config, reward_fn=likes_letters)
@@ -583,7 +588,7 @@ def test_the_exported_adapter_gives_the_servers_log_probabilities(family, served
 
 @pytest.mark.engine
 def test_smollm2_itself(served, smollm2, tmp_path):
-    """By its name, though the server has a folder; at a rate that is usual."""
+    """The model is named although the server has a folder, and the learning rate is usual."""
     _, server = served(smollm2)
     options = {"learning_rate": 1e-4, "max_new_tokens": 12, "batch_size": 2}
     config = a_config(tmp_path, server.url, **ALGORITHMS["grpo"] | options)

@@ -1,4 +1,7 @@
-"""What a tool writes into a completion: where, masked, and blind to who shares the batch."""
+"""Tokens that a tool writes into completions: their places and masks.
+
+They do not depend on the other completions in the batch.
+"""
 
 import math
 
@@ -27,7 +30,7 @@ PARAMS = SamplingParams(40)
 
 
 class Remark:
-    """Writes a remark after every third kind of character: what a random model meets often."""
+    """A tool that writes after a third of all characters, so that a random model triggers it."""
 
     name, trigger = "remark", ""
 
@@ -50,7 +53,7 @@ def seen(groups):
 def test_a_completion_with_a_tool_is_the_same_alone_and_in_a_batch(tokenizer):
     expected = seen(completions(tokenizer, 64))
     masks = [mask for group in expected for _, mask, _ in group]
-    assert sum(not all(mask) for mask in masks) > 6  # the tool was at work
+    assert sum(not all(mask) for mask in masks) > 6  # the tool wrote in most of them
     assert all(any(mask) for mask in masks)
     for max_num_seqs in (1, 5):
         assert seen(completions(tokenizer, max_num_seqs)) == expected
@@ -59,7 +62,7 @@ def test_a_completion_with_a_tool_is_the_same_alone_and_in_a_batch(tokenizer):
 
 
 def test_the_mask_is_where_no_token_was_drawn_and_the_rest_is_what_the_model_says(tokenizer):
-    """The inserted tokens are in the attention: what follows is scored as it was drawn."""
+    """Later tokens attend to the inserted tokens, in training as in sampling."""
     policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
     groups = Sampler(policy, tokenizer, tool=Remark()).sample(PROMPTS, 3, PARAMS, [0, 1, 2, 3])
     rollouts = []
@@ -77,7 +80,7 @@ def test_the_mask_is_where_no_token_was_drawn_and_the_rest_is_what_the_model_say
 
 
 def test_every_remark_stands_where_the_tool_was_asked(tokenizer):
-    """The tool is a function of the text before: done again by hand, from the finished text."""
+    """The tool depends only on the text before it, so the finished text determines its output."""
     tool, calls = Remark(), 0
     for group in completions(tokenizer, 64):
         for c in group:
@@ -102,11 +105,11 @@ def test_without_a_tool_there_is_no_mask(tokenizer):
 
 
 def test_an_insertion_counts_and_may_be_cut(tokenizer):
-    """max_new_tokens counts what the tool writes; a cut insertion ends in "length"."""
+    """max_new_tokens counts the tool's tokens, and may cut off the tool's text."""
     ids = tokenizer.encode("x<<3+4=", add_special_tokens=False)
     force = ToolTokens(Calculator(), tokenizer)
 
-    def write(row, before, token):  # the model writes `ids`, then whatever it likes
+    def write(row, before, token):  # writes `ids`, then lets the model write
         return [ids[len(before)]] if len(before) < len(ids) else force(row, before, token)
 
     sampler = Sampler(tiny_model(), tokenizer)
@@ -120,7 +123,7 @@ def test_an_insertion_counts_and_may_be_cut(tokenizer):
 
 
 def bpe(*merged: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with tokens of several characters."""
+    """Make a byte-level BPE tokenizer with the given merged tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate([*alphabet, *merged])}
     backend = Tokenizer(models.BPE(vocabulary, [(m[0], m[1:]) for m in merged]))
@@ -133,8 +136,8 @@ def bpe(*merged: str) -> PreTrainedTokenizerFast:
     ("text", "merged", "inserted"),
     [
         ("<<3+4=", (), "7>>"),
-        ("<<(3+4)=", (")=",), "7>>"),  # a token that ends in the trigger
-        ("<<3+4=7", ("=7",), None),  # one that goes on after it: the model has decided
+        ("<<(3+4)=", (")=",), "7>>"),  # a token ends with the trigger
+        ("<<3+4=7", ("=7",), None),  # the token contains text after the trigger
     ],
 )
 def test_tokens_of_several_characters(text, merged, inserted):
@@ -161,7 +164,7 @@ def test_a_trigger_may_end_inside_a_token_of_bytes(tokenizer):
 
 
 def test_no_space_is_put_before_what_a_tool_writes():
-    """SentencePiece puts one before each text that it encodes."""
+    """SentencePiece adds a space before each text that it encodes."""
     tokenizer = byte_fallback_tokenizer()
     ids = tokenizer.encode("<<3+4=")
     assert tokenizer.decode(ids + ToolTokens(Calculator(), tokenizer)(0, ids, 0)) == "<<3+4=7>>"

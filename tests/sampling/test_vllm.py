@@ -1,4 +1,4 @@
-"""Completions drawn by a vLLM server, against a scripted one."""
+"""Completions from a vLLM server, with a scripted server."""
 
 import re
 import threading
@@ -42,16 +42,16 @@ def sampler(server):
 
 def test_a_group_a_prompt_with_tokens_and_logprobs_from_the_server(server, sampler):
     server.script(
-        completions_reply(  # out of order on purpose
+        completions_reply(  # deliberately out of order
             completion_choice([11, 12, 13], [-1.0, -2.0, -3.0], "length", index=1),
             completion_choice([10, END], [-0.25, -0.5], "stop", index=0),
         )
     )
     (group,) = sampler.sample([[5, 6]], 2, SamplingParams(3, temperature=0.7, top_p=0.9), [40])
-    assert [c.token_ids for c in group] == [[10, END], [11, 12, 13]]  # the end token is kept
+    assert [c.token_ids for c in group] == [[10, END], [11, 12, 13]]  # with the end token
     assert [c.logprobs for c in group] == [[-0.25, -0.5], [-1.0, -2.0, -3.0]]
     assert [c.truncated for c in group] == [False, True]
-    assert not sampler.matches_trainer  # so importance weights are on
+    assert not sampler.matches_trainer  # so the loss has importance weights
     assert sampler.description == f"vLLM at {server.url}"
     assert server.asked("completions") == [
         {
@@ -79,7 +79,7 @@ def test_many_prompts_at_once_come_back_in_order(server, sampler):
     finished = threading.Semaphore(0)
     prompts, seeds = [[10 * i] for i in range(6)], [3 * i for i in range(6)]
     groups = sampler.sample(prompts, 2, SamplingParams(4), seeds, finished.release)
-    # Tokens count up from 3 + the prompt's sum + seed + i.
+    # The scripted server's tokens count up from 3 + sum(prompt) + seed + i.
     assert [[c.token_ids[0] for c in group] for group in groups] == [
         [3 + 13 * i, 4 + 13 * i] for i in range(6)
     ]
@@ -92,7 +92,7 @@ def test_many_prompts_at_once_come_back_in_order(server, sampler):
 
 def test_greedy_is_asked_once(server, sampler):
     (group,) = sampler.sample([[1]], 3, SamplingParams(4, temperature=0), [0])
-    assert server.asked("completions")[0]["n"] == 1  # vLLM refuses more at temperature 0
+    assert server.asked("completions")[0]["n"] == 1  # vLLM rejects n > 1 at temperature 0
     assert len(group) == 3
     assert group[0] == group[2]
     assert group[0].token_ids is not group[2].token_ids
@@ -155,8 +155,8 @@ def test_each_adapter_has_a_new_name_and_the_last_one_is_dropped(server, tmp_pat
     draw(sampler)
     ((first, path),) = server.adapters.items()
     assert path == str((tmp_path / "one").resolve())
-    sampler.release()  # between two batches
-    draw(sampler)  # the adapter is the same: nothing is exported or loaded
+    sampler.release()  # called between two batches
+    draw(sampler)  # the same adapter is neither exported nor loaded again
     sampler.invalidate_weights()
     draw(sampler)
     ((second, path),) = server.adapters.items()
@@ -164,7 +164,7 @@ def test_each_adapter_has_a_new_name_and_the_last_one_is_dropped(server, tmp_pat
     assert re.fullmatch(r"rlm-[0-9a-f]{12}-\d", second)
     drawn = [body["model"] for body in server.asked("completions")]
     assert drawn == [first, first, second] != [first] * 3
-    other = VLLMSampler([client_of(server)], [END])  # the base is found beside what others left
+    other = VLLMSampler([client_of(server)], [END])  # finds the base model beside adapters
     draw(other)
     assert server.asked("completions")[-1]["model"] == BASE
 
@@ -210,7 +210,7 @@ def test_several_servers_get_prompts_in_turn_and_all_get_the_adapter(server, tmp
         sampler = VLLMSampler(clients, [END], lambda: tmp_path)
         assert server.url in sampler.description
         assert second.url in sampler.description
-        assert sampler.max_model_len == 512  # the shorter one's
+        assert sampler.max_model_len == 512  # the minimum
         for each in (server, second):
             each.requests.clear()
         draw(sampler, prompts=5)
@@ -220,7 +220,7 @@ def test_several_servers_get_prompts_in_turn_and_all_get_the_adapter(server, tmp
         sampler.invalidate_weights()
         draw(sampler)
         assert len(server.adapters) == 1
-        assert server.adapters == second.adapters  # the first one is dropped on both
+        assert server.adapters == second.adapters  # both servers have dropped the first one
         second.processed_logprobs = False
         with pytest.raises(UsageError, match=f"{second.url} gives log-prob"):
             VLLMSampler(clients, [END])

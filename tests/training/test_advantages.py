@@ -1,4 +1,7 @@
-"""What a group can teach, and the penalty for length. Values by hand: tests/conformance."""
+"""Advantages of groups without signal, and the length penalty.
+
+tests/conformance compares advantages with values that were computed by hand.
+"""
 
 import math
 
@@ -21,7 +24,7 @@ def test_a_group_without_a_difference_gets_exactly_zero(row, kind):
 
 
 def test_a_rounding_error_has_no_share():
-    """Shares do not depend on the size of a difference, so a tiny one counts as none."""
+    """The kind "share" ignores the size of a difference, so rounding errors must count as equal."""
     rewards = torch.tensor([[0.5, 0.5, 0.5, 0.5009], [0.1, 0.1, 0.1, 0.102]])
     assert has_signal(rewards, "share").tolist() == [False, True]
     assert has_signal(rewards).tolist() == [True, True]
@@ -38,6 +41,6 @@ def test_soft_overlong_penalty_is_dapos():
 
     lengths = {15: 0, 16: -0.2, 17: -0.4, 18: -0.6, 19: -0.8, 20: -1, 21: -1}
     ended = [Completion([1] * length, [], "stop") for length in lengths]
-    cut = Completion([1] * 3, [], "length")  # no end token, whatever its length
+    cut = Completion([1] * 3, [], "length")  # has no end token, so its length does not matter
     assert penalties(*ended, cut, overlong_buffer=5) == pytest.approx([*lengths.values(), -1])
     assert penalties(*ended, cut, overlong_buffer=0) == [0] * 8

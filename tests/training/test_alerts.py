@@ -1,4 +1,4 @@
-"""Warnings: each rule begins where it should, says what to do, and is silent in a good run."""
+"""Warnings during a run: their thresholds, their advice, and when they are printed."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_each_rule_holds_beyond_its_threshold_and_gives_advice(metric, silent, b
     assert active_alerts(rows(**{metric: silent})) == {}
     (text,) = active_alerts(rows(**{metric: bad})).values()
     assert advice in text
-    assert "--" in text  # an option to change
+    assert "--" in text  # names an option to change
     assert "\n" not in text
 
 
@@ -64,8 +64,8 @@ def test_one_bad_step_is_no_warning_and_neither_is_a_short_run():
 def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_type():
     (text,) = active_alerts(rows(1, completion__truncated_rate=0.34)).values()
     assert text.startswith("34% of the completions were cut off")
-    assert "train_sft.py" not in text  # it does not train the orchestrator
-    assert "--max-new-tokens 192" in text  # twice the limit that the longest one reached
+    assert "train_sft.py" not in text  # SFT does not train the orchestrator
+    assert "--max-new-tokens 192" in text  # twice the length of the longest one
     assert active_alerts(rows(1, completion__truncated_rate=0.1)) == {}
     agents = rows(1, agents__truncated_rate=0.5, agents__length_max=96)
     (text,) = active_alerts(agents).values()
@@ -75,7 +75,7 @@ def test_completions_that_are_cut_off_are_said_at_the_first_step_with_what_to_ty
 
 def test_nothing_rewarded_and_everything_rewarded_are_told_apart():
     nothing = rows(reward__mean=0.0, reward__std=0.0, reward__zero_signal_share=1.0)
-    assert list(active_alerts(nothing)) == ["reward"]  # and not the zero-signal groups once more
+    assert list(active_alerts(nothing)) == ["reward"]  # without the zero-signal rule
     assert "no completion of the last 5 steps earned a reward" in active_alerts(nothing)["reward"]
     assert "train_sft.py" not in active_alerts(nothing)["reward"]
     everything = rows(reward__mean=1.0, reward__std=0.0, reward__zero_signal_share=1.0)
@@ -96,11 +96,11 @@ def test_a_reward_that_does_not_rise():
     assert list(active_alerts(climbing(0.0))) == ["flat"]
     assert list(active_alerts(climbing(-0.2))) == ["flat"]
     assert active_alerts(climbing(0.1)) == {}
-    assert active_alerts(climbing(0.03)) == {}  # two points from the first third to the last
-    assert active_alerts(climbing(0.0)[1:]) == {}  # too early to say
-    assert active_alerts(climbing(0.0, start=0.95)) == {}  # nothing left to rise to
+    assert active_alerts(climbing(0.03)) == {}  # rises by 0.02 from the first to the last third
+    assert active_alerts(climbing(0.0)[1:]) == {}  # one step too few
+    assert active_alerts(climbing(0.0, start=0.95)) == {}  # near the maximum
     bad = [row | {"policy/entropy": 0.0} for row in climbing(0.0)]
-    assert list(active_alerts(bad)) == ["policy/entropy"]  # the cause, not the effect
+    assert list(active_alerts(bad)) == ["policy/entropy"]  # reports the cause, not the effect
 
 
 def test_a_warning_comes_once_until_it_has_gone_and_comes_again():
@@ -109,7 +109,7 @@ def test_a_warning_comes_once_until_it_has_gone_and_comes_again():
         history.append(GOOD | {"policy/entropy": entropy})
         said.append(len(new_alerts(history)))
     assert sum(said) == 2
-    assert said.index(1) == 9  # the mean of 0.1 and four zeros is 0.02: not below
+    assert said.index(1) == 9  # at step 8 the mean is 0.02, which is not below
 
 
 def test_metrics_that_are_missing_or_not_numbers_are_passed_over():
@@ -122,11 +122,11 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
     said = []
     times = {"time/sample": 1.0, "time/score": 0.0, "time/learn": 1.0}
     with RunDirectory(tmp_path / "run", resume=False) as run:
-        made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
+        made = TrainingRun.__new__(TrainingRun)  # only the attributes that log_step reads
         made.directory, made.steps = run, 20
         made.config = GRPOConfig(steps=20, eval_every=0)
         made.state = SimpleNamespace(minutes=0.0)
-        for step in range(1, RECENT_STEPS + 3):  # nothing is printed of the first and the last
+        for step in range(1, RECENT_STEPS + 3):  # no sample is printed in these steps
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}
             made.log_step(metrics, [], torch.zeros(0, 2))

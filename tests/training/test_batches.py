@@ -1,4 +1,4 @@
-"""What a step draws and learns from: pure functions of seed and step; denominators; packing."""
+"""The problems of a step, its mini-batches, the denominators of the loss, and packing."""
 
 import math
 import random
@@ -34,7 +34,7 @@ AGGREGATIONS = {
 
 
 def a_group(prompt, *completions, truncated=()):
-    """Of completions as token ids; `truncated`: the places of those without an end."""
+    """Make a group from completions as token ids; those at the indices `truncated` have no end."""
     reasons = ["length" if i in truncated else "stop" for i in range(len(completions))]
     made = [Completion(ids, [], why) for ids, why in zip(completions, reasons, strict=True)]
     return Group(Problem("p", "?", "1"), prompt, made, [], [])
@@ -67,11 +67,11 @@ def test_problems_of_a_step_are_a_pure_function():
     again = [p for step in range(5, 10) for p in problems_for_step(problems, step, 2, seed=0)]
     assert sorted(again) == problems
     assert again != epoch
-    assert problems_for_step(problems, 0, 25, seed=0)[:10] == epoch  # a step may exceed the data
+    assert problems_for_step(problems, 0, 25, seed=0)[:10] == epoch  # more than the data has
 
 
 def test_a_problem_that_is_drawn_twice_gets_two_groups():
-    """Fewer problems than places: the same seed would make the same completions again."""
+    """With the same seed, the second group would contain the same completions as the first."""
     a, b = Problem("a", "?", "1"), Problem("b", "?", "1")
     seeds = rollout_seeds([a, b, a, a], 7, 3, 0)
     assert seeds[:2] == [prompt_seed(7, 3, 0, "a"), prompt_seed(7, 3, 0, "b")]
@@ -90,15 +90,15 @@ def test_what_a_step_draws_next():
     rewards = [(1.0, 0.0), (1.0, 1.0), (0.0, None), (0.0, 1.0)]
     sampled = [group(p, *r) for p, r in zip(first, rewards, strict=True)]
     more = draw_problems(problems, sampled, 1, config)
-    assert len(more) == 2  # the second and third taught nothing
+    assert len(more) == 2  # two groups have no signal
     assert not set(more) & set(first)
-    assert more == draw_problems(problems, sampled, 1, config)  # a pure function
+    assert more == draw_problems(problems, sampled, 1, config)
     others = {tuple(draw_problems(problems, sampled, step, config)) for step in range(9)}
     assert others > {tuple(more)}
     every = sampled + [group(p, 0.0, 0.0) for p in problems if p not in first]
-    assert draw_problems(problems, every, 1, config) == []  # the data are exhausted
-    assert draw_problems(problems, sampled[:1] * 4, 1, config) == []  # every place is filled
-    almost = [group(first[0], 0.5, 0.5001)]  # equal for topr's shares
+    assert draw_problems(problems, every, 1, config) == []  # no unused problem is left
+    assert draw_problems(problems, sampled[:1] * 4, 1, config) == []  # every group has signal
+    almost = [group(first[0], 0.5, 0.5001)]  # equal for the kind "share" of topr
     for name, places in (("topr", 4), ("grpo", 3)):
         named = GRPOConfig(batch_size=4, seed=0, algorithm=name)
         assert len(draw_problems(problems, almost, 1, named)) == places
@@ -108,7 +108,7 @@ def test_what_a_step_draws_next():
     ("aggregation", "weight"), [("sequence", 1 / 4), ("constant", 1 / 16), ("token", 1 / 2)]
 )
 def test_masked_completions_leave_the_loss_but_stay_samples(aggregation, weight):
-    """As in TRL: N counts them, the token denominator does not."""
+    """As in TRL, they count in the number of samples, but not in the number of tokens."""
     group = a_group([9], [1, 2], [3, 4, 5, 6], truncated=[1])
     options = AGGREGATIONS[aggregation] | {"mask_truncated": True, "kl_weight": 0.1}
     (kept,) = rollouts_of([group], [[0.5, -0.5]], **options)
@@ -133,7 +133,7 @@ def test_all_equal_rewards_leave_nothing_to_compute_but_a_kl_term():
 
 
 def test_prompt_tokens_are_no_targets_and_the_end_token_is():
-    """Also where pad == eos == 257 stands inside the prompt: masks come from lengths."""
+    """Masks are computed from lengths, so an eos or pad token (257) in the prompt is no end."""
     rollouts = [
         Rollout(0, [10, 257, 11], [20, 21, 257], 1.0, 1.0, [0.0] * 3),
         Rollout(0, [10, 257, 11], [30, 257], 1.0, 1.0, [0.0] * 2),
@@ -144,7 +144,7 @@ def test_prompt_tokens_are_no_targets_and_the_end_token_is():
     assert micro.sources.tolist() == [2, 3, 4, 2, 5]
     assert micro.targets.tolist() == [20, 21, 257, 30, 257]
     assert micro.completion_mask.tolist() == [[True] * 3, [True, True, False]]
-    # Where the six tokens may not be computed at a time, each completion repeats the prompt.
+    # If a micro-batch may have only five tokens, each completion needs its own copy of the prompt.
     apart = [micro.input_ids.tolist() for micro in make_micro_batches(rollouts, 9, 5, "cpu")]
     assert apart == [[[10, 257, 11, 20, 21]], [[10, 257, 11, 30]]]
 
@@ -152,14 +152,14 @@ def test_prompt_tokens_are_no_targets_and_the_end_token_is():
 # --- mini-batches -------------------------------------------------------------------------------
 
 P, G, T, LIMIT = 5, 4, 3, 8
-COPY = (1, 0)  # of problem 1 the first two completions are equal, and right
+COPY = (1, 0)  # the first two completions of problem 1 are equal and right
 REWARDS = torch.tensor(
     [[1.0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0], [0.25, 0.5, math.nan, 1]]
 )
 
 
 def random_step(seed=0):
-    """Groups of completions, and what the trainer now gives each of their tokens: (P, G, T)."""
+    """Return groups of completions, and the trainer's log-probabilities (P, G, T)."""
     rng = random.Random(seed)
     groups = []
     for p in range(P):
@@ -174,8 +174,10 @@ def random_step(seed=0):
 
 
 def loss_by_hand(name, groups, logprobs, members):
-    """The loss of an update, of these groups, as the papers write it: sums over problems, rollouts
-    and tokens. The old log-probabilities are the sampler's."""
+    """Compute the loss of an update on these groups with the formulas of the papers.
+
+    The sums run over problems, rollouts and tokens. The old log-probabilities are the sampler's.
+    """
     terms, samples, tokens = [], 0, 0
     for p in members:
         rewards = [None if math.isnan(r) else r for r in REWARDS[p].tolist()]
@@ -231,7 +233,7 @@ def compared(groups, config):
 @pytest.mark.parametrize("max_rows", [1, 3, 99])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_gradient_of_a_mini_batch_is_that_of_sums_by_hand(name, max_rows):
-    """Of every algorithm, whatever the micro-batches; the groups are each in one mini-batch."""
+    """The gradient must not depend on the micro-batches, and each group is in one mini-batch."""
     config = GRPOConfig(algorithm=name, mini_batch_size=2, batch_size=P, max_new_tokens=LIMIT)
     groups, values = random_step()
     advantages, kept = compared(groups, config)
@@ -266,7 +268,7 @@ def place_of(groups, rollout):
 
 
 def test_equal_completions_are_computed_once():
-    """Three bad copies and a good one: the loss is that of four rollouts, of two rows."""
+    """Copies with equal advantages become one row, which has the sum of their weights."""
     group = a_group([9], [1, 2], [1, 2], [1, 2], [3], [1, 2])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0]])
     advantages = group_advantages(rewards, "share", 0.25)
@@ -281,14 +283,12 @@ def test_copies_of_a_good_completion_do_not_count():
     groups, _ = random_step()
     assert copies_above_mean(groups, REWARDS).nonzero().tolist() == [[1, 1]]
     bad = torch.tensor([[0.0, 0, 1, 1]])
-    assert not copies_above_mean(groups[1:2], bad).any()  # what was bad twice counts twice
+    assert not copies_above_mean(groups[1:2], bad).any()  # copies of a wrong completion all count
 
 
 def test_a_completion_is_no_copy_of_one_that_got_no_reward():
-    group, nan = (
-        a_group([9], [1], [1], [1], [2]),
-        float("nan"),
-    )  # a judge may fail, or change its mind
+    # A judge may fail, or give different rewards to equal completions.
+    group, nan = a_group([9], [1], [1], [1], [2]), float("nan")
     for first in (nan, 0.0):
         copies = copies_above_mean([group], torch.tensor([[first, 1.0, 1.0, 0.0]]))
         assert copies.tolist() == [[False, False, True, False]]
@@ -305,7 +305,7 @@ def test_more_processes_than_problems_share_the_rollouts_of_a_mini_batch():
 
 
 def test_copies_do_not_lower_the_mean_that_others_are_compared_with():
-    """The mean is 4.5 / 8: without the three copies, 0.5 would be above it."""
+    """The mean reward is 4.5 / 8. Without the three copies it would be lower than 0.5."""
     group = a_group([9], [1], [1], [1], [1], [2], [3], [4], [5])
     rewards = torch.tensor([[1.0, 1, 1, 1, 0.5, 0, 0, 0]])
     copies = copies_above_mean([group], rewards)
@@ -325,8 +325,8 @@ def test_the_order_of_mini_batches_is_of_the_step():
         for step in range(9)
     }
     assert len(orders) > 1
-    assert {tuple(sorted(order)) for order in orders} == {(0, 1, 3, 4)}  # 2 has nothing to learn
-    # What the algorithm brings follows a smaller batch; what is typed must fit.
+    assert {tuple(sorted(order)) for order in orders} == {(0, 1, 3, 4)}  # group 2 has no signal
+    # The algorithm's mini_batch_size is reduced to the batch size.
     assert GRPOConfig(batch_size=1).mini_batch_size == 1
     whole = GRPOConfig(batch_size=P, algorithm="grpo")
     (batch,) = mini_batches(groups, advantages, kept, whole, 0)

@@ -1,4 +1,4 @@
-"""Presets, what an algorithm fills in, what is refused, and which layer wins."""
+"""Training options: presets, defaults of the algorithms, precedence, and rejected values."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_options_stand_above_what_the_algorithm_sets():
 
 
 def test_a_switch_beats_its_field_in_a_lower_layer_and_is_beaten(tmp_path):
-    small = ["--preset", "reasoning_small"]  # which sets quantize
+    small = ["--preset", "reasoning_small"]  # sets quantize
     for typed, quantize in {
         (): "auto",
         ("--quantize", "none"): "none",
@@ -92,7 +92,7 @@ def test_a_switch_beats_its_field_in_a_lower_layer_and_is_beaten(tmp_path):
 
 def test_what_is_saved_reads_back_as_the_same_config(tmp_path):
     config = GRPOConfig.from_preset("dapo", max_new_tokens=50, sft_adapter=None)
-    file = tmp_path / "config.json"  # JSON is YAML
+    file = tmp_path / "config.json"  # every JSON file is a YAML file
     file.write_text(json.dumps(to_dict(config)))
     assert parse(GRPOConfig, ["--config", str(file)], presets=PRESETS) == config
 
@@ -195,7 +195,7 @@ def test_the_length_of_completions_follows_the_data(dataset, on_cpu, on_gpu, mon
     ("typed", "limit"),
     [
         (["--dataset", "gsm8k"], 400),
-        (["--dataset", "mine.jsonl"], None),  # all of a file of the user's
+        (["--dataset", "mine.jsonl"], None),  # the whole file of a user
         (["--dataset", "mine.jsonl", "--max-samples", "5"], 5),
         (["--dataset", "gsm8k", "--max-samples", "none"], None),
     ],
@@ -213,7 +213,7 @@ def test_a_plan_needs_no_trained_adapter(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("look", [{"doctor": True}, {"plan": True}])
 def test_what_writes_nothing_is_not_refused_for_what_it_would_write(look):
-    place = Path("weights/final_rlm_lora")  # the default output, and often what is looked at
+    place = Path("weights/final_rlm_lora")  # the default output, which users often inspect
     assert GRPOConfig(sft_adapter=place, output=place, **look).output == place
     assert SFTConfig(adapter=place, output=place, dry_run=3).output == place
     with pytest.raises(ValueError, match="--output would overwrite --sft-adapter"):
@@ -225,7 +225,7 @@ def test_what_writes_nothing_is_not_refused_for_what_it_would_write(look):
 
 @pytest.mark.parametrize("config", [GRPOConfig, SFTConfig])
 def test_the_adapter_never_replaces_the_run_that_made_it(config, tmp_path, monkeypatch):
-    """What is at --output is renamed to NAME.prev at the end, and deleted by the next run."""
+    """The folder at --output is renamed to NAME.prev, and the next run deletes NAME.prev."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "x"
     run.mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_the_adapter_never_replaces_the_run_that_made_it(config, tmp_path, monke
     ("config", "option"), [(GRPOConfig, "sft_adapter"), (SFTConfig, "adapter")]
 )
 def test_a_run_never_replaces_the_adapter_that_it_starts_from(config, option, tmp_path):
-    """A new run moves an earlier one to NAME.prev, and deletes an earlier NAME.prev."""
+    """A new run renames the folder of an earlier run to NAME.prev, and deletes an old NAME.prev."""
     run = tmp_path / "x"
     with pytest.raises(ValueError, match="--output would overwrite"):
         config(output=tmp_path / "a", run_dir=run, **{option: tmp_path / "a.prev"})

@@ -1,4 +1,4 @@
-"""`train_grpo.py --doctor` names what was broken on purpose, and leaves a sound set-up alone."""
+"""`train_grpo.py --doctor` finds deliberate faults, and reports none in a sound set-up."""
 
 import shlex
 from dataclasses import replace
@@ -30,7 +30,7 @@ NO_SYSTEM = (
 
 
 class Scripted:
-    """A sampler that says what it is told: text(problem number, completion number)."""
+    """A sampler whose completions are text(problem number, completion number)."""
 
     exact, path, stop_ids = True, "scripted", frozenset({257})
 
@@ -107,7 +107,7 @@ def test_a_wrong_template_is_named(tmp_path, template):
     tiny_model().save_pretrained(path)
     byte_tokenizer(template=template).save_pretrained(path)
     findings = look(path, tmp_path)[-1]
-    if template == NO_SYSTEM:  # the prompt begins the first user's turn
+    if template == NO_SYSTEM:  # the system prompt is put into the first user message
         assert findings == []
         return
     (finding,) = findings
@@ -122,7 +122,7 @@ ROMAN = [
 
 @pytest.mark.parametrize("solution", ["", "40 is XL"])
 def test_numbers_for_a_task_of_words_are_named_in_plain_words(model_dir, tmp_path, solution):
-    """As the shipped adapter answers: with a calculation."""
+    """The shipped adapter, which was trained on arithmetic, answers with a calculation."""
     problems = [replace(problem, solution=solution) for problem in ROMAN]
     options = {"problems": problems, "dataset": "my roman.jsonl"}
 
@@ -145,13 +145,13 @@ def test_numbers_for_a_task_of_words_are_named_in_plain_words(model_dir, tmp_pat
 
 
 def blind(completions, answer):
-    """Reads an answer that nobody writes like that."""
+    """A reward that expects the bare answer, which no completion in the format is."""
     return [float(text == answer[0]) for text in completions]
 
 
 TOO_LOW, NO_SIGNAL = "learning rate too low", "no signal"
 IGNORES = "the reward ignores correctness"
-BROKEN = {  # what was broken → findings, whether each is a fault, and what stands in the first
+BROKEN = {  # fault → (options, {finding: whether it is a fault}, text in the first finding)
     "other tags": (
         {"text": lambda i, j: half_right(i, j, FORMATS["simple"])},
         {"parser mismatch": True, NO_SIGNAL: True},
@@ -216,7 +216,7 @@ def test_a_warmup_allows_a_higher_rate():
 
 
 def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
-    """A third of the completions is right: a mean of -1/3 where the others cost a point."""
+    """A third of the completions is right, so rewards of 1 and -1 have a mean of -1/3."""
     figures = {"pass@1, strict": 1 / 3}
     problem = Problem("a", "1 + 1?", "2")
 

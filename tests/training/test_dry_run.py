@@ -1,4 +1,4 @@
-"""`train_grpo.py --plan` estimates a run from what it measures, and leaves everything as it was."""
+"""`train_grpo.py --plan` estimates a run from measurements, and changes nothing."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from tests.test_train_grpo import PROBLEMS, a_config, a_trainer, force_checkpoin
 
 
 def state_of(trainer):
-    """Every weight, and the state of the random generator; there is no gradient."""
+    """Copy all weights and the random state, and check that there are no gradients."""
     tensors = dict(trainer.policy.named_parameters())
     tensors |= {f"master {name}": tensor for name, tensor in trainer.adapter.items()}
     assert all(tensor.grad is None for tensor in tensors.values())
@@ -45,12 +45,12 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatc
         "GB at the peak",
         "sampling: cpu, float32 (",
         "learning: cpu, float32 (",
-        "completions at a time",  # how many are counted in a limited time
+        "completions at a time",  # the number depends on the speed of the machine
         "3 of 3 steps",
         f"checkpointing {'on' if options else 'off'}",
     ):
         assert text in said, text
-    assert "  run:" not in said  # it writes none
+    assert "  run:" not in said  # a plan writes no run folder
     assert "warning: learning rate too high: 0.01 breaks a policy" in said
 
 
@@ -58,7 +58,7 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatc
 def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
     model_dir, tmp_path, capsys, monkeypatch, rate, warns
 ):
-    """A config made in Python has the default of a small model."""
+    """The learning rate of a config made in Python does not depend on the size of the model."""
     monkeypatch.setattr("rlm.training.metrics.LARGE_MODEL", 1000)
     a_trainer(model_dir, a_config(tmp_path, learning_rate=rate)).prepare(PROBLEMS, PROBLEMS[:3])
     said = "warning: learning rate 0.0003 is usual for a model of 135M parameters"
@@ -67,7 +67,7 @@ def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes when a test says so."""
+    """A clock that only the test advances."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(dry_run, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
@@ -78,7 +78,7 @@ def clock(monkeypatch):
     [(3, 0.25, 3, 0.625), (99, 0.25, 5, 0.25), (99, 1 / 64, 17, 1 / 64)],
 )
 def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed, expected, clock):
-    """Four rows at a time; the second ends early, and another completion takes its place."""
+    """Four rows are decoded at a time, and a finished row is replaced by another completion."""
     asked, drawn, released = [], [], []
 
     def stream(requests):
@@ -88,7 +88,7 @@ def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed,
             drawn.append(i)
             for row in range(4):
                 yield Token(*((1, 3) if row == 1 and i > 1 else (0, row)), 5, -1.0, None)
-            clock.now += 1.0 if i == 1 else pace  # a pause of the machine is no token's time
+            clock.now += 1.0 if i == 1 else pace  # a single pause must not change the estimate
 
     sampler = SimpleNamespace(stream=stream, release=lambda: released.append(True))
     config = GRPOConfig(group_size=4, max_new_tokens=64)
@@ -100,7 +100,7 @@ def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed,
 
 
 def test_seconds_of_sampling_by_hand():
-    """Nine completions are three batches of four."""
+    """Nine completions need three batches of at most four."""
     assert SamplingTime(4, first=2.0, next=0.5).of(9, tokens=11) == 3 * (2.0 + 10 * 0.5)
     assert SamplingTime(4, first=2.0, next=0.5).of(0, tokens=11) == 0
 
@@ -108,7 +108,7 @@ def test_seconds_of_sampling_by_hand():
 def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
     model_dir, tmp_path, clock, monkeypatch
 ):
-    timed, seconds = [], [0.9, 0.25, 0.5]  # the first pass warms up
+    timed, seconds = [], [0.9, 0.25, 0.5]  # the minimum counts, because the first pass is a warm-up
 
     def pass_of(_, micro):
         clock.now += seconds[len(timed)]
@@ -127,7 +127,10 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
 
 
 def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
-    """DAPO may sample the 16 completions of a step four times; a validation has 15."""
+    """The estimate contains all four sampling rounds of DAPO, each of 16 completions.
+
+    A validation has 15 completions.
+    """
     micro = SimpleNamespace(lengths=[6], input_ids=torch.zeros(1, 9))
     monkeypatch.setattr(dry_run, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
     monkeypatch.setattr(DryRun, "time_learning", lambda *_: (3.0, [micro]))
@@ -136,4 +139,4 @@ def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "a step: 75.0 s: sampling 72.0, learning 3.0" in said
     assert "a validation: 18.0 s" in said
-    assert "total: 4 min 21 s for 3 of 3 steps" in said  # and two validations
+    assert "total: 4 min 21 s for 3 of 3 steps" in said  # includes two validations

@@ -1,5 +1,8 @@
-"""Log-probabilities of packed micro-batches, and the fused layers: values and gradients are those
-of plain rows, full logits, and the layers of transformers and PEFT."""
+"""Log-probabilities of packed micro-batches, and the fused layers.
+
+Values and gradients equal those of unpacked rows, full logits, and the layers of transformers and
+PEFT.
+"""
 
 import random
 from collections import Counter
@@ -30,7 +33,10 @@ from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some
 
 
 def gradients(policy, rollouts, max_rows, algorithm="grpo", drift=0.0):
-    """The adapter's, of one update; `drift` moves the old policy away, to both sides."""
+    """Return the gradient of one update.
+
+    `drift` changes the old log-probabilities in both directions, so that some ratios are clipped.
+    """
     policy.zero_grad()
     for micro in make_micro_batches(rollouts, max_rows, 10_000, "cpu"):
         logprobs, _ = token_logprobs(policy, micro, 1.0)
@@ -55,7 +61,7 @@ def policy():
 
 
 def with_tool(rollout):
-    """Every third token, from the second on, is a tool's."""
+    """Return the rollout as if a tool had written every third token, from the second on."""
     own = [i % 3 != 1 for i in range(len(rollout.completion))]
     drawn = [-1.0 if by_model else float("nan") for by_model in own]
     return replace(rollout, tool_mask=own, sampler_logprobs=drawn)
@@ -92,7 +98,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm, t
     ],
 )
 def test_where_the_old_logprobs_come_from(policy, algorithm, updates, matches_trainer, old):
-    """With several mini-batches, before the first update; with one, the first pass sets them."""
+    """A forward pass computes them only if neither the sampler nor the first pass provides them."""
     config, rollouts = GRPOConfig(algorithm=algorithm, kl_weight=0), some_rollouts()
 
     def score(micro, temperature):
@@ -102,7 +108,7 @@ def test_where_the_old_logprobs_come_from(policy, algorithm, updates, matches_tr
     assert source == old
     split = partial(make_micro_batches, max_rows=4, max_tokens=10_000, device="cpu")
     set_constant_logprobs(policy, score, config, source, split, rollouts)
-    # Split again differently, the micro-batches have the same log-probabilities.
+    # The log-probabilities belong to the rollouts, so other micro-batches have them, too.
     for micro in make_micro_batches(rollouts, 3, 10_000, "cpu"):
         if old == "forward pass":
             expected = (micro.sampler_logprobs - 1) * micro.completion_mask
@@ -149,12 +155,12 @@ def test_a_completion_sees_its_prompt_and_itself_alone():
         [1, 1, 1, 0, 0, 0],
         [1, 1, 0, 1, 0, 0],
         [1, 1, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],  # padding looks at itself: a row of nothing would be NaN
+        [0, 0, 0, 0, 0, 1],  # a row without a visible token would be NaN
     ]
 
 
 def test_prompt_tokens_receive_exactly_zero_gradient(policy):
-    """Only hidden states that predict a completion token carry any."""
+    """Only the hidden states that predict a completion token have a gradient."""
     (micro,) = make_micro_batches(some_rollouts(problems=1), 9, 99, "cpu")
     kept = []
     decoder = policy.get_base_model().get_decoder()
@@ -176,7 +182,7 @@ def test_prompt_tokens_receive_exactly_zero_gradient(policy):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
-    """Values and gradients, with an active adapter, another one, and none."""
+    """Values and gradients are compared with the first, with the second, and without an adapter."""
     calls, call = Counter(), Kernels._call
     monkeypatch.setattr(Kernels, "_call", lambda *args: (calls.update([args[1]]), call(*args))[1])
     model = tiny_model(family)
@@ -209,11 +215,10 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     assert calls.keys() <= {"token_logprobs"}
     use_fused_layers(policy)
     got = outcome()
-    if isinstance(
-        ops_for(policy), Kernels
-    ):  # every one in 2 layers, 3 passes forward and 2 backward
+    if isinstance(ops_for(policy), Kernels):
+        # There are 2 layers, 3 forward passes and 2 backward passes.
         norms = 2 * (4 if family == "qwen3" else 2) + 1
-        first = 2  # nothing before the first norm is trained
+        first = 2  # the first norm has no backward pass: nothing before it is trained
         assert (calls["rms_norm"], calls["rms_norm_backward"]) == (3 * norms, 2 * norms - first)
         assert (calls["silu_and_mul"], calls["silu_and_mul_backward"]) == (3 * 2, 2 * 2)
         assert (calls["attention_forward"], calls["attention_backward"]) == (3 * 2, 2 * 2)
@@ -223,7 +228,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
 
 
 def test_an_fp32_adapter_of_a_bf16_base_is_fused(monkeypatch):
-    """As in SFT: it multiplies in bf16, which is much faster, and its gradient is fp32."""
+    """SFT relies on it: the matmuls are in bf16, which is much faster, and the gradient is fp32."""
     (micro,) = make_micro_batches(some_rollouts(), 99, 9999, "cpu")
 
     def gradient(dtype):
@@ -238,7 +243,7 @@ def test_an_fp32_adapter_of_a_bf16_base_is_fused(monkeypatch):
         return torch.cat([tensor.grad.flatten() for tensor in adapter_tensors(policy).values()])
 
     expected = gradient(torch.float32)
-    monkeypatch.delattr("rlm.ops.fused_layers._add_adapters")  # the slow path
+    monkeypatch.delattr("rlm.ops.fused_layers._add_adapters")  # the fallback
     got = gradient(torch.bfloat16)
     assert got.dtype == torch.float32
     assert (got - expected).norm() < 0.05 * expected.norm()
@@ -246,7 +251,7 @@ def test_an_fp32_adapter_of_a_bf16_base_is_fused(monkeypatch):
 
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_confident_token_keeps_its_gradient_in_bf16(with_kernels):
-    """1 - p is made before rounding: with p = 0.998 in bf16 it would come out twice as large."""
+    """1 - p must be computed before rounding: rounding p = 0.998 to bf16 would double it."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 32, generator=generator).bfloat16()
     targets = torch.tensor([5])
@@ -269,7 +274,7 @@ def test_a_confident_token_keeps_its_gradient_in_bf16(with_kernels):
 
 
 def test_gradients_too_small_for_fp16_are_not_lost():
-    """The loss of one of ten thousand tokens is scaled before the backward pass."""
+    """Without loss scaling, the gradient of one of ten thousand tokens would underflow to 0."""
     rollouts = [replace(r, weight=r.weight * 1e-5) for r in some_rollouts()]
     (micro,) = make_micro_batches(rollouts, 99, 9999, "cpu")
 
@@ -304,7 +309,7 @@ def test_gradients_too_small_for_fp16_are_not_lost():
 def test_log_probabilities_and_gradients_equal_those_of_plain_rows(
     family, temperature, max_rows, max_tokens, with_kernels, monkeypatch
 ):
-    """One row a completion, no padding, no packing, all logits; entropy too."""
+    """The expected values come from one unpadded row per completion, with full logits."""
     policy = a_policy(family)
     if with_kernels:
         kernels(policy.dtype)

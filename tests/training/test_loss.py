@@ -1,4 +1,4 @@
-"""What the policy loss counts. Its values: tests/conformance, test_trl.py."""
+"""The sums that the policy loss returns. tests/conformance and test_trl.py check its values."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ ADVANTAGES = torch.tensor([1.0, -0.5, -0.5])
 
 
 def micro_batch(lengths, old, advantages, weights, ref=None):
-    """Of what the loss reads."""
+    """Make a micro-batch that contains only what the loss reads."""
     ids = torch.empty(0)
     batch = MicroBatch(ids, ids, ids, ids, ids, lengths, advantages, torch.tensor(weights), None)
     batch.old_logprobs, batch.ref_logprobs = old, ref
@@ -37,8 +37,7 @@ def gradient_and_sums(new, batch, **options):
 
 
 def test_what_the_loss_counts():
-    """Clipped on either side, and the estimate of KL as TRL's metric has it; the loss itself and
-    its gradient stand beside TRL's in test_trl.py."""
+    """The counts of clipped tokens on either side, and the KL estimate, equal TRL's metrics."""
     weights = row_weights(LENGTHS, "sequence", 8)
     batch = micro_batch(LENGTHS, OLD, ADVANTAGES, weights, ref=REF)
     gradient, sums = gradient_and_sums(NEW, batch, kl_weight=0.04)
@@ -46,7 +45,7 @@ def test_what_the_loss_counts():
     for advantages, clipped in ((-ADVANTAGES.abs(), (2, 0)), (ADVANTAGES.abs(), (0, 3))):
         _, others = gradient_and_sums(NEW, micro_batch(LENGTHS, OLD, advantages, weights))
         assert (others.clipped_low, others.clipped_high) == clipped
-    # TOPR limits the ratio of wrong completions only, by 1 from above.
+    # TOPR clips only the ratios of wrong completions, and only above 1.
     for advantages, high in ((ADVANTAGES.abs(), 0), (-ADVANTAGES.abs(), 4)):
         wrong = micro_batch(LENGTHS, OLD, advantages, weights)
         found = policy_loss(NEW, wrong, ALGORITHMS["topr"])[1]

@@ -1,4 +1,4 @@
-"""A vLLM server that a run starts itself: `stand_in_vllm.py` stands for `vllm serve`."""
+"""A vLLM server that a run starts itself; `stand_in_vllm.py` replaces `vllm serve`."""
 
 import gc
 import json
@@ -27,18 +27,18 @@ PROGRAM = [sys.executable, str(Path(__file__).parent.parent / "stand_in_vllm.py"
 
 @pytest.fixture
 def record(tmp_path, monkeypatch) -> Path:
-    """The file in which the program notes how it was started and what it is asked."""
+    """The file in which the program records its start and its requests."""
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "record.jsonl"))
     return tmp_path / "record.jsonl"
 
 
 def started(record: Path) -> list[dict]:
-    """How the programs were started: argv, pid and env of each."""
+    """Return argv, pid and env of each program that was started."""
     return [entry for entry in map(json.loads, record.open()) if entry["path"] == ""]
 
 
 def has_ended(pid: int, within: float = 10.0) -> bool:
-    """Whether a process ends; one that nobody waits for any more has ended too."""
+    """Return whether a process ends within some seconds; a zombie has ended."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -66,7 +66,7 @@ def test_it_is_started_answers_with_its_key_and_is_ended(record, tmp_path, monke
     assert len(server.key) >= 32
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["CUDA_VISIBLE_DEVICES"]) == ("True", "3")
     assert not env.keys() & {"WORLD_SIZE", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    assert os.getsid(program["pid"]) == program["pid"]  # Ctrl-C in the terminal does not reach it
+    assert os.getsid(program["pid"]) == program["pid"]  # so Ctrl-C does not reach it
     assert "loading MODEL" in server.log.read_text()
     server.check()
     began = time.monotonic()
@@ -147,7 +147,7 @@ def test_one_that_dies_at_the_start_says_why(record, tmp_path, monkeypatch, caps
     assert "  | ValueError: Free memory on device is less than desired\n" in said
     assert "earlier run" not in said
     assert "earlier run" in log.read_text()
-    assert len(started(record)) == 1  # another port would not help
+    assert len(started(record)) == 1  # it does not retry with another port
 
 
 def test_one_that_never_answers_is_given_up_and_ended(record, tmp_path, monkeypatch, capsys):
@@ -157,7 +157,7 @@ def test_one_that_never_answers_is_given_up_and_ended(record, tmp_path, monkeypa
     log = tmp_path / "vllm.log"
     server = ManagedVLLM(PROGRAM, log)
     until = time.monotonic() + 60
-    while "loading" not in log.read_text() and time.monotonic() < until:  # a busy machine
+    while "loading" not in log.read_text() and time.monotonic() < until:  # slow on a busy machine
         time.sleep(0.05)
     with pytest.raises(UsageError, match=r"vLLM was not ready after 2 s: see .*vllm.log"):
         server.wait_until_healthy()
@@ -193,7 +193,7 @@ def test_the_command_line_has_model_and_options_and_the_users_own_win(tmp_path, 
 
 
 def test_what_the_server_of_a_run_needs(monkeypatch):
-    """A card of 80 GiB that holds 15.25 of weights already: 15.25 + 0.4 of what both leave."""
+    """The server gets memory for its weights, and 0.4 of what the weights of both leave free."""
     gib = 2**30
     policy = SimpleNamespace(
         dtype=torch.bfloat16,

@@ -1,4 +1,4 @@
-"""The metrics of a step, worked out by hand."""
+"""The metrics of a step against values that were computed by hand."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_the_metrics_of_a_step_by_hand():
             "reward/mean": 5 / 7,
             "reward/std": math.sqrt((5 * (2 / 7) ** 2 + 2 * (5 / 7) ** 2) / 6),
             "reward/no_verdict": 1,
-            "reward/zero_signal_groups": 2,  # all equal; a single verdict
+            "reward/zero_signal_groups": 2,  # one has equal rewards, and one has a single verdict
             "reward/zero_signal_share": 0.5,
             "completion/length_mean": 3.0,
             "completion/length_max": 6,
@@ -65,12 +65,12 @@ def test_the_metrics_of_a_step_by_hand():
     penalties = none.clone()
     penalties[1, 0] = -0.8
     punished = step_metrics(groups, rewards, penalties, all_kept, seconds)
-    assert punished["reward/zero_signal_groups"] == 1  # the penalties differ
+    assert punished["reward/zero_signal_groups"] == 1  # penalties give this group different scores
     near = step_metrics(groups, rewards, penalties / 1000, all_kept, seconds, "share")
     assert near["reward/zero_signal_groups"] == 2
     kept = torch.tensor([True, False, False, True])
     more = step_metrics(groups, rewards, penalties, kept, seconds)
-    assert more.items() >= found.items()  # all rollouts count, kept or not, as they were rewarded
+    assert more.items() >= found.items()  # dropped groups and rewards without penalties count
     assert {name: more[name] for name in more.keys() - found.keys()} == pytest.approx(
         {"reward/overlong": -0.1, "sampling/dropped_groups": 2, "reward/kept_mean": 0.5}
     )
@@ -82,18 +82,20 @@ def micro_batch(sampler_logprobs, *lengths):
 
 
 def test_the_metrics_of_learning_by_hand():
-    """Entropy and gap are of the first update, loss and clipping of the last; means are over
-    tokens, not over rows or micro-batches."""
+    """Entropy and gap describe the first update, loss and clipping the last one.
+
+    Means are over tokens, not over rows or micro-batches.
+    """
     long, short = micro_batch([[-1.0, -2.0], [-3.0, 0.0]], 2, 1), micro_batch([[-1.0]], 1)
     logprobs = torch.tensor([[-1.5, -2.0], [-3.0, -9.0]]), torch.tensor([[-3.0]])
     entropy = torch.tensor([[0.5, 0.25], [0.25, 0.0]]), torch.tensor([[2.0]])
     first = LossSums(9.0, 9.0, 9.0, 9, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, 9, tokens=1)
     last = LossSums(0.5, 0.25, 2.0, 1, 0, tokens=3), LossSums(-0.25, 0.5, 1.0, 0, 1, tokens=1)
     learned = LearnMetrics(grad_norms=[0.9, 0.7])
-    mine, other = (LearnMetrics(grad_norms=[0.9, 0.7]) for _ in range(2))  # a micro-batch each
+    mine, other = (LearnMetrics(grad_norms=[0.9, 0.7]) for _ in range(2))  # two processes
     for update, sums in enumerate((first, last)):
         for i, micro in enumerate((long, short)):
-            # Of the second update, log-probabilities and entropy are not what was sampled.
+            # The second update has other log-probabilities and entropies than sampling.
             drift = float(update)
             arguments = (update, micro, logprobs[i] + drift, entropy[i] + drift, sums[i])
             learned.add(*arguments)
@@ -112,14 +114,14 @@ def test_the_metrics_of_learning_by_hand():
     lists = ("sums", "gaps", "entropy")
     their = {id(getattr(mine, name)): getattr(other, name) for name in lists}
     two = SimpleNamespace(gather=lambda shares: [*shares, *their[id(shares)]])
-    assert mine.as_dict(two) == pytest.approx(expected)  # of two processes
+    assert mine.as_dict(two) == pytest.approx(expected)
     assert LearnMetrics().as_dict(Distributed()) == {}
 
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ([1, 3, 5], [2, 4], [1, 2, 3, 4, 5]),  # as `shard` has divided them
+        ([1, 3, 5], [2, 4], [1, 2, 3, 4, 5]),  # the shares that `shard` makes
         ([1], [2, 4, 5], [1, 2, 4, 5]),
         ([], [2, 4], [2, 4]),
     ],
@@ -153,7 +155,7 @@ def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys
         ({"steps": 7, "eval_every": 3}, (7, 7 * 30 + 3 * 10)),  # validations after 3, 6, 7
         ({"steps": 6, "eval_every": 3}, (6, 6 * 30 + 2 * 10)),  # 3, 6
         ({"steps": 7, "eval_every": 0}, (7, 7 * 30 + 10)),  # 7
-        # After 70, 110 and 140 seconds, of which the second has a validation.
+        # The limit is exceeded in step 4. Steps 2 and 4 are followed by a validation.
         ({"steps": 7, "eval_every": 2, "max_minutes": 2.0}, (4, 4 * 30 + 2 * 10)),
     ],
 )
@@ -164,10 +166,10 @@ def test_where_a_run_ends_and_when_by_hand(options, expected):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # Six steps of 3 seconds are to come; the last five took 1, 2, 3, 4 and 5.
+        # Six steps are left. The last five took 1, 2, 3, 4 and 5 seconds, so 3 seconds on average.
         ({"eval_every": 4}, 6 * 3 + 3 * 20),  # validations after 8, 12 and 13
-        ({"eval_every": 4, "max_minutes": 5.0}, 4 * 3 + 2 * 20),  # 30 seconds: after 8 and 11
-        ({"eval_every": 4, "max_minutes": 4.0}, 3 + 20),  # over already: it ends with the next one
+        ({"eval_every": 4, "max_minutes": 5.0}, 4 * 3 + 2 * 20),  # validations after 8 and 11
+        ({"eval_every": 4, "max_minutes": 4.0}, 3 + 20),  # the limit is over: one more step
     ],
 )
 def test_the_time_that_is_left_by_hand(options, expected):
@@ -199,11 +201,11 @@ def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     metrics = {"step": 0} | step_metrics([group], rewards, none, kept, seconds)
     config = GRPOConfig(steps=1, reasoning_format="deepseek")
     with RunDirectory(tmp_path / "run", resume=False) as run:
-        made = TrainingRun.__new__(TrainingRun)  # of it: where it writes, what it was asked for
+        made = TrainingRun.__new__(TrainingRun)  # only the attributes that log_step reads
         made.directory, made.config, made.steps = run, config, 1
         made.state = SimpleNamespace(minutes=0.0)
         made.log_step(metrics, [group], none)
     (row,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").open())
     assert row["truncated"] == [False, True]
-    assert row["verdicts"][0] == "correct"  # though the reward was another
+    assert row["verdicts"][0] == "correct"  # although the reward was 0
     assert row["verdicts"][1] not in ("correct", "wrong")

@@ -1,4 +1,4 @@
-"""GRPO runs that start their vLLM server themselves: `stand_in_vllm.py` stands for `vllm serve`."""
+"""GRPO runs that start their vLLM server themselves; `stand_in_vllm.py` replaces `vllm serve`."""
 
 import json
 import shlex
@@ -36,7 +36,7 @@ def record(tmp_path, monkeypatch) -> Path:
 
 
 def asked(record: Path, path: str) -> list[dict]:
-    """What was sent to this path; to "" the programs' own starts."""
+    """Return the requests to this path; with "", return the starts of the programs."""
     return [entry for entry in map(json.loads, record.open()) if entry["path"] == path]
 
 
@@ -56,9 +56,9 @@ def train(model_dir, config, problems=PROBLEMS, evaluate_on=()) -> GRPOTrainer:
 
 def test_a_run_starts_its_server_swaps_the_adapter_and_ends_it(model_dir, tmp_path, record):
     config = a_config(tmp_path)
-    (config.run_dir / "sampler_adapter").mkdir(parents=True)  # what --doctor leaves there
+    (config.run_dir / "sampler_adapter").mkdir(parents=True)  # --doctor leaves these files
     (config.run_dir / "vllm.log").write_text("of the doctor\n")
-    trainer = train(model_dir, config)  # kept: the server must not wait until it is gone
+    trainer = train(model_dir, config)  # keeps the sampler alive: `train` must stop the server
     assert trainer.sampler.description == "vLLM, started for this run"
     (program,) = asked(record, "")
     assert not psutil.pid_exists(program["pid"])
@@ -66,7 +66,7 @@ def test_a_run_starts_its_server_swaps_the_adapter_and_ends_it(model_dir, tmp_pa
     assert argv[:4] == ["serve", str(model_dir), "--max-loras", "3"]
     given = dict(zip(argv[4::2], argv[5::2], strict=False))
     assert given["--dtype"] == "float32"
-    assert argv[argv.index("--max-model-len") + 1] == "1024"  # the model has no more
+    assert argv[argv.index("--max-model-len") + 1] == "1024"  # the context window of the model
     assert argv[argv.index("--max-lora-rank") + 1] == "8"
     assert 0 < float(argv[argv.index("--gpu-memory-utilization") + 1]) < 0.7
     loaded = [entry["body"] for entry in asked(record, "load_lora_adapter")]
@@ -77,7 +77,7 @@ def test_a_run_starts_its_server_swaps_the_adapter_and_ends_it(model_dir, tmp_pa
     drawn = [entry["body"]["model"] for entry in asked(record, "completions")][1:]
     assert drawn == [body["lora_name"] for body in loaded for _ in range(4)]
     assert "loading " in (config.run_dir / "vllm.log").read_text()
-    with pytest.raises(UsageError, match="no server answers"):  # its next batch would start one
+    with pytest.raises(UsageError, match="no server answers"):  # the server has ended
         APIClient(f"http://127.0.0.1:{argv[-1]}").models()
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_started_before_the_run_directory_is_ours(model_dir, tmp_path
 
 
 def test_two_processes_share_one_server_and_one_adapter(model_dir, tmp_path, record):
-    """The second process has no validation problem: it must not wait for that adapter."""
+    """The second process has no validation problem, and must not wait for the final adapter."""
 
     def run(rank: int) -> None:
         train(model_dir, a_config(tmp_path, eval_every=1), evaluate_on=PROBLEMS[:1])
@@ -118,10 +118,10 @@ def test_two_processes_share_one_server_and_one_adapter(model_dir, tmp_path, rec
     (program,) = asked(record, "")
     assert not psutil.pid_exists(program["pid"])
     loaded = [entry["body"]["lora_name"] for entry in asked(record, "load_lora_adapter")]
-    assert len(loaded) == len(set(loaded)) == 4  # the start, and after each of three steps
+    assert len(loaded) == len(set(loaded)) == 4  # before training and after each of three steps
     assert len(asked(record, "unload_lora_adapter")) == 3
     drawn = [entry["body"]["model"] for entry in asked(record, "completions")]
-    # One problem is validated on before each step of four, and after the last.
+    # Each adapter but the last samples one validation problem and the four problems of a step.
     assert [drawn.count(name) for name in loaded] == [5, 5, 5, 1]
 
 
@@ -148,7 +148,7 @@ def test_a_server_has_room_for_a_prompt_and_its_completion(tmp_path):
 
 
 def test_two_urls_and_a_packed_base(model_dir, tmp_path, tokenizer, capsys):
-    """And a packed base is warned of: the server's is not packed, as far as anybody knows."""
+    """With --quantize, a warning says that the server may serve the model unquantized."""
     policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=END))
     with ScriptedServer() as one, ScriptedServer() as two:
         options = {"server": f"{one.url}, {two.url}"}

@@ -1,4 +1,4 @@
-"""GRPO as a cell of the evidence grid, and TRL's trainer as one, fed the same completions."""
+"""Our trainer and TRL's, as cells of the evidence grid, learn the same from equal completions."""
 
 import pytest
 import torch
@@ -12,21 +12,20 @@ from tests.test_train_grpo import a_start_adapter
 
 
 def odd_length(completions, **_):
-    """A tiny model is never right, but half of what it says is of odd length."""
+    """A reward for a tiny model, which is never right: half of its completions have odd length."""
     return [float(len(text) % 2) for text in completions]
 
 
 @pytest.mark.usefixtures("in_fp32")
 def test_trl_ends_where_ours_does(model_dir, tmp_path, tokenizer, monkeypatch):
-    """Six updates whose only randomness, the sampling, is taken away: what is left of the distance
-    between the two adapters is rounding."""
+    """After six updates on the same completions, the two adapters differ only by rounding."""
     from benchmarks import trl_arm
 
     config = toy(
         model_dir, tmp_path, steps=6, batch_size=4, group_size=4, max_new_tokens=12,
         learning_rate=1e-2,
     )  # fmt: skip
-    torch.manual_seed(0)  # 2e-6 with this adapter; 2e-4 was seen with another
+    torch.manual_seed(0)  # the difference is 2e-6 with this seed, and up to 2e-4 with others
     start = a_start_adapter(model_dir, tokenizer, config.folder(Cell(START, 0)) / "adapter")
     steps, sample = [], Sampler.sample
 

@@ -1,4 +1,4 @@
-"""Stage 1: its loss beside TRL's own, which scores every position; where it starts and stops."""
+"""SFT: its loss equals TRL's, which scores every position; starting, stopping and resuming."""
 
 import importlib
 import json
@@ -34,14 +34,16 @@ from rlm.training.sft_examples import pack_examples, to_example
 from tests.test_scripts import DATA, run
 from tests.test_train_grpo import CPU, a_start_adapter, a_trainer
 
-ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]  # ids, of them prompt
-# The same behind a prompt that all begin with; the last learns a token that the others share.
+# Pairs of token ids and the length of the prompt.
+ROWS = [([5, 6, 7, 8, 9, 10], 4), ([11, 12, 13], 1), ([14, 15, 16, 17], 3)]
+# The same rows after a common prefix. In the last row, the first learned token, 5, is also the
+# token after the prefix in the first row.
 SHARED = [([3, 4, *ids], 2 + prompt) for ids, prompt in ROWS] + [([3, 4, 5, 9], 2)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stage_1() -> None:
-    """TRL is not imported at the top: it takes seconds, and each process collects every file."""
+    """Import TRL only if these tests run, because the import takes seconds."""
     importlib.import_module("rlm.training.sft")
 
 
@@ -55,7 +57,7 @@ def trainer_of(cls, folder, rows=ROWS, **options):
 
     torch.manual_seed(0)
     policy = new_adapter(tiny_model(), r=4, alpha=8, dropout=0.0)
-    let_it_speak(policy, 1.0)  # else half of the gradients are zero
+    let_it_speak(policy, 1.0)  # otherwise half of the gradients are zero
     arguments = trl.SFTConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to="none",
         max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, **options,
@@ -75,12 +77,12 @@ def trainer_of(cls, folder, rows=ROWS, **options):
         (11, ROWS, ATTN_IMPLEMENTATION),
         (11, SHARED, "sdpa"),
         (None, SHARED[:1], "sdpa"),
-        (None, [([5, 6, 7], 0), *ROWS], ATTN_IMPLEMENTATION),  # one without a prompt
-        (None, [([3, 4, 5, 6], 2), ([3, 4, 5, 7], 2)], ATTN_IMPLEMENTATION),  # completions alike
+        (None, [([5, 6, 7], 0), *ROWS], ATTN_IMPLEMENTATION),  # a row without a prompt
+        (None, [([3, 4, 5, 6], 2), ([3, 4, 5, 7], 2)], ATTN_IMPLEMENTATION),  # equal beginnings
     ],
 )
 def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
-    """Also where several micro-batches share one denominator, and where prompts begin alike."""
+    """The loss must match if micro-batches share a denominator, and if prompts have a prefix."""
     import trl
 
     found = []
@@ -97,7 +99,7 @@ def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
     assert their_gradients.keys() == our_gradients.keys()
     for name, gradient in their_gradients.items():
         assert gradient.abs().max() > 0, name
-        # Both are 3e-6 from the gradient in double, whose largest entry is 1.5.
+        # Both differ by 3e-6 from the gradient in double precision, whose largest entry is 1.5.
         assert torch.allclose(our_gradients[name], gradient, rtol=1e-4, atol=1e-5), name
 
 
@@ -113,7 +115,7 @@ def test_only_learned_positions_meet_the_vocabulary(tmp_path, monkeypatch):
     trainer = trainer_of(rlm.training.sft.SFTTrainer, tmp_path)
     batch = trainer.data_collator([example(*row) for row in ROWS])
     trainer.compute_loss(trainer.model, dict(batch))
-    assert scored == [(5, [9, 10, 12, 13, 17])]  # of 13 tokens, padding to 18
+    assert scored == [(5, [9, 10, 12, 13, 17])]  # of 13 tokens, or 18 with padding
 
 
 def test_what_all_examples_begin_with_is_computed_once():
@@ -125,7 +127,7 @@ def test_what_all_examples_begin_with_is_computed_once():
         "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
     }
     packed = pack_examples(inputs, "cpu", packed=True)
-    # The last token of each is learned, and nothing is predicted from it.
+    # The last token of each example is a target but not an input.
     assert packed.input_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 5]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 2, 3, 4, 2]]
     assert packed.segments.tolist() == [[0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 4]]
@@ -136,7 +138,7 @@ def test_what_all_examples_begin_with_is_computed_once():
 
 @pytest.mark.parametrize(("prompt", "warns"), [(32, False), (33, True)])
 def test_completions_that_will_not_fit_are_reported_before_training(prompt, warns, capsys):
-    """128 tokens less the 96 new tokens that are the default for these data."""
+    """The window of 128 tokens has room for 32 prompt tokens, besides 96 new tokens."""
     examples = [{"input_ids": [1] * 40, "labels": [IGNORE_INDEX] * prompt + [1] * (40 - prompt)}]
     model = tiny_model("mistral", sliding_window=128)
     rlm.training.sft.check_window(model, examples, "word-problems")
@@ -146,7 +148,7 @@ def test_completions_that_will_not_fit_are_reported_before_training(prompt, warn
 
 
 def test_examples_beyond_the_local_window_are_left_out(sft, tokenizer, tmp_path, capsys):
-    """A byte is a token, so the questions make examples of about 160 and 660 tokens."""
+    """Each byte is a token, so the examples have about 160 and 660 tokens."""
     data, model = tmp_path / "rows.jsonl", tmp_path / "local"
     rows = [
         {"question": f"{'x' * n} {n}", "answer": "1", "solution": "so 1"}
@@ -160,13 +162,13 @@ def test_examples_beyond_the_local_window_are_left_out(sft, tokenizer, tmp_path,
         assert sft(*options) == code
     said, error = capsys.readouterr()
     used, left_out = map(int, re.search(r"(\d+) examples \((\d+) too long", said).groups())
-    assert (used + left_out, used) == (15, history(tmp_path / "sft")["examples"])  # 1 held out
+    assert (used + left_out, used) == (15, history(tmp_path / "sft")["examples"])  # one is held out
     assert min(used, left_out) >= 7
     assert error.splitlines()[-1] == "error: no example fits into the context window of the model"
 
 
 def test_training_ends_where_trls_does(tmp_path):
-    """Three updates of two micro-batches each, by the whole of TRL's loop."""
+    """TRL's unchanged trainer makes the same three updates of two micro-batches each."""
     import trl
 
     ends = []
@@ -181,7 +183,7 @@ def test_training_ends_where_trls_does(tmp_path):
 
 
 def test_the_validation_loss_is_a_mean_over_tokens(tmp_path):
-    """Whatever the micro-batch: the rows have two, one and two learned tokens."""
+    """It must not depend on the micro-batch; the rows have two, one and two learned tokens."""
     losses = []
     for rows in (1, 2, 3):
         trainer = trainer_of(
@@ -197,7 +199,7 @@ def test_the_validation_loss_is_a_mean_over_tokens(tmp_path):
 
 @pytest.fixture
 def sft(model_dir, tmp_path):
-    """`python train_sft.py` on eight examples, four a step; its exit code."""
+    """A function that runs train_sft.py on eight examples, and returns the exit code."""
 
     def start(*more):
         return run(
@@ -210,7 +212,7 @@ def sft(model_dir, tmp_path):
 
 
 def own_file(path, rows, solved):
-    """A file of the user's own, in which the first rows have a solution."""
+    """Write a data file in which only the first rows have a solution."""
     lines = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(rows)]
     lines = [{**row, "solution": f"so {row['answer']}"} if i < solved else row
              for i, row in enumerate(lines)]  # fmt: skip
@@ -229,7 +231,7 @@ def own_file(path, rows, solved):
 def test_a_dozen_solutions_of_ones_own_are_enough(
     model_dir, tmp_path, monkeypatch, capsys, more, steps, said
 ):
-    """The rest of the file is for stage 2, whose command is printed so that it works as it is."""
+    """GRPO can use the other rows, and the printed command for GRPO works unchanged."""
     monkeypatch.chdir(tmp_path)
     own_file(tmp_path / "my sums.jsonl", 30, 13)
     argv = ("--model", model_dir, "--dataset", "my sums.jsonl", "--output", "sft", *more)
@@ -262,7 +264,7 @@ def test_a_file_without_solutions_is_refused(model_dir, tmp_path, capsys):
     [("mine.jsonl", 11, 20), ("mine.jsonl", 300, 2), ("mine.jsonl", 400, 1), ("gsm8k", 11, 1)],
 )
 def test_passes_over_a_small_file(dataset, examples, epochs):
-    """16 examples a step: 1, 19 and 25 steps a pass."""
+    """With 16 examples per step, a pass has 1, 19 or 25 steps, and 20 steps are required."""
     assert SFTConfig(dataset=dataset).epochs_for(examples) == epochs
     assert SFTConfig(dataset=dataset, epochs=3).epochs_for(examples) == 3
 
@@ -272,8 +274,7 @@ def history(folder):
 
 
 def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tokenizer):
-    """At a rate of almost nothing what comes out is what went in: its rank, its scale, its values,
-    and not a new adapter's."""
+    """With a tiny learning rate, the result has the rank, scale and values of the start adapter."""
     start = a_start_adapter(model_dir, tokenizer, tmp_path / "start")
     assert sft("--adapter", start, "--learning-rate", 1e-12) == 0
     before, after = (
@@ -289,7 +290,7 @@ def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tok
 
 
 def test_bf16_learns_what_fp32_does_and_without_autocast(sft, tmp_path, monkeypatch):
-    """As on a CPU with bf16 units; what is learned and written stays fp32."""
+    """On a CPU with bf16 units, the adapter is nevertheless trained and saved in fp32."""
     seen, losses, score_tokens = [], [], rlm.training.logprobs.score_tokens
 
     def watched(hidden, *others):
@@ -323,7 +324,7 @@ def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokeniz
     assert "6 examples (2 too long, left out)" in said
     assert "--max-minutes 1e-06 reached" in said
     assert re.search(r"^step 1/18  loss [\d.]+  about 0 s left$", said, re.M)
-    found = history(tmp_path / "sft")  # it is saved all the same
+    found = history(tmp_path / "sft")  # the adapter is saved nevertheless
     assert (found["step"], found["examples"]) == (1, 6)
     assert sft("--max-length", lengths[0] - 1) == 2
     assert f"no example fits in --max-length {lengths[0] - 1} tokens" in capsys.readouterr().err
@@ -331,7 +332,10 @@ def test_the_clock_ends_it_and_long_examples_are_left_out(sft, tmp_path, tokeniz
 
 @pytest.fixture
 def at_batch(monkeypatch):
-    """Do something in the place of a batch's loss, counted from 1; a list of the batches begun."""
+    """A function that calls an action before the loss of the given batch, counted from 1.
+
+    It returns a list that has an entry for each batch that was begun.
+    """
     compute_loss = rlm.training.sft.SFTTrainer.compute_loss
 
     def install(number, action):
@@ -351,7 +355,7 @@ def at_batch(monkeypatch):
 
 @pytest.fixture
 def signals():
-    """Signals that would end the tests are a failure, whatever the shell ignores."""
+    """Let both signals raise KeyboardInterrupt, also if the shell ignores SIGINT."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     yield
@@ -371,7 +375,7 @@ def test_a_signal_ends_it_and_the_old_adapter_stays(
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "adapter_config.json").write_text("an older one's")
     assert sft("--epochs", 9) == code
-    assert len(begun) == 1  # the step was ended, and no other begun
+    assert len(begun) == 1  # no further step was begun
     assert [file.name for file in (tmp_path / "sft").iterdir()] == ["adapter_config.json"]
     assert (tmp_path / "sft" / "adapter_config.json").read_text() == "an older one's"
     said = capsys.readouterr().err
@@ -382,7 +386,7 @@ def test_a_signal_ends_it_and_the_old_adapter_stays(
     assert "Traceback" not in said
 
 
-# Ten examples are three steps an epoch, of two, two and one batch.
+# Ten examples give three steps per epoch, with two, two and one micro-batches.
 THREE_EPOCHS = ("--max-samples", 10, "--epochs", 3, "--learning-rate", 3e-2, "--micro-batch", 2)
 
 
@@ -394,14 +398,14 @@ def weights(folder):
     ("batch", "step", "dropout"),
     [
         pytest.param(3, 2, 0.0, marks=pytest.mark.slow),
-        (5, 3, 0.0),  # the third step is an epoch's last
+        (5, 3, 0.0),  # the third step is the last of an epoch
         pytest.param(11, 7, 0.3, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     sft, tmp_path, at_batch, signals, batch, step, dropout
 ):
-    """Stopped by a signal, then by the clock; bit for bit."""
+    """A signal, then the time limit stop the run, and the adapters are bit-identical."""
     more = (*THREE_EPOCHS, "--lora-dropout", dropout)
     assert sft(*more) == 0
     whole, told = weights(tmp_path), history(tmp_path / "sft")
@@ -409,7 +413,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
 
     at_batch(batch, interrupt())
     assert sft(*more) == 143
-    assert sft(*more, "--resume", "--max-minutes", 1e-6) == 0  # one step
+    assert sft(*more, "--resume", "--max-minutes", 1e-6) == 0  # makes one step
     assert history(tmp_path / "sft")["step"] == step + 1
     assert sft(*more, "--resume") == 0
     assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
@@ -426,7 +430,7 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
 ):
     assert sft(*THREE_EPOCHS) == 0
     whole = weights(tmp_path)
-    assert not (tmp_path / "run" / "checkpoints").exists()  # it took less than a minute
+    assert not (tmp_path / "run" / "checkpoints").exists()  # no checkpoint in less than a minute
 
     def crash():
         raise MemoryError("allocate memory")
@@ -438,27 +442,27 @@ def test_after_a_crash_it_goes_on_from_the_newest_checkpoint(
     assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000004"]
     (folder / "step_000004" / "state.safetensors").write_bytes(b"torn")
     capsys.readouterr()
-    # From now on a batch takes eight seconds.
+    # The clock of the resumed run advances by eight seconds per micro-batch.
     clock = SimpleNamespace(monotonic=lambda: 8.0 * len(begun))
     monkeypatch.setattr("rlm.training.sft.time", clock)
-    assert sft(*THREE_EPOCHS, "--resume", "--max-minutes", 2) == 0  # of 80 seconds
+    assert sft(*THREE_EPOCHS, "--resume", "--max-minutes", 2) == 0
     said = capsys.readouterr().out
     assert "checkpoint step_000004 is damaged" in said
     assert "before step 4" in said
-    # Step 4 was the first of the six that were left, and had two batches.
+    # Step 4, the first of six steps, took 16 seconds, so 5 more steps take 80 seconds.
     assert re.search(r"^step 4/9 .* about 80 s left$", said, re.M)
     assert all((tensor == whole[name]).all() for name, tensor in weights(tmp_path).items())
 
 
 def test_a_slow_run_reports_and_saves_more_often_than_every_twentieth(sft, tmp_path, monkeypatch):
-    # 40 steps of one example: a report of the first, and every other one.
+    # Of 40 steps, the first and every second one are logged.
     whole = ("--epochs", 40, "--max-samples", 1, "--batch-size", 1, "--micro-batch", 1,
              "--learning-rate", 1e-3, "--warmup-share", 0.25)  # fmt: skip
     assert sft(*whole) == 0
     log = tmp_path / "run" / "metrics.jsonl"
     rows = list(read_lines(log))
     assert [row["step"] for row in rows] == [0, *range(1, 40, 2)]
-    warmup = [row["optim/lr"] for row in rows[:6]]  # the first ten steps, as --warmup-share says
+    warmup = [row["optim/lr"] for row in rows[:6]]  # the warm-up lasts ten steps
     assert warmup == pytest.approx([0, 1e-4, 3e-4, 5e-4, 7e-4, 9e-4])
     mean = history(tmp_path / "sft")["loss"]
     monkeypatch.setattr("rlm.training.sft.SAVE_SECONDS", 0.0)
@@ -496,13 +500,13 @@ def test_a_run_of_the_other_stage_is_not_resumed(sft, model_dir, tmp_path, at_ba
     assert f"{folder} is a run of another script" in capsys.readouterr().err
 
     at_batch(1, interrupt())
-    assert sft(*THREE_EPOCHS) == 143  # the other one is moved away
+    assert sft(*THREE_EPOCHS) == 143  # the GRPO run is moved away
     with pytest.raises(UsageError, match="is a run of another script"):
         a_trainer(model_dir, replace(grpo, resume=True)).train(problems)
 
 
 def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkeypatch, signals):
-    """Held-out problems are read when it is safe, signals wait until they are."""
+    """The adapter is saved before the validation, and a signal waits until the validation ends."""
     monkeypatch.setattr(rlm.training.sft.SFTTrainer, "mean_loss", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sft("--eval-samples", 1)
@@ -514,14 +518,14 @@ def test_what_happens_after_the_last_step_costs_no_adapter(sft, tmp_path, monkey
 
 
 def test_weights_that_are_not_finite_are_not_saved(sft, tmp_path, capsys):
-    """transformers logs another loss instead of NaN."""
+    """transformers replaces a NaN loss in its log, so the weights themselves must be checked."""
     assert sft("--learning-rate", 1e30) == 2
     assert "weights of the adapter are no longer finite" in capsys.readouterr().err
     assert not (tmp_path / "sft").exists()
 
 
 def test_a_start_that_fails_frees_the_run_directory(model_dir, tmp_path):
-    """It is freed although a notebook keeps the error, and with it the frames."""
+    """A notebook keeps the error and thus the frames, which must not keep the lock."""
     names = {"model": str(model_dir), "output": tmp_path / "sft", "run_dir": tmp_path / "run"}
     problems = [Problem("p", "1 + 1?", "2", "1 + 1 = 2")]
     with pytest.raises(UsageError, match="no checkpoint in") as kept:
@@ -530,7 +534,7 @@ def test_a_start_that_fails_frees_the_run_directory(model_dir, tmp_path):
     assert kept.tb
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])  # numpy would end the run with a traceback
+@pytest.mark.parametrize("seed", [-1, 2**32])  # numpy raises an error for these
 def test_a_seed_that_numpy_does_not_take_is_one_line(sft, seed, capsys):
     assert sft(f"--seed={seed}") == 2
     assert "--seed must be at" in capsys.readouterr().err
@@ -545,7 +549,7 @@ def test_an_adapter_keeps_its_own_dropout(sft, model_dir, tmp_path, capsys):
     wet = train_sft.start_policy(config, CPU, "").train()
     ids = torch.arange(5, 20)[None]
     torch.nn.init.normal_(next(t for n, t in wet.named_parameters() if "lora_B" in n))
-    assert not torch.equal(wet(ids).logits, wet(ids).logits)  # each pass drops other units
+    assert not torch.equal(wet(ids).logits, wet(ids).logits)  # dropout is active
     assert sft("--adapter", tmp_path / "start", "--lora-dropout", 0.1) == 2
     assert "--lora-dropout is for a new adapter" in capsys.readouterr().err
 
@@ -554,7 +558,7 @@ def test_an_output_that_is_no_adapter_is_refused_first(sft, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert sft("--output", tmp_path) == 2
     assert f"--output {tmp_path}" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()  # nothing was begun
+    assert not (tmp_path / "run").exists()  # the run was not started
 
 
 def test_a_signal_in_the_last_step_loses_nothing(sft, tmp_path, at_batch, signals):
@@ -593,7 +597,7 @@ def test_a_dry_run_shows_what_is_learned_and_what_is_left_out(
         assert GSM8K["question"] in prompt
         assert "72" not in prompt
         assert learned.rstrip() == f"{LEARNED}<|im_end|>"
-        assert int(learned_length) == len(LEARNED) + 1  # a byte a token, and the end
+        assert int(learned_length) == len(LEARNED) + 1  # one token per byte, and the end token
         assert int(length) > len(GSM8K["question"])
     assert "problems: 9 read, 8 used, 1 left out (over --max-length 1024 tokens)" in said
     assert "validation problems: 1 read, 1 used, 0 left out" in said

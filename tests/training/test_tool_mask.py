@@ -1,4 +1,4 @@
-"""Tokens that a tool wrote are read and not learned: denominators, loss, metrics, a whole run."""
+"""Tokens that a tool wrote are attended to, but not learned."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.training.test_batches import AGGREGATIONS, rollouts_of
 from train_grpo import GRPOTrainer
 
 NAN = float("nan")
-MASK = [True, True, False, False, True]  # the third and fourth token are a tool's
+MASK = [True, True, False, False, True]  # a tool wrote the third and the fourth token
 LONG = Completion([1, 2, 3, 4, 5], [-1.0, -2.0, NAN, NAN, -0.5], "stop", MASK)
 SHORT = Completion([6, 7], [-1.0, -1.0], "stop", [True, True])
 GROUP = Group(Problem("p", "?", "1"), [9], [LONG, SHORT], ["", ""], [1.0, 0.0])
@@ -37,7 +37,7 @@ def test_denominators_count_the_models_own_tokens(aggregation):
     rollouts = rollouts_of([GROUP], [[1.0, -1.0]], **options)
     assert [r.weight for r in rollouts] == pytest.approx(WEIGHTS[aggregation])
     assert [r.tool_mask for r in rollouts] == [MASK, [True, True]]
-    only = Completion([1], [NAN], "length", [False])  # a sample of which nothing is the model's
+    only = Completion([1], [NAN], "length", [False])  # a tool wrote the whole completion
     group = replace(GROUP, completions=[LONG, only])
     (kept,) = rollouts_of([group], [[1.0, -1.0]], **options, kl_weight=0.1)
     weight = {"sequence": 1 / 6, "constant": 1 / 16, "token": 1 / 3}[aggregation]
@@ -55,7 +55,7 @@ def test_the_batch_holds_the_mask():
     micro = batch_of("sequence")
     assert micro.completion_mask.tolist() == [MASK, [True, True, False, False, False]]
     assert micro.sampler_logprobs.tolist() == [[-1.0, -2.0, 0, 0, -0.5], [-1.0, -1.0, 0, 0, 0]]
-    assert micro.lengths == [5, 2]  # the inserted tokens are read, and predicted
+    assert micro.lengths == [5, 2]  # the inserted tokens stay in the batch
     assert micro.targets.tolist() == [1, 2, 3, 4, 5, 6, 7]
     mixed = [Rollout(0, [9], [1, 2], 1.0, 1.0, [-1.0] * 2), Rollout(0, [9], [3, 4], 1.0, 1.0,
              [-1.0, NAN], [True, False])]  # fmt: skip
@@ -70,8 +70,11 @@ NEW = torch.tensor([[-1.0, -2.0, -9.0, -9.0, -0.5], [-1.5, -1.0, 0.0, 0.0, 0.0]]
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_loss_by_hand(aggregation):
-    """On policy it is Σ -A·w over own tokens, 3 of the first row and 2 of the second; with the
-    sampler's probabilities half and twice the trainer's, the weights are 2 (the cap) and 1/2."""
+    """On policy, the loss is Σ -A·w over the model's own tokens: 3 in row 1, and 2 in row 2.
+
+    If the sampler's probabilities are half and twice the trainer's, the importance weights are 2
+    (the cap) and 1/2.
+    """
     micro, (first, second) = batch_of(aggregation), WEIGHTS[aggregation]
     micro.old_logprobs, logprobs = NEW.clone(), NEW.clone().requires_grad_(True)
     loss, sums = policy_loss(logprobs, micro, ALGORITHMS["grpo"])
@@ -94,7 +97,7 @@ def test_the_loss_by_hand(aggregation):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_depends_on_the_probabilities_of_inserted_tokens(algorithm):
-    """Ratios (GSPO's of a whole sequence, too), clipping, importance, KL, entropy, gap."""
+    """Neither loss nor gradient nor metrics may change, also for the sequence ratio of GSPO."""
     found = []
     for wild in (0.0, 3.0, -40.0):
         micro = batch_of("token")
@@ -131,7 +134,7 @@ def test_inserted_tokens_stay_in_the_attention():
 
 
 def test_the_metric_of_a_step():
-    """Calls for each completion; lengths count all tokens."""
+    """The metric counts the calls per completion; the length includes the tool's tokens."""
     seconds = {"sample": 1.0, "score": 0.0, "learn": 0.0}
     twice = Completion([1] * 4, [], "stop", [False, True, False, True])
     group = replace(GROUP, completions=[LONG, twice])
@@ -145,7 +148,7 @@ def test_the_metric_of_a_step():
 
 
 class Remark:
-    """Writes `!!` after about every third character: what a random model meets often."""
+    """A tool that writes `!!` after about every third character, so a random model triggers it."""
 
     name, trigger = "remark", ""
 
@@ -165,8 +168,10 @@ def a_run(model_dir, config, tool=Remark):
 
 @pytest.mark.parametrize("sampler", ["merged", pytest.param("unmerged", marks=pytest.mark.slow)])
 def test_a_run_with_a_tool(model_dir, tmp_path, sampler):
-    """Sampler and trainer agree on the model's own tokens, the samples mark the others, and a
-    resumed run is the same run."""
+    """Sampler and trainer agree on the model's own tokens, and resuming changes nothing.
+
+    samples.jsonl contains the spans of the tool's text.
+    """
     config = config_of(tmp_path, sampler=sampler)
     metrics, adapter = a_run(model_dir, config)
     for row in metrics:
@@ -178,7 +183,7 @@ def test_a_run_with_a_tool(model_dir, tmp_path, sampler):
         for text, spans in zip(group["completions"], group["tool_calls"], strict=True):
             asked = [Remark()(text[:end]) for end in range(len(text))]
             assert [start for start, _ in spans] == [i for i, said in enumerate(asked) if said]
-            assert all("!!".startswith(text[start:end]) for start, end in spans)  # one may be cut
+            assert all("!!".startswith(text[start:end]) for start, end in spans)  # may be cut
     assert AdapterInfo.load(config.output).tool == "remark"
     short = replace(config, run_dir=tmp_path / "other", output=tmp_path / "b", steps=1)
     a_run(model_dir, short)

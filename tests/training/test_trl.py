@@ -1,4 +1,4 @@
-"""Our loss beside TRL's own: cases of the conformance kit with random numbers."""
+"""Our loss equals TRL's in conformance cases with random numbers."""
 
 import random
 
@@ -9,7 +9,7 @@ from rlm.conformance.cases import Case, run_case
 from rlm.conformance.ours import ours
 from rlm.training.algorithms import ALGORITHMS
 
-LENGTH = 11  # TRL's max_completion_length, Dr. GRPO's constant
+LENGTH = 11  # max_completion_length, the constant of Dr. GRPO
 
 
 def random_case(seed, name, kl_weight):
@@ -39,7 +39,7 @@ def random_case(seed, name, kl_weight):
 
 
 def branches(given):
-    """What of the clipping a case reaches: (sign of the advantage, side of the ratio)."""
+    """Return the clipping cases that occur: (sign of the advantage, side of the ratio)."""
     ratios, mask = torch.tensor(given["ratios"]), torch.tensor(given["mask"]).bool()
     if given["ratio"] == "sequence":
         ratios = ((ratios.log() * mask).sum(1) / mask.sum(1)).exp()[:, None].expand_as(mask)
@@ -49,18 +49,18 @@ def branches(given):
     return set(zip(signs[mask].tolist(), sides[mask].tolist(), strict=True))
 
 
-FEW = [*range(8), 29]  # enough for every branch
-MANY = range(70)  # with each algorithm and each weight a thousand cases
+FEW = [*range(8), 29]  # enough for every clipping case
+MANY = range(70)  # more than a thousand cases over all algorithms and KL weights
 
 
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "topr"])  # TRL has none
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "topr"])  # TRL has no TOPR
 def test_loss_and_gradient_equal_trls(name, seeds, monkeypatch):
     from rlm.conformance import peer_trl
 
-    # TRL's default multiplies the KL term by the ratio: docs/reference/conformance.md says so.
+    # TRL's default multiplies the KL term by the ratio (docs/reference/conformance.md).
     monkeypatch.setitem(peer_trl.DEFAULTS, "use_bias_correction_kl", False)
-    sides = (0, 1) if name == "cispo" else (-1, 0, 1)  # it has no lower bound
+    sides = (0, 1) if name == "cispo" else (-1, 0, 1)  # CISPO has no lower bound
     for kl_weight in (0.0, 0.04, 0.5):
         seen = set()
         for seed in seeds:
