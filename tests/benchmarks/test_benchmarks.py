@@ -22,7 +22,6 @@ from benchmarks import (
     rollout,
     samplers,
     serving,
-    structured_outputs,
     trainers,
 )
 from rlm.cli import UsageError, run_main, to_dict
@@ -439,20 +438,6 @@ def test_all_cells_of_the_rollouts_are_measured(model_dir, tmp_path, monkeypatch
     assert report["ratio"]["generate"] > 0
     assert report["memory_ratio"] == {"generate": 1.0}
     assert report["cells"][0]["floor"]["share"] > 0
-
-
-def test_answers_are_validated_and_masks_timed(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(structured_outputs.torch, "set_num_threads", lambda _: None)
-    file = tmp_path / "report.json"
-    config = structured_outputs.StructuredOutputsConfig(
-        model=str(model_dir), schemas=8, max_new_tokens=48, rows=2, timed_tokens=4, repeats=1,
-        json=file,
-    )  # fmt: skip
-    assert structured_outputs.main(config) == 0  # each of them valid, or cut off
-    report = json.loads(file.read_text())
-    assert report["ratio"]["free"] > 0
-    counted = (report["answers"][name].values() for name in ("valid", "invalid", "cut"))
-    assert sum(map(sum, counted)) == 8
 
 
 @pytest.mark.slow
