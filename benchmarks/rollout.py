@@ -73,12 +73,7 @@ class Bench:
     def time(
         self, arms: Arms, name: str, lengths: samplers.Lengths, rows_at_once: int
     ) -> dict[str, list[float]]:
-        """Measure the tokens per second of the arms in turns, and print a line for each result.
-
-        Args:
-            name: the name of the cell, for the printed lines.
-            lengths: for each prompt, the lengths of its completions.
-        """
+        """Measure the tokens per second of the arms in turns, and print a line for each result."""
         rest = SERVER_REST if self.config.vllm_url else 0
         tokens = sum(map(sum, lengths))
 
@@ -95,11 +90,7 @@ class Bench:
 
 
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
-    """Wait `rest` seconds, run `work`, return its tokens per second.
-
-    Raises:
-        RuntimeError: not exactly `expected` tokens were drawn.
-    """
+    """Wait `rest` seconds, run `work`, return its tokens per second."""
     time.sleep(rest)
     seconds, drawn = harness.timed(work)
     if drawn != expected:

@@ -274,10 +274,6 @@ def summary(config: SoakConfig, training: Training, serving: Serving) -> dict[st
 
 
 def main(config: SoakConfig) -> int:
-    """
-    Raises:
-        UsageError: --run-dir exists, or the server does not start.
-    """
     if config.run_dir.exists():
         raise UsageError(f"--run-dir {config.run_dir} exists; remove it or name another")
     config.run_dir.mkdir(parents=True)

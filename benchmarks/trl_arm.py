@@ -193,11 +193,7 @@ def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> TRLConfig:
 
 
 def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return the prompts as texts that TRL encodes to the same token ids as ours.
-
-    Raises:
-        ValueError: TRL would encode a prompt to other token ids.
-    """
+    """Return the prompts as texts that TRL encodes to the same token ids as ours."""
     rows = []
     for problem in problems:
         ids = render_prompt(tokenizer, problem.question, FORMATS["deepseek"])

@@ -190,10 +190,6 @@ class EvidenceConfig:
         return cells + [Cell(arm, seed) for seed in self.seeds for arm in trained]
 
     def chosen_cells(self) -> list[Cell]:
-        """
-        Raises:
-            UsageError: a pattern matches no cell.
-        """
         cells = self.all_cells()
         for pattern in self.cells:
             if not any(fnmatch(cell.name, pattern) for cell in cells):
@@ -211,11 +207,7 @@ class EvidenceConfig:
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
-        """Write the settings of a new grid, or check them against an existing one's.
-
-        Raises:
-            UsageError: the grid was begun with other settings or test sets.
-        """
+        """Write the settings of a new grid, or check them against an existing one's."""
         from benchmarks.evidence.pools import OTHER, gym_installed  # pools imports this file
 
         file = self.grid / "settings.json"

@@ -72,11 +72,7 @@ class JudgedSet:
 
 
 def pools(config: EvidenceConfig, seed: int) -> Pools:
-    """Return the training and validation problems of a seed.
-
-    Raises:
-        UsageError: a file of GSM8K is missing or not the published one.
-    """
+    """Return the training and validation problems of a seed."""
     wanted = config.steps * config.batch_size
     if config.dataset == "word-problems":
         solved = made("train", config.solved, seed, TAUGHT)
@@ -139,11 +135,7 @@ def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
 
 
 def check_gsm8k(dataset: str) -> None:
-    """Check that the directory's files equal the published ones byte for byte.
-
-    Raises:
-        UsageError: a file is missing or differs, or `dataset` is not gsm8k:DIRECTORY.
-    """
+    """Check that the directory's files equal the published ones byte for byte."""
     name, _, folder = dataset.partition(":")
     if name != "gsm8k" or not folder:
         raise UsageError(f"--dataset {dataset}: use word-problems or gsm8k:DIRECTORY")

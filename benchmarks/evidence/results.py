@@ -29,11 +29,7 @@ class Results:
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        """Load the results of all arms.
-
-        Raises:
-            UsageError: the cells have different settings.
-        """
+        """Load the results of all arms, whose cells must have the same settings."""
         files = sorted(folder.glob("*.json"))
         found = [cell for file in files for cell in json.loads(file.read_text(encoding="utf-8"))]
         for one in found[1:]:
@@ -84,11 +80,7 @@ class Results:
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
     def lead(self, arm: str, over: str, metric: str, without: str = "") -> Interval:
-        """Return the strict lead of `arm` over `over` on their common seeds and problems.
-
-        Args:
-            without: a problem template whose problems are left out.
-        """
+        """Return the strict lead of `arm` over `over` on their common seeds and problems."""
         return difference(*self.paired(over, arm, metric, without=without))
 
     @property
@@ -128,9 +120,6 @@ class Results:
         """Return both arms' scores on their common seeds and problems, except for one template.
 
         The base samples fewer problems than the others; its problems are a prefix of theirs.
-
-        Raises:
-            ValueError: the arms have no common seed.
         """
         if not self.share_a_seed(a, b):
             raise ValueError("no seed is done for both arms")
@@ -146,11 +135,7 @@ class Results:
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
-    """Return the scores of an arm's cells on all problems of the test sets: (seeds, problems).
-
-    Raises:
-        ValueError: the cells were judged on different problems.
-    """
+    """Return the scores of an arm's cells on all problems of the test sets: (seeds, problems)."""
     names = [[cell["tests"][name]["problems"] for name in sets] for cell in cells]
     if any(other != names[0] for other in names):
         raise ValueError("cells of one arm were judged on different problems")

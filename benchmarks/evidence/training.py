@@ -185,12 +185,9 @@ def _fine_tune(
     start: Path | None = None,
     folder: Path | None = None,
 ) -> Record:
-    """Run stage 1's trainer on `count` examples, or resume it.
+    """Run stage 1's trainer on `count` of the examples, in shuffled passes, or resume it.
 
-    Args:
-        examples: the `count` examples are drawn from these in shuffled passes.
-        start: the start adapter (None: a new one).
-        folder: directory for adapter/ and train/ (None: the cell's).
+    It starts from the adapter `start`, or from a new one.
     """
     import train_sft
 
