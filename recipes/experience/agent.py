@@ -72,11 +72,7 @@ PLACEHOLDERS = {
 
 
 def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
-    """Load the prompt templates from the files NAME.txt.
-
-    Raises:
-        UsageError: a file cannot be read, or its $placeholders are not those in PLACEHOLDERS.
-    """
+    """Load the prompt templates from the files NAME.txt, and check their $placeholders."""
     prompts = {}
     for name, expected in PLACEHOLDERS.items():
         path = directory / f"{name}.txt"
@@ -148,10 +144,6 @@ def load_endpoints(
     """Load the endpoints of roles without sending any request.
 
     The judge is optional: its endpoint is returned only if it is configured.
-
-    Raises:
-        UsageError: the settings are invalid, a key is missing, or `max_cost` is set and a price is
-            missing.
     """
     # A missing file must not silently select this project's server.
     if path != API_CONFIG and not path.exists():

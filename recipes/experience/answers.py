@@ -63,10 +63,7 @@ def open_agents(
 ) -> dict[str, Agent]:
     """Create an agent for each role.
 
-    All agents share a journal and a budget. The costs in the journal count towards --max-cost.
-
-    Args:
-        file: the file of the journal.
+    All agents share a budget and the journal in `file`, whose costs count towards --max-cost.
     """
     endpoints = load_endpoints(names, api_config, max_cost=config.max_cost)
     check_writable("--run-dir", file.parent)  # before any reply is paid for
@@ -77,13 +74,9 @@ def open_agents(
 
 
 def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[T | None]:
-    """Run tasks concurrently, with the concurrency limit of the agent's role.
+    """Run named tasks, with the concurrency limit of the agent's role, and return their results.
 
-    Args:
-        tasks: pairs of a name, which is printed if the task fails, and a function.
-
-    Returns:
-        The results in the order of the tasks, with None for a task whose request failed.
+    A task whose request fails is printed by its name, and its result is None.
     """
 
     def run(name: str, task: Callable[[], T]) -> T | None:
@@ -112,13 +105,7 @@ def answer_all(
     stage: str,
     nearest: int = NEAREST,
 ) -> Replies:
-    """Sample replies to each problem, with the nearest lessons of the library before the question.
-
-    Args:
-        samples: the number of replies per problem.
-        stage: the name of the prompt.
-        nearest: the maximum number of lessons before a question.
-    """
+    """Sample replies to each problem, whose prompt has the nearest lessons of the library."""
 
     def task(problem: Problem, sample: int) -> tuple[str, Callable[[], ChatReply]]:
         asked = apply_experiences(problem.question, library, nearest)
@@ -164,14 +151,10 @@ def tokens_of(texts: Sequence[str]) -> int:
 def announce_cost(
     calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], budget: Budget
 ) -> None:
-    """Print the expected cost of each role's requests, and the total cost.
+    """Print the expected cost of each role's (requests, input tokens), and the total cost.
 
     The number of output tokens is an upper bound, and the number of input tokens is an estimate.
     The budget is enforced even if the estimate is too low.
-
-    Args:
-        calls: role → (requests, input tokens).
-        budget: the budget of all agents; its cost is that of earlier replies.
     """
     total = 0.0
     for agent in agents:

@@ -221,11 +221,7 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
 def estimate(
     config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
 ) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of the requests and input tokens of each role.
-
-    Returns:
-        Role → (requests, input tokens).
-    """
+    """Estimate an upper bound of each role's (requests, input tokens)."""
     one = tokens_of([problem.question for problem in problems])
     asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
     read = config.samples * one * len(asked)

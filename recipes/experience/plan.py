@@ -140,11 +140,8 @@ PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 def find_object(reply: str, key: str) -> dict[str, Any]:
     """Find the first JSON object after the thinking that has the key `key`.
 
-    The key may also be in a value of the object; then this value is returned.
-
-    Raises:
-        ReplyError: the reply has no {, no valid JSON, or no object with this key. The message
-            starts with no_json, bad_json or schema, respectively.
+    The key may also be in a value of the object; then this value is returned. Without such an
+    object, the message of the ReplyError starts with no_json, bad_json or schema.
     """
     text = split_completion(reply)[1][:MAX_TEXT]
     start, problem = text.find("{"), None
@@ -167,14 +164,7 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
 
 
 def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
-    """Parse the plan in a model's reply.
-
-    Args:
-        acyclic: whether to reject a plan whose causal graph has a cycle.
-
-    Raises:
-        ReplyError: the reply contains no valid plan, or its causal graph has a cycle.
-    """
+    """Parse the plan in a model's reply; a cycle in its causal graph is an error if `acyclic`."""
     try:
         plan = Plan.model_validate(find_object(reply, "causal_graph"))
     except ValidationError as error:
@@ -189,11 +179,10 @@ def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
 
 
 def check_plan(plan: Plan) -> dict[str, float]:
-    """Check the form of a plan.
+    """Check the form of a plan, and return values from 0 to 1.
 
-    Returns:
-        Values from 0 to 1: the share of steps whose inputs are all known or computed earlier,
-        whether the steps compute the target by rules, and the share of rules that are arithmetic.
+    These are the share of steps whose inputs are all known or computed earlier, whether the steps
+    compute the target by rules, and the share of rules that are arithmetic.
     """
     rules = [(link.effect, is_arithmetic(link.rule)) for link in plan.causal_graph]
     known, steps, with_inputs = set(plan.knowns), plan.computation_plan, 0
@@ -214,10 +203,8 @@ def check_plan(plan: Plan) -> dict[str, float]:
 def plan_value(plan: Plan) -> Fraction | None:
     """Compute the target by the plan's own steps in exact arithmetic.
 
-    Returns:
-        The value of the target, or None if it cannot be computed: a value is unknown, a percentage
-        or has more than MAX_BITS bits, a formula is invalid, or a formula uses more than
-        + - * / // % ** and the EXACT_FUNCTIONS.
+    Return None if it cannot be computed: a value is unknown, a percentage or has more than MAX_BITS
+    bits, a formula is invalid, or a formula uses more than + - * / // % ** and the EXACT_FUNCTIONS.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
     # "30%" may be meant as 30 or as 0.3.

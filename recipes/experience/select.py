@@ -137,12 +137,9 @@ class Trial:
 def differing_groups(
     problems: Sequence[Problem], attempts: Sequence[Sequence[ChatReply | None]], most: int
 ) -> list[Group]:
-    """Select problems that have both right and wrong attempts.
+    """Select at most `most` problems that have both right and wrong attempts.
 
     Each selected problem is as dissimilar as possible from those selected before.
-
-    Args:
-        most: the maximum number of problems.
     """
     left = []
     for problem, replies in zip(problems, attempts, strict=True):
@@ -211,9 +208,6 @@ def judge_trial(
     """Compare the answers to the problems without and with the candidate.
 
     There is one answer per problem and side. Problems with a failed call are left out.
-
-    Raises:
-        UsageError: a call failed on every problem.
     """
     pairs = [
         (is_right(a, problem), is_right(b, problem))
@@ -267,13 +261,10 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 
 
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of the requests and input tokens of each role.
+    """Estimate an upper bound of each role's (requests, input tokens).
 
-    The lesson of a trial and each attempt that the critic reads are counted with the maximum
-    length of a reply.
-
-    Returns:
-        Role → (requests, input tokens).
+    The lesson of a trial and each attempt that the critic reads are counted with the maximum length
+    of a reply.
     """
     read = tokens_of([problem.question for problem in problems]) // len(problems)
     calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
