@@ -81,7 +81,7 @@ class Results:
 
     def lead(self, arm: str, over: str, metric: str, without: str = "") -> Interval:
         """Return the strict lead of `arm` over `over` on their common seeds and problems."""
-        return difference(*self.paired(over, arm, metric, without=without))
+        return difference(*self.paired(over, arm, metric, without))
 
     @property
     def templates(self) -> list[str]:
@@ -114,9 +114,7 @@ class Results:
     def share_a_seed(self, a: str, b: str) -> bool:
         return all(self.shared(a, b))
 
-    def paired(
-        self, a: str, b: str, metric: str, sets: Sets = None, without: str = ""
-    ) -> tuple[Scores, Scores]:
+    def paired(self, a: str, b: str, metric: str, without: str = "") -> tuple[Scores, Scores]:
         """Return both arms' scores on their common seeds and problems, except for one template.
 
         The base samples fewer problems than the others; its problems are a prefix of theirs.
@@ -124,7 +122,7 @@ class Results:
         if not self.share_a_seed(a, b):
             raise ValueError("no seed is done for both arms")
         left, right = [], []
-        for name in sets or self.pooled:
+        for name in self.pooled:
             mine, theirs = (matrix(side, [name], metric, "strict") for side in self.shared(a, b))
             count = min(mine.shape[1], theirs.shape[1])
             names = self.shared(a, b)[0][0]["tests"][name]["problems"][:count]

@@ -192,10 +192,11 @@ class _Completions(BaseHTTPRequestHandler):
             return self._send("".join(f"data: {chunk}\n\n" for chunk in chunks))
         stop_early = body["prompt"] == [0]
         drawn = body["n"] * body["max_tokens"] - stop_early
-        self._send(json.dumps({"usage": {"completion_tokens": drawn}}))
+        self._send(json.dumps({"usage": {"prompt_tokens": 5, "completion_tokens": drawn}}))
 
     def _send(self, text):
         self.send_response(200)
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -235,8 +236,8 @@ def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
 def test_two_servers_are_asked_in_turns_in_a_row_and_at_once(vllm, capsys):
     config = serving.ServingConfig(requests=2, repeats=1)
     servers = {
-        "ours": serving.Server(vllm.url, "base", []),
-        serving.PEER: serving.Server(vllm.url, "m", [serving.SYSTEM]),
+        "ours": serving.Server(vllm.client.url, "base", []),
+        serving.PEER: serving.Server(vllm.client.url, "m", [serving.SYSTEM]),
     }
     report = serving.measure(config, servers)
     asked = [body for body in _Completions.asked if "messages" in body]

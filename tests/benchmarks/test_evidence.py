@@ -288,12 +288,12 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
     start = [result("sft", 1, ("1111", "1111")), result("sft", 2, ("1111", "1111"))]
     base = [result("base_few", 0, ("1111",))]  # sampled the first problem only
     found = Results({"grpo": ours, "sft": start, "base_few": base})
-    a, b = found.paired("sft", "grpo", "sampled", sets=["t"])
+    a, b = found.paired("sft", "grpo", "sampled")
     assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
-    a, b = found.paired("base_few", "grpo", "sampled", sets=["t"])
+    a, b = found.paired("base_few", "grpo", "sampled")
     assert (a.tolist(), b.tolist()) == ([[1]], [[1], [0]])
     with pytest.raises(ValueError, match="no seed"):
-        Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled", sets=["t"])
+        Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled")
     other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
     with pytest.raises(ValueError, match="different problems"):
         matrix(other, ["t"], "greedy", "strict")
