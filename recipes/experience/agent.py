@@ -277,8 +277,10 @@ class Agent:
         """
         seed = seed if self.seed is None else f"{self.seed} {seed}"
         prompt = self.prompts[stage].substitute(values).strip()
+        turns = zip(cycle(("user", "assistant")), [*chain(*examples), prompt])
+        messages = [{"role": role, "content": text} for role, text in turns]
         plain = {
-            "messages": _conversation([*chain(*examples), prompt]),
+            "messages": messages,
             "model": self.model,
             "temperature": self.temperature,
             "max_tokens": self.reply_tokens,
@@ -313,11 +315,6 @@ class Agent:
         row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
         self.journal.add(key, row)
         return reply
-
-
-def _conversation(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Convert texts to the messages of a conversation, alternately of user and assistant."""
-    return [{"role": r, "content": t} for r, t in zip(cycle(("user", "assistant")), texts)]
 
 
 def _sha256(text: str) -> str:

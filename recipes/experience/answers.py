@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TypeVar
 
 from tqdm import tqdm
 
-from recipes.experience.agent import Agent, load_endpoints, load_prompts
+from recipes.experience.agent import API_CONFIG, Agent, load_endpoints, load_prompts
 from recipes.experience.rewards import grade_answer
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import flag, terminal
@@ -40,6 +39,7 @@ class CostConfig:
     plan: bool = flag(
         False, "print the expected requests, tokens and costs, without sending requests"
     )
+    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
 
 
 @dataclass(kw_only=True)
@@ -59,13 +59,13 @@ class AskingConfig(CostConfig):
 
 
 def open_agents(
-    names: Sequence[str], config: AskingConfig, temperature: float, api_config: Path, file: Path
+    names: Sequence[str], config: AskingConfig, temperature: float, file: Path
 ) -> dict[str, Agent]:
     """Create an agent for each role.
 
     All agents share a budget and the journal in `file`, whose costs count towards --max-cost.
     """
-    endpoints = load_endpoints(names, api_config, max_cost=config.max_cost)
+    endpoints = load_endpoints(names, config.api_config, max_cost=config.max_cost)
     check_writable("--run-dir", file.parent)  # before any reply is paid for
     journal, prompts, budget = Journal(file), load_prompts(), Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
@@ -127,20 +127,8 @@ def format_attempt(reply: ChatReply, problem: Problem) -> str:
     return FORMATS["deepseek"].completion(reply.reasoning, answer or reply.text)
 
 
-def format_attempts(replies: Sequence[ChatReply], problem: Problem) -> str:
-    """Format several attempts as numbered texts for the critic's prompt."""
-    texts = [
-        f"Attempt {n}:\n{format_attempt(reply, problem)}" for n, reply in enumerate(replies, 1)
-    ]
-    return "\n\n".join(texts)
-
-
 def is_right(reply: ChatReply, problem: Problem) -> bool:
     return grade_answer(reply.text, problem)[0]
-
-
-def mean_score(replies: Sequence[ChatReply], problem: Problem) -> float:
-    return fmean(is_right(reply, problem) for reply in replies)
 
 
 def tokens_of(texts: Sequence[str]) -> int:

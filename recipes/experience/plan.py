@@ -18,7 +18,7 @@ import ast
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -221,33 +221,28 @@ def plan_value(plan: Plan) -> Fraction | None:
 
 def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
     """Evaluate an expression; raise one of NOT_COMPUTABLE if the expression has no exact value."""
-    value = _operate(node, partial(_evaluate, values=values), values)
-    if _bits(value) > MAX_BITS:
-        raise ValueError(f"a value has more than {MAX_BITS} bits")
-    return value
-
-
-def _operate(
-    node: ast.AST, of: Callable[[ast.AST], Fraction], values: Mapping[str, Fraction]
-) -> Fraction:
-    """Evaluate one node of an expression; `of` evaluates its operands."""
+    of = partial(_evaluate, values=values)
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Fraction(str(number))
+            value = Fraction(str(number))
         case ast.Name(id=name):
-            return values[name]
+            value = values[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -of(operand)
+            value = -of(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = of(left), of(right)
             if exponent.denominator > 1 or _bits(base) * abs(exponent) > MAX_BITS:
                 raise ValueError("the power is too large, or is a root")
-            return Fraction(base ** int(exponent))
+            value = Fraction(base ** int(exponent))
         case ast.BinOp(left=left, op=op, right=right):
-            return Fraction(OPERATORS[type(op)](of(left), of(right)))
+            value = Fraction(OPERATORS[type(op)](of(left), of(right)))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return Fraction(EXACT_FUNCTIONS[name](*map(of, arguments)))
-    raise ValueError(f"{ast.dump(node)} has no exact value")
+            value = Fraction(EXACT_FUNCTIONS[name](*map(of, arguments)))
+        case _:
+            raise ValueError(f"{ast.dump(node)} has no exact value")
+    if _bits(value) > MAX_BITS:
+        raise ValueError(f"a value has more than {MAX_BITS} bits")
+    return value
 
 
 def _bits(value: Fraction) -> int:

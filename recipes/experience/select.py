@@ -32,14 +32,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
+from recipes.experience.agent import GENERATORS, Agent
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
     announce_cost,
     answer_all,
     format_attempt,
-    format_attempts,
     is_right,
     open_agents,
     run_all,
@@ -92,7 +91,6 @@ class SelectConfig(AskingConfig):
         max=0.5,
     )
     seed: int = flag(0, "random seed of the problems, which is also sent with the requests")
-    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
     run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")
 
@@ -187,7 +185,8 @@ def _rule(critic: Agent, group: Group) -> Candidate | None:
 
 def _fusion(critic: Agent, group: Group) -> Candidate | None:
     problem = group.problem
-    attempts = format_attempts([*group.wrong, *group.right], problem)
+    shown = [format_attempt(reply, problem) for reply in (*group.wrong, *group.right)]
+    attempts = "\n\n".join(f"Attempt {n}:\n{text}" for n, text in enumerate(shown, 1))
     values = {"problem": problem.question, "attempts": attempts}
     reply = critic.ask("critic_answer", problem.id, values)
     if not is_right(reply, problem):
@@ -304,7 +303,7 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
 def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
     names = (*GENERATORS, "critic")
-    agents = open_agents(names, config, config.temperature, config.api_config, file)
+    agents = open_agents(names, config, config.temperature, file)
     check_writable("--library-dir", config.library_dir)
     practise, held_out = load_parts(config)
     budget = agents[GENERATORS[0]].client.budget

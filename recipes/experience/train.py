@@ -24,14 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.agent import (
-    API_CONFIG,
-    GENERATORS,
-    Agent,
-    Endpoint,
-    load_endpoints,
-    load_prompts,
-)
+from recipes.experience.agent import GENERATORS, Agent, Endpoint, load_endpoints, load_prompts
 from recipes.experience.answers import CostConfig, announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, MAX_TOKENS, Library
 from recipes.experience.rewards import relative_tolerance
@@ -83,7 +76,6 @@ class TrainConfig(CostConfig):
         0.05, "use only problems whose rewards have a standard deviation above this value", min=0
     )
     seed: int = flag(0, "random seed for the problem order, which is also sent with the requests")
-    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "folder of the libraries")
     run_dir: Path = flag(RUN_DIR, "folder for the records of the run")
 
