@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 TOY = {
     "solved": 8, "sft_batch": 4, "lora_r": 4, "steps": 2, "batch_size": 2, "group_size": 2,
     "max_new_tokens": 6, "base_new_tokens": 6, "greedy_problems": 4, "sampled_problems": 3,
-    "base_sampled": 2, "samples": 3, "other_problems": 4, "other_sampled": 2, "curve_problems": 4,
+    "base_sampled": 2, "samples": 3, "curve_problems": 4,
     "curve_every": 1, "seeds": (0,),
 }  # fmt: skip
 
@@ -69,24 +68,15 @@ def test_cells_are_chosen_by_pattern():
         EvidenceConfig(cells=("gpro-*",)).chosen_cells()
 
 
-def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, monkeypatch):
-    def fix(grid: str, gym: bool = False, **options) -> None:
-        monkeypatch.setattr(pools, "gym_installed", lambda: gym)
-        EvidenceConfig(grid=tmp_path / grid, **options).fix()
+def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
+    def fix(**options) -> None:
+        EvidenceConfig(grid=tmp_path, **options).fix()
 
-    fix("new")
-    fix("new", seeds=(0, 7))  # these may change
+    fix()
+    fix(seeds=(0, 7))  # these may change
     with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
-        fix("new", steps=13)
-    with pytest.raises(UsageError, match="with reasoning-gym installed False, not True"):
-        fix("new", gym=True)
-    settings = EvidenceConfig().settings()
-    assert pools.OTHER not in settings  # results are compared by these
-    plan.replace_json(tmp_path / "old" / "settings.json", settings)
-    fix("old", gym=True)  # of a grid from before this was written down
-    assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
-    with pytest.raises(UsageError, match="with reasoning-gym installed True, not False"):
-        fix("old")
+        fix(steps=13)
+    assert read_json(tmp_path / "settings.json") == EvidenceConfig().settings()
 
 
 def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
@@ -192,28 +182,6 @@ def test_gsm8k_must_be_the_published_files(tmp_path, monkeypatch):
     assert not any(p.solution for p in learned.practice)
     with pytest.raises(UsageError, match="word-problems or gsm8k"):
         pools.check_gsm8k("gsm8k")
-
-
-def test_gym_tasks_are_mixed_and_no_question_comes_twice(monkeypatch):
-    def create_dataset(task, size, seed, **options):
-        # Every question twice in a row.
-        return [{"question": f"{task} {i // 2}", "answer": i // 2} for i in range(size)]
-
-    monkeypatch.setitem(
-        sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset)
-    )
-    made = pools.gym_problems(6)
-    assert [p.columns["family"] for p in made] == [*pools.GYM_TASKS, *list(pools.GYM_TASKS)[:2]]
-    assert len({p.question for p in made}) == 6
-
-
-@pytest.mark.skipif(not pools.gym_installed(), reason="an extra: pip install -e '.[evidence]'")
-def test_gym_problems_have_numbers_for_golds():
-    from rlm.grading.numbers import parse_number
-
-    made = pools.gym_problems(40)
-    assert len({p.question for p in made}) == len({p.id for p in made}) == 40
-    assert all(parse_number(p.answer) is not None for p in made)
 
 
 # --- statistics ---------------------------------------------------------------------------------
@@ -339,7 +307,6 @@ def in_process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid.harness, "run_child", run_child)
         # A random model is never right: rejection sampling keeps its first completions anyway.
-        patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
         patch.setattr("rlm.training.trainer.learning_curves", lambda *_: None)  # tested elsewhere
         right = SimpleNamespace(correct=True, answer="5")
         patch.setattr(training, "grade", lambda *_, **__: right)
