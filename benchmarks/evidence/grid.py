@@ -2,9 +2,9 @@
 
 A cell's directory has `train/` (checkpoints), `adapter/`, `train.json` (written after training),
 `scores/` (a file for each test set), `result.json` (written when the cell is done) and `log.txt`.
-JSON files are renamed into place when complete, so the same command continues after a kill: every
-trainer from its last checkpoint, judging from the current test set. If a cell fails, its name and
-log are printed, and the others continue.
+JSON files are renamed into place when complete, so the same command continues after a kill: our
+trainers from their last checkpoint, TRL's from its start, and judging from the current test set. If
+a cell fails, its name and log are printed, and the others continue.
 """
 
 from __future__ import annotations

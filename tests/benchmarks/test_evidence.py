@@ -604,37 +604,6 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
     )
 
 
-def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypatch):
-    from benchmarks import trl_arm
-
-    config = toy(model_dir, tmp_path).grpo_config(
-        Cell("trl", 0), finished.folder(Cell("sft", 0)) / "adapter"
-    )
-    work = (config, pools.pools(finished, 0).practice, trl_arm.strict_reward)
-    steps, end = [], trl_arm.Clock.on_step_end
-
-    def killed_in_the_second_step(self, args, state, control, **options):
-        steps.append(state.global_step)
-        end(self, args, state, control, **options)
-        if steps == [1, 2]:  # its seconds are written down, its checkpoint is not
-            raise Killed
-
-    monkeypatch.setattr(trl_arm.Clock, "on_step_end", killed_in_the_second_step)
-    with pytest.raises(Killed):
-        trl_arm.train(*work)
-    whole = config.run_dir / "checkpoint-1"
-    for number, state in ((2, "{"), (3, None)):  # other kills, while checkpoints were written
-        torn = shutil.copytree(whole, whole.with_name(f"checkpoint-{number}"))
-        (torn / "trainer_state.json").unlink()
-        if state:
-            (torn / "trainer_state.json").write_text(state)
-    rows = trl_arm.train(*work)
-    assert steps == [1, 2, 2]
-    assert len(rows) == 2
-    assert not (config.run_dir / "checkpoint-3").exists()
-    assert (config.output / "adapter_model.safetensors").exists()
-
-
 def test_trl_takes_a_rate_of_zero(finished, model_dir, tmp_path):
     from benchmarks import trl_arm
 
