@@ -394,20 +394,6 @@ def test_all_cells_of_the_rollouts_are_measured(model_dir, tmp_path, monkeypatch
     assert report["ratio"]["generate"] > 0
 
 
-@pytest.mark.slow
-def test_rollouts_of_the_embedded_model(tmp_path):
-    target = tmp_path / "rollout.json"
-    subprocess.run(
-        [
-            sys.executable, "-m", "benchmarks.rollout", "--rows", "8", "--new-tokens", "8",
-            "--repeats", "1", "--no-lengths", "--json", str(target),
-        ],
-        cwd=ROOT, check=True,
-    )  # fmt: skip
-    report = json.loads(target.read_text())
-    assert report["ratio"]["generate"] > 0
-
-
 @pytest.mark.parametrize("script", ["rollout", "evidence"])
 def test_a_script_run_by_its_path_says_how_it_is_run(script):
     path = ROOT / "benchmarks" / (script if script == "evidence" else f"{script}.py")
