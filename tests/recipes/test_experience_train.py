@@ -196,6 +196,7 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
         held, boxes = numbers(prompt_of(body))
         told = str(held * boxes) in prompt_of(body)
         assert told is stage_of(body).endswith("_extraction")
+        assert (f"Right answer: {held * boxes}" in prompt_of(body)) is told
 
 
 @pytest.mark.parametrize(
