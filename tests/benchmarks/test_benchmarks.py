@@ -21,6 +21,7 @@ from benchmarks import (
     rollout,
     samplers,
     serving,
+    structured_outputs,
     trainers,
 )
 from rlm.cli import UsageError, run_main, to_dict
@@ -392,6 +393,20 @@ def test_all_cells_of_the_rollouts_are_measured(model_dir, tmp_path, monkeypatch
     report = json.loads(file.read_text())
     assert (report["headline"], len(report["cells"])) == ("16 rows x 4", 3)
     assert report["ratio"]["generate"] > 0
+
+
+def test_answers_are_validated_and_masks_timed(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(structured_outputs.torch, "set_num_threads", lambda _: None)
+    file = tmp_path / "report.json"
+    config = structured_outputs.StructuredOutputsConfig(
+        model=str(model_dir), schemas=8, max_new_tokens=48, rows=2, timed_tokens=4, repeats=1,
+        json=file,
+    )  # fmt: skip
+    assert structured_outputs.main(config) == 0  # each of them valid, or cut off
+    report = json.loads(file.read_text())
+    assert report["ratio"]["free"] > 0
+    counted = (report["answers"][name].values() for name in ("valid", "invalid", "cut"))
+    assert sum(map(sum, counted)) == 8
 
 
 @pytest.mark.parametrize("script", ["rollout", "evidence"])

@@ -5,15 +5,14 @@ import random
 import re
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import jsonschema
 import pytest
 import torch
 from conftest import byte_tokenizer, tiny_model
 
+from benchmarks.structured_outputs import INTEGER, KINDS, random_schema
 from rlm.cli import UsageError
 from rlm.data import FORMATS
 from rlm.ops import TorchOps
@@ -22,8 +21,6 @@ from rlm.sampling import Request, Sampler, SamplingParams
 from rlm.sampling.draw import exclude_tokens, sample_tokens
 
 FORMAT = FORMATS["deepseek"]
-KINDS = ("flat", "nested", "array", "union")
-INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}
 
 
 @pytest.fixture(scope="module")
@@ -55,37 +52,6 @@ def answers(sampler, structured, n=2, seed=0, new_tokens=400, format=FORMAT, beg
     for token in sampler.stream([Request([65], params, seed, n, stream, allowed)]):
         stream.add_token(token)
     return stream
-
-
-def random_schema(kind: str, rng: random.Random) -> dict[str, Any]:
-    """Return a random schema of a kind; its values are short, so that few answers are cut off."""
-    leaves = [
-        INTEGER,
-        {"type": "boolean"},
-        {"type": "null"},
-        {"type": "string", "maxLength": rng.randint(0, 8)},
-        {"type": "string", "pattern": "^[a-c]{1,3}$"},
-        {"enum": ["low", "high", rng.randint(0, 9)]},
-        {"const": f"v{rng.randint(0, 9)}"},
-    ]
-
-    def an_object(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        names = [f"{rng.choice('abc')}{i}" for i in range(len(values))]
-        needed = [name for name in names if rng.random() < 0.7]
-        fields = {"properties": dict(zip(names, values, strict=True)), "required": needed}
-        return {"type": "object", "additionalProperties": False} | fields
-
-    first, second = rng.choice(leaves), rng.choice(leaves)
-    if kind == "flat":
-        return an_object([rng.choice(leaves) for _ in range(rng.randint(1, 4))])
-    if kind == "nested":
-        root = an_object([{"$ref": "#/$defs/inner"}, first])
-        return root | {"$defs": {"inner": an_object([first, second])}}
-    if kind == "array":
-        least = rng.randint(0, 2)
-        return {"type": "array", "items": first, "minItems": least, "maxItems": least + 2}
-    short = {"type": "array", "items": INTEGER, "maxItems": 2}
-    return {"anyOf": [an_object([first]), short, second]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
