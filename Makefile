@@ -59,6 +59,7 @@ demo-orchestrator: $(STAMP)
 	$(PYTHON) -m recipes.orchestrator.evaluate --run runs/demo_orchestrator --max-samples 60 --output runs/demo_orchestrator/evaluation
 
 demo-experience: $(STAMP)
+	rm -rf runs/demo_experience
 	$(PYTHON) -m recipes.experience.demo
 
 # Each process has one torch thread, because a second gains nothing on the tests' tiny models. Some

@@ -1,18 +1,15 @@
-"""Check whether a completion depends on its batch on this machine, and time the matmuls.
+"""Check whether a completion depends on its batch on this machine.
 
-All matmuls of a decode step run with our kernels and with oneDNN in turns, for several numbers of
-rows and threads. The table shows milliseconds and the share of values that differ from those with
-64 rows. Then the same completions are sampled with other batches and threads. The exit status is 1
-if any bit of ours differs.
+The same completions are sampled in fp32 and in bf16, with several numbers of rows and threads. The
+exit status is 1 if any bit differs where every bit must be equal.
 
     python -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,83 +17,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import harness
 from rlm.cli import flag, run_main, terminal
 from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.evaluation import show_table
-from rlm.model import (
-    Device,
-    decoder_and_head,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    prepare_process,
-)
-from rlm.ops import Ops, ops_for
-from rlm.sampling import (
-    Completion,
-    FusedLayer,
-    Sampler,
-    SamplingParams,
-    decoder_layers,
-    fused_linear,
-    prompt_seed,
-)
+from rlm.model import Device, load_adapter, load_base, load_tokenizer, prepare_process
+from rlm.sampling import Completion, Sampler, SamplingParams, prompt_seed
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GROUP = 8  # completions of a prompt
-COMPARED_ROWS = 64  # rows of the reference matmul, with which other row counts are compared
 MAX_NUM_SEQS = (64, 16, 1)
 DTYPES = ("float32", "bfloat16")
-ONEDNN = "oneDNN"
 ON_CPU = Device("cpu", torch.float32, "compared in both dtypes")
-
-# (matmul, its number of input features)
-Products = Sequence[tuple[Callable[[Tensor], Tensor], int]]
 
 
 @dataclass
 class BatchInvarianceConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
-    rows: tuple[int, ...] = flag(
-        (1, 4, 16, 32, 64, 128, 512), "numbers of rows of the matmuls", min=1
-    )
     threads: tuple[int, ...] = flag((1, 2), "numbers of threads", min=1)
-    repeats: int = flag(5, "timed repetitions of each matmul, after a warmup", min=1)
-    completions: int = flag(64, "number of completions to sample in each setting; 0: none", min=0)
+    completions: int = flag(64, "number of completions to sample in each setting", min=GROUP)
     max_new_tokens: int = flag(96, "maximum completion length in tokens", min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.completions % GROUP:
             raise ValueError(f"--completions must be a multiple of {GROUP}, those of a prompt")
-
-
-def decoding_products(model: PreTrainedModel, ops: Ops, dtype: torch.dtype) -> Products:
-    """Return the matmuls of a decode step as the sampler runs them, with their input widths."""
-    decoder, head = decoder_and_head(model)
-    made = []
-    for layer in decoder_layers(decoder):
-        fused, attention, mlp = FusedLayer(layer, ops, dtype), layer.self_attn, layer.mlp
-        made += [
-            (fused.qkv, attention.q_proj.in_features),
-            (fused.out, attention.o_proj.in_features),
-            (fused.gated, mlp.gate_proj.in_features),
-            (fused.down, mlp.down_proj.in_features),
-        ]
-    return [*made, (fused_linear(head, ops=ops, dtype=dtype), head.in_features)]
-
-
-def by_onednn(ops: Ops) -> Ops:
-    """Return ops with the same compiled passes, but with oneDNN's matmuls between them."""
-    others = copy.copy(ops)
-    others.has_linear = False
-    return others
 
 
 @contextmanager
@@ -107,59 +56,6 @@ def on_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
-
-
-def share_that_differs(products: Products, inputs: Mapping[int, Tensor], rows: int) -> float:
-    """Return the share of output values that differ from the outputs with `COMPARED_ROWS` rows."""
-    differ, total, both = 0, 0, min(rows, COMPARED_ROWS)
-    for product, width in products:
-        x = inputs[width]
-        found, wanted = product(x[:rows])[:both], product(x[:COMPARED_ROWS])[:both]
-        differ, total = differ + int((found != wanted).sum()), total + found.numel()
-    return differ / total
-
-
-@torch.inference_mode()
-def product_cells(
-    config: BatchInvarianceConfig, model: PreTrainedModel, name: str
-) -> list[dict[str, Any]]:
-    """Time and compare the matmuls in one dtype; return a cell for each thread and row count."""
-    dtype = getattr(torch, name)
-    ops = ops_for(model, dtype)
-    arms = {ONEDNN: decoding_products(model, by_onednn(ops), dtype)}
-    if ops.has_linear:
-        arms = {harness.OURS: decoding_products(model, ops, dtype)} | arms
-        terminal.line(f"{name}: ours and oneDNN")
-    else:
-        terminal.line(f"{name}: oneDNN only, {ops.batch_note}")
-    generator, most = torch.Generator().manual_seed(config.seed), max(*config.rows, COMPARED_ROWS)
-    inputs = {
-        width: torch.randn(most, width, generator=generator).to(dtype)
-        for width in sorted({width for _, width in arms[ONEDNN]})
-    }
-
-    def milliseconds(products: Products, rows: int, repetition: int) -> float:
-        def step() -> None:
-            for product, width in products:
-                product(inputs[width][:rows])
-
-        return 1000 * harness.timed(step)[0]
-
-    cells = []
-    for threads, rows in itertools.product(config.threads, config.rows):
-        with on_threads(threads):
-            timed = {arm: partial(milliseconds, made, rows) for arm, made in arms.items()}
-            runs = harness.alternate(timed, config.repeats)
-            differ = {arm: share_that_differs(made, inputs, rows) for arm, made in arms.items()}
-        named = f"{name}, {rows} rows, {threads} threads"
-        if harness.OURS in runs:
-            found = harness.cell(named, "ms", runs, more_is_better=False)
-        else:  # oneDNN alone, without a ratio
-            found = {"name": named, "unit": "ms", "ratio_range": {}}
-            found["arms"] = {ONEDNN: harness.summary(runs[ONEDNN])}
-        note = "differ: " + ", ".join(f"{arm} {100 * share:.2g} %" for arm, share in differ.items())
-        cells.append(found | {"differ": differ, "note": note})
-    return cells
 
 
 def sampled(
@@ -198,24 +94,20 @@ def sampled(
 
 def main(config: BatchInvarianceConfig) -> int:
     prepare_process()
-    tokenizer, base = load_tokenizer(config.model), load_base(config.model, ON_CPU)
-    cells, completions = [], {}
-    for name in DTYPES:
-        cells += product_cells(config, base, name)
-    harness.show("matmuls of a decode step", cells)
-    if config.completions:
-        policy = load_adapter(base, config.adapter, trainable=False) if config.adapter else base
-        completions = {name: sampled(config, policy, tokenizer, name) for name in DTYPES}
-        for found in completions.values():
-            show_table("", found["settings"], "sampled")
-            terminal.line(found["note"] or "every bit must be equal in all batches")
-    broken = any(cell["differ"].get(harness.OURS) for cell in cells) or any(
+    tokenizer, model = load_tokenizer(config.model), load_base(config.model, ON_CPU)
+    if config.adapter:
+        model = load_adapter(model, config.adapter, trainable=False)
+    completions = {name: sampled(config, model, tokenizer, name) for name in DTYPES}
+    for found in completions.values():
+        show_table("", found["settings"], "sampled")
+        terminal.line(found["note"] or "every bit must be equal in all batches")
+    broken = any(
         row["other tokens"] or row["other logprobs"]
         for found in completions.values()
         if not found["note"]
         for row in found["settings"].values()
     )
-    content = {"equal": not broken, "cells": cells, "completions": completions}
+    content = {"equal": not broken, "completions": completions}
     harness.write_report(config.json, content | harness.provenance("batch_invariance"))
     terminal.line("our code's bits DIFFER between batches" if broken else "all equal")
     return 1 if broken else 0

@@ -30,14 +30,11 @@ CELLS = {"half": "half of the groups with signal", "all": "all groups with signa
 @dataclass
 class GRPOStepConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to start from (none: a new adapter)")
-    batch_size: int = flag(8, "problems per step", aliases=("--prompts",), min=1)
+    batch_size: int = flag(8, "problems per step", min=1)
     group_size: int = flag(8, "completions per problem", min=2)
     max_new_tokens: int = flag(128, "maximum completion length in tokens", min=1)
     steps: int = flag(3, "measured steps per process, after one warmup step", min=1)
     rounds: int = flag(2, "processes per arm and cell, run in turns", min=1)
-    cells: tuple[str, ...] = flag(
-        tuple(CELLS), "share of the groups with signal", choices=tuple(CELLS)
-    )
     alone: bool = flag(
         False, "measure rlm without TRL; all groups have signal, and end tokens are ignored"
     )
@@ -120,7 +117,7 @@ def main(config: GRPOStepConfig) -> int:
     """Run all cells. Each process begins with a warm-up step."""
     prepare_process()
     settings, cells = config.trl_settings(), []
-    for reward in ("all",) if config.alone else config.cells:
+    for reward in ("all",) if config.alone else CELLS:
         work = {"config": to_dict(config.training()), "signal": reward}
         asked = {harness.OURS: ("trainers", "run_ours", work | {"ignore_ends": config.alone})}
         if not config.alone:

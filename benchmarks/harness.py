@@ -117,9 +117,6 @@ def run_child(
     Args:
         log: file for the child's output (None: a temporary file).
         inherited: file descriptors that the child keeps open, such as a lock's.
-
-    Raises:
-        ChildFailed: the child's exit code is not 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder) / "result.json", log or Path(folder) / "log.txt"
@@ -209,13 +206,7 @@ def report(
     memory_gb: Mapping[str, float],
     **more: Any,
 ) -> dict[str, Any]:
-    """Make the report for `--json`.
-
-    Args:
-        headline: the cell whose ratio is the benchmark's.
-        memory_gb: arm → peak memory, where it was measured.
-        more: further entries of the report.
-    """
+    """Make the report for `--json`; the ratio of the headline cell is the benchmark's."""
     return {
         "benchmark": benchmark,
         "headline": headline["name"],

@@ -2,8 +2,7 @@
 
 In cells of fixed length, every row draws --new-tokens tokens and end tokens are off. In the cell of
 real lengths, rows end where those of a real run ended (benchmarks/lengths.json), and only their
-tokens count. The headline is 64 rows of fixed length. Ours is also compared with the floor of this
-machine.
+tokens count. The headline is 64 rows of fixed length.
 
     python -m benchmarks.rollout --json docs/results/rollout.json
     python -m benchmarks.rollout --adapter weights/sft_lora
@@ -18,18 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from benchmarks import floor, harness, samplers
-from rlm.cli import flag, run_main, terminal, to_dict
+from benchmarks import harness, samplers
+from rlm.cli import flag, run_main, terminal
 from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler, prompt_seed
 
 LENGTHS = Path(__file__).with_name("lengths.json")  # lengths of a real run's completions
 GROUP = 8  # completions per prompt
-HEADLINE_ROWS = 64
+HEADLINE_ROWS = 64  # if --rows lacks them, the cell with the most rows
 # With real lengths: our sampler's max_num_seqs, and the batch size of `generate`.
 MAX_NUM_SEQS = 64
 # Seconds to wait before each measurement: vLLM's threads go on spinning for a second or two after
@@ -51,11 +49,6 @@ class RolloutConfig(harness.BenchmarkConfig):
         if any(rows % GROUP for rows in self.rows) or not self.rows:
             raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
 
-    @property
-    def headline_rows(self) -> int:
-        """The rows of the headline cell: HEADLINE_ROWS, or the most rows if --rows lacks them."""
-        return HEADLINE_ROWS if HEADLINE_ROWS in self.rows else max(self.rows)
-
 
 Arms = Mapping[str, samplers.Draw]
 
@@ -67,16 +60,8 @@ class Bench:
         self.config = config
         self.problems = load_problems(config.dataset, "train", max_samples=512, seed=config.seed)
         self.tokenizer = load_tokenizer(config.model)
-        base = load_base(config.model, pick_device())
-        self.cost = floor.ModelCost.of(base)
-        adapter = config.adapter
+        base, adapter = load_base(config.model, pick_device()), config.adapter
         self.policy = load_adapter(base, adapter, trainable=False) if adapter else base
-
-    def ours(self) -> samplers.Ours:
-        return samplers.Ours(Sampler(self.policy, self.tokenizer))
-
-    def generate(self) -> samplers.Generate:
-        return samplers.Generate(self.policy)
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
         """Return the prompts and seeds of a repetition: new in each, equal for every arm."""
@@ -88,12 +73,7 @@ class Bench:
     def time(
         self, arms: Arms, name: str, lengths: samplers.Lengths, rows_at_once: int
     ) -> dict[str, list[float]]:
-        """Measure the tokens per second of the arms in turns, and print a line for each result.
-
-        Args:
-            name: the name of the cell, for the printed lines.
-            lengths: for each prompt, the lengths of its completions.
-        """
+        """Measure the tokens per second of the arms in turns, and print a line for each result."""
         rest = SERVER_REST if self.config.vllm_url else 0
         tokens = sum(map(sum, lengths))
 
@@ -110,11 +90,7 @@ class Bench:
 
 
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
-    """Wait `rest` seconds, run `work`, return its tokens per second.
-
-    Raises:
-        RuntimeError: not exactly `expected` tokens were drawn.
-    """
+    """Wait `rest` seconds, run `work`, return its tokens per second."""
     time.sleep(rest)
     seconds, drawn = harness.timed(work)
     if drawn != expected:
@@ -125,19 +101,11 @@ def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def fixed_cell(bench: Bench, arms: Arms, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
-    prompts, new_tokens = rows // GROUP, bench.config.new_tokens
+def fixed_cell(bench: Bench, arms: Arms, rows: int) -> dict[str, Any]:
+    new_tokens = bench.config.new_tokens
     name = f"{rows} rows x {new_tokens}"
-    runs = bench.time(arms, name, [[new_tokens] * GROUP] * prompts, rows)
-    length = mean(len(text) for text in bench.work(prompts, 1)[0])
-    sizes = {"prompts": prompts, "rows": rows, "prompt_tokens": length, "new": new_tokens / 2}
-    step = floor.decode_floor(rates, bench.cost, **sizes)
-    least = rows / step["seconds"]
-    cell = harness.cell(name, "tokens/s", runs, more_is_better=True)
-    share = cell["arms"][harness.OURS]["median"] / least
-    cell["floor"] = step | {"tokens_per_second": least, "share": share}
-    cell["note"] = f"ours at {share:.0%} of the floor ({step['bound']})"
-    return cell
+    runs = bench.time(arms, name, [[new_tokens] * GROUP] * (rows // GROUP), rows)
+    return harness.cell(name, "tokens/s", runs, more_is_better=True)
 
 
 def lengths_cell(
@@ -153,63 +121,31 @@ def lengths_cell(
     return cell
 
 
-def memory_of(arm: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one repetition of the headline cell; `run_child` adds the peak memory."""
-    prepare_process()
-    bench = Bench(RolloutConfig(**config))
-    rows = bench.config.headline_rows
-    sampler = bench.ours() if arm == harness.OURS else bench.generate()
-    prompts, seeds = bench.work(rows // GROUP, 1)
-    sampler.draw(prompts, [[bench.config.new_tokens] * GROUP] * len(prompts), seeds, rows)
-    return {}
-
-
 # --- all ----------------------------------------------------------------------------------------
 
 
 def main(config: RolloutConfig) -> int:
-    """Measure peak memory, load the model, choose the options of `generate`, run all cells."""
+    """Load the model, choose the options of `generate`, run all cells."""
     prepare_process()
-    memory = {}
-    # This comes first, because these processes need the memory that the models below will take.
-    for arm in (harness.OURS, "generate"):
-        arguments = {"arm": arm, "config": to_dict(config)}
-        child = harness.run_child("benchmarks.rollout", "memory_of", arguments)
-        memory[arm] = child["peak_memory_gb"]
-        terminal.line(f"peak memory, {arm}: {memory[arm]:.2f} GB")
-    bench, device = Bench(config), pick_device()
-    arms = {harness.OURS: bench.ours().draw}  # before `generate`, which changes the model's config
-    generate = bench.generate()
+    bench = Bench(config)
+    # Our sampler comes before `generate`, which changes the model's config.
+    arms = {harness.OURS: samplers.Ours(Sampler(bench.policy, bench.tokenizer)).draw}
+    generate = samplers.Generate(bench.policy)
     arms["generate"] = generate.draw
     if config.vllm_url:
         arms["vllm"] = samplers.VLLM(config.vllm_url).draw
-    rates = floor.measure(device.type, device.dtype)
-    terminal.line(
-        f"{device}: reads {rates['bytes_per_second'] / 1e9:.1f} GB/s, "
-        f"multiplies {rates['flops_per_second'] / 1e9:.0f} GFLOP/s"
-    )
     # 32 rows, or fewer if no cell has more.
     texts, seeds = bench.work(min(32, max(config.rows)) // GROUP, 0)
     tried = generate.choose_options(texts, GROUP, seeds)
     terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")
-    cells = []
-    for rows in config.rows:
-        cells.append(fixed_cell(bench, arms, rows, rates))
-        terminal.line(f"{cells[-1]['name']}: {cells[-1]['note']}")
-    headline = cells[config.rows.index(config.headline_rows)]
+    cells = [fixed_cell(bench, arms, rows) for rows in config.rows]
+    headline = HEADLINE_ROWS if HEADLINE_ROWS in config.rows else max(config.rows)
     if config.lengths:
         recorded = json.loads(LENGTHS.read_text(encoding="utf-8"))
         cells.append(lengths_cell(bench, arms, recorded["lengths"], recorded["limit"]))
     harness.show("rollouts", cells)
-    found = harness.report(
-        "rollout",
-        headline,
-        cells,
-        memory,
-        generate_tried_seconds=tried,
-        generate_options=generate.options,
-        measured_rates=rates,
-    )
+    chosen = {"generate_tried_seconds": tried, "generate_options": generate.options}
+    found = harness.report("rollout", cells[config.rows.index(headline)], cells, {}, **chosen)
     harness.write_report(config.json, found)
     return 0
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import httpx2
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.harness import timed
-from rlm.cli import UsageError
+from rlm.api_client import APIClient
 from rlm.model import base_of
 from rlm.sampling import Completion, Request, Sampler, SamplingParams
 
@@ -29,6 +28,7 @@ Lengths = Sequence[Sequence[int]]  # by prompt and completion
 Seeds = Sequence[int]  # one per prompt
 Draw = Callable[[Prompts, Lengths, Seeds, int], int]  # (…, rows_at_once) → useful tokens
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
+AT_ONCE = 1024  # requests in flight to vLLM: more than a batch has
 PAD = 0  # padding is masked, so any token would do
 PROBE_TOKENS = 32  # tokens per row when the options of `generate` are compared
 
@@ -171,19 +171,15 @@ class Generate:
         return seconds
 
 
-@dataclass
 class VLLM:
     """A running `vllm serve` with the same model, which gets prompts as token ids.
 
     All requests are sent at once; the server batches them itself.
     """
 
-    url: str
-    model: str = ""
-
-    def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/").removesuffix("/v1")
-        self.model = self._ask("GET", "/v1/models")["data"][0]["id"]
+    def __init__(self, url: str) -> None:
+        self.client = APIClient(url, concurrency=AT_ONCE, timeout=TIMEOUT, attempts=1)
+        self.model = self.client.models()[0]["id"]
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
         """Draw completions. With equal lengths, a prompt is one request and is prefilled once."""
@@ -209,18 +205,10 @@ class VLLM:
                 "top_k": -1,  # off in every version of vLLM; 0 is off only in newer ones
                 "ignore_eos": True,
             }
-            answer = self._ask("POST", "/v1/completions", body)
-            drawn = answer["usage"]["completion_tokens"]
+            drawn = self.client.post("completions", body)["usage"]["completion_tokens"]
             if drawn != n * max_tokens:
-                raise RuntimeError(f"{self.url} drew {drawn} tokens instead of {n * max_tokens}")
+                raise RuntimeError(f"vLLM drew {drawn} tokens instead of {n * max_tokens}")
             return drawn
 
         with ThreadPoolExecutor(len(jobs)) as pool:
             return sum(pool.map(ask, jobs))
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            answer = httpx2.request(method, self.url + path, json=body, timeout=TIMEOUT)
-            return answer.raise_for_status().json()
-        except httpx2.HTTPError as error:
-            raise UsageError(f"{self.url}{path}: {error}") from error

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import httpx2
 
 from benchmarks import harness
-from rlm.cli import flag, run_main, terminal
+from rlm.cli import flag, run_main
 from rlm.data import FORMATS, load_problems
 from rlm.model import model_directory
 from rlm.serving import server_process
@@ -130,13 +130,7 @@ def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]
         for at_once in (True, False)
     ]
     harness.show("server", cells)
-    at_once, in_a_row = cells[-2]["arms"], cells[-1]["arms"]
-    speedup = {name: in_a_row[name]["median"] / at_once[name]["median"] for name in servers}
-    for name, factor in speedup.items():
-        terminal.line(
-            f"{name}: {config.requests} at once are {factor:.1f} times as fast as in a row"
-        )
-    return harness.report("serving", cells[0], cells, {}, speedup_at_once=speedup)
+    return harness.report("serving", cells[0], cells, {})
 
 
 def main(config: ServingConfig) -> int:

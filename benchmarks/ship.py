@@ -91,10 +91,6 @@ class ShipConfig:
 
 
 def main(config: ShipConfig) -> int:
-    """
-    Raises:
-        UsageError: the adapter is not train_grpo.py's from an SFT adapter, or is too large.
-    """
     prepare_process()
     info = AdapterInfo.load(config.adapter)
     if info.stage != "grpo" or not info.run.get("start_adapter"):
@@ -139,11 +135,7 @@ def main(config: ShipConfig) -> int:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield an empty directory, which replaces `target` at the end of the block.
-
-    Raises:
-        UsageError: the contents are too large to commit.
-    """
+    """Yield an empty directory, which replaces `target` at the end of the block."""
     with writing_beside(target) as written:
         yield written
         size = sum(file.stat().st_size for file in written.iterdir()) / 1e6
@@ -171,10 +163,8 @@ def average(
 def choose_weight(config: ShipConfig, info: AdapterInfo, start: Path) -> dict[str, Any]:
     """Choose the weight of the trained adapter in the average with its start.
 
-    Returns:
-        The weight with the highest accuracy, averaged over decoding without and with the tool; the
-        number of validation problems; and the accuracies by weight and tool. The weight is 1 if
-        nothing was compared.
+    It is the weight with the highest accuracy, averaged over decoding without and with the tool. It
+    is 1 if nothing was compared.
     """
     if not (config.validation and info.dataset and info.run["step"]):
         return {"weight": 1.0, "problems": 0, "accuracy": {}}

@@ -12,7 +12,6 @@ request must get the right status, and the server's memory must stay flat.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import random
 import resource
@@ -33,6 +32,7 @@ import psutil
 
 from benchmarks import harness
 from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.runs import file_hash
 from rlm.serving import server_process
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
@@ -106,8 +106,7 @@ class Training:
             )
 
     def digest(self, name: str) -> str:
-        file = self.config.run_dir / f"{name}_adapter" / "adapter_model.safetensors"
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return file_hash(self.config.run_dir / f"{name}_adapter" / "adapter_model.safetensors")
 
     def run(self, end: float) -> None:
         """Make runs with accidents until `end` (seconds of time.monotonic).
@@ -274,10 +273,6 @@ def summary(config: SoakConfig, training: Training, serving: Serving) -> dict[st
 
 
 def main(config: SoakConfig) -> int:
-    """
-    Raises:
-        UsageError: --run-dir exists, or the server does not start.
-    """
     if config.run_dir.exists():
         raise UsageError(f"--run-dir {config.run_dir} exists; remove it or name another")
     config.run_dir.mkdir(parents=True)

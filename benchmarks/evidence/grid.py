@@ -2,9 +2,9 @@
 
 A cell's directory has `train/` (checkpoints), `adapter/`, `train.json` (written after training),
 `scores/` (a file for each test set), `result.json` (written when the cell is done) and `log.txt`.
-JSON files are renamed into place when complete, so the same command continues after a kill: every
-trainer from its last checkpoint, judging from the current test set. If a cell fails, its name and
-log are printed, and the others continue.
+JSON files are renamed into place when complete, so the same command continues after a kill: our
+trainers from their last checkpoint, TRL's from its start, and judging from the current test set. If
+a cell fails, its name and log are printed, and the others continue.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ def is_trained(config: EvidenceConfig, cell: Cell) -> bool:
 
 
 def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
-    """Run the chosen unfinished cells in order.
-
-    Returns:
-        The cells that are left, and the cells that failed.
-
-    Raises:
-        UsageError: a cell needs one that is neither trained nor chosen, or the grid was begun with
-            other settings.
-    """
+    """Run the chosen unfinished cells in order; return the cells left, and those that failed."""
     config.fix()
     chosen, failed = config.chosen_cells(), []
     for cell in chosen:
@@ -65,12 +57,10 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
 
 
 def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
-    """Train and judge a cell, each in a child process that keeps the cell's lock open.
+    """Train and judge a cell, each in a child process; return False if a process failed.
 
-    If the grid is killed, the lock keeps other processes out of the cell until the child has ended.
-
-    Returns:
-        False if a process failed; finished work stays.
+    The child keeps the cell's lock open. If the grid is killed, the lock keeps other processes out
+    of the cell until the child has ended.
     """
     begun = time.monotonic()
     log = config.folder(cell).resolve() / "log.txt"

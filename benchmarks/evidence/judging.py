@@ -44,10 +44,6 @@ class Judge:
         adapter: Path | None,
         examples: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """
-        Args:
-            examples: (question, completion) pairs that precede each question (few-shot).
-        """
         self.tokenizer = load_tokenizer(config.model)
         base = load_base(config.model, pick_device())
         self.model = load_adapter(base, adapter, trainable=False) if adapter else base
@@ -205,11 +201,7 @@ def _validate(
 
 
 def _adapter_of(folder: Path, names: set[str]) -> dict[str, Any]:
-    """Load the adapter of a checkpoint, ours or PEFT's.
-
-    Raises:
-        RuntimeError: the tensors' names differ from `names`.
-    """
+    """Load the adapter of a checkpoint, ours or PEFT's."""
     ours, prefix = folder / "state.safetensors", "adapter/"
     if ours.exists():
         saved = load_file(ours)

@@ -167,8 +167,6 @@ class EvidenceConfig:
     sampled_problems: int = count(16, "number of these problems for sampled completions")
     base_sampled: int = count(8, "number of these problems for samples of the base model")
     samples: int = count(16, "sampled completions per problem", at_least=2)
-    other_problems: int = count(24, "problems of reasoning-gym, for greedy completions")
-    other_sampled: int = count(4, "number of these problems for sampled completions")
     curve_problems: int = count(40, "validation problems during training")
     curve_samples: int = count(2, "sampled validation completions per problem")
     curve_every: int = count(3, "GRPO steps between two validations")
@@ -190,10 +188,6 @@ class EvidenceConfig:
         return cells + [Cell(arm, seed) for seed in self.seeds for arm in trained]
 
     def chosen_cells(self) -> list[Cell]:
-        """
-        Raises:
-            UsageError: a pattern matches no cell.
-        """
         cells = self.all_cells()
         for pattern in self.cells:
             if not any(fnmatch(cell.name, pattern) for cell in cells):
@@ -211,30 +205,20 @@ class EvidenceConfig:
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
-        """Write the settings of a new grid, or check them against an existing one's.
-
-        Raises:
-            UsageError: the grid was begun with other settings or test sets.
-        """
-        from benchmarks.evidence.pools import OTHER, gym_installed  # pools imports this file
-
-        file = self.grid / "settings.json"
-        # This has no flag, because results list the values of all flags and older ones lack it.
-        settings = self.settings() | {OTHER: gym_installed()}
+        """Write the settings of a new grid, or check them against an existing one's."""
+        file, settings = self.grid / "settings.json", self.settings()
         self.grid.mkdir(parents=True, exist_ok=True)
         with (self.grid / "lock").open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)  # another process may begin this grid, too
             begun = read_json(file) if file.exists() else {}
             for name in settings.keys() & begun.keys():
                 if begun[name] != settings[name]:
-                    flag = f"--{name.replace('_', '-')}"
-                    what = "reasoning-gym installed" if name == OTHER else flag
                     raise UsageError(
-                        f"{self.grid} was begun with {what} {begun[name]}, not {settings[name]}: "
-                        "name another --grid"
+                        f"{self.grid} was begun with --{name.replace('_', '-')} {begun[name]}, "
+                        f"not {settings[name]}: name another --grid"
                     )
-            if OTHER not in begun:
-                replace_json(file, settings | begun)
+            if not begun:
+                replace_json(file, settings)
 
     def grpo_config(self, cell: Cell, start: Path) -> GRPOConfig:
         """Return our trainer's options for a cell; TRL's options are derived from them."""

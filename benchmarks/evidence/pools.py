@@ -6,16 +6,15 @@ no other split, and GSM8K's practice problems exclude those whose solutions SFT 
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.evidence.plan import EvidenceConfig
 from rlm.cli import UsageError
 from rlm.data import Problem, generate_word_problems, load_problems, load_word_problem_table
+from rlm.runs import file_hash
 
 LEVEL = 1
 FAMILIES = load_word_problem_table().families
@@ -26,7 +25,7 @@ TAUGHT = tuple(
 )
 
 WORDS = ("taught", "practised", "unseen")  # sets of word problems, pooled in the headline
-OTHER = "reasoning_gym"
+OTHER = "reasoning_gym"  # a test set of older results
 TITLES = {
     "taught": "types that SFT saw solved",
     "practised": "types with answers only",
@@ -40,18 +39,6 @@ GSM8K_FILES = {
     "gsm8k_train.jsonl": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
     "gsm8k_test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
 }
-
-# Tasks of reasoning-gym (Apache-2.0), with operands as small as in our word problems.
-GYM_TASKS: Mapping[str, Mapping[str, object]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "basic_arithmetic": {
-        "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2,
-        "allow_parentheses": False, "allow_negation": False, "format_style": "natural",
-    },
-    "gsm_symbolic": {},
-}  # fmt: skip
-GYM_SEED = 20_000
 
 
 @dataclass(frozen=True)
@@ -72,11 +59,7 @@ class JudgedSet:
 
 
 def pools(config: EvidenceConfig, seed: int) -> Pools:
-    """Return the training and validation problems of a seed.
-
-    Raises:
-        UsageError: a file of GSM8K is missing or not the published one.
-    """
+    """Return the training and validation problems of a seed."""
     wanted = config.steps * config.batch_size
     if config.dataset == "word-problems":
         solved = made("train", config.solved, seed, TAUGHT)
@@ -113,9 +96,6 @@ def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet
         check_gsm8k(config.dataset)
         problems = load_problems(config.dataset, "test", max_samples=greedy)
         sets.append(JudgedSet("gsm8k", problems, min(sampled, len(problems))))
-    if gym_installed():
-        few = min(config.base_sampled if base else config.other_sampled, config.other_problems)
-        sets.append(JudgedSet(OTHER, gym_problems(config.other_problems), few))
     return sets
 
 
@@ -136,15 +116,8 @@ def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
     ]
 
 
-# --- problems of other authors -------------------------------------------------------------------
-
-
 def check_gsm8k(dataset: str) -> None:
-    """Check that the directory's files equal the published ones byte for byte.
-
-    Raises:
-        UsageError: a file is missing or differs, or `dataset` is not gsm8k:DIRECTORY.
-    """
+    """Check that the directory's files equal the published ones byte for byte."""
     name, _, folder = dataset.partition(":")
     if name != "gsm8k" or not folder:
         raise UsageError(f"--dataset {dataset}: use word-problems or gsm8k:DIRECTORY")
@@ -152,33 +125,5 @@ def check_gsm8k(dataset: str) -> None:
         path = Path(folder) / file
         if not path.is_file():
             raise UsageError(f"--dataset {dataset}: {path} is missing")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if file_hash(path) != digest:
             raise UsageError(f"--dataset {dataset}: {path} is not the published file")
-
-
-def gym_installed() -> bool:
-    return importlib.util.find_spec("reasoning_gym") is not None
-
-
-def gym_problems(count: int) -> list[Problem]:
-    """Return distinct problems of reasoning-gym's arithmetic tasks, one of each task in turn."""
-    import reasoning_gym  # pyright: ignore[reportMissingImports]
-
-    each = -(-count // len(GYM_TASKS))
-    tasks = {}
-    for task, options in GYM_TASKS.items():
-        rows = reasoning_gym.create_dataset(task, size=4 * each, seed=GYM_SEED, **options)
-        tasks[task] = list(_distinct(task, rows))[:each]
-        if len(tasks[task]) < each:
-            raise UsageError(f"reasoning-gym's {task} has fewer than {each} different questions")
-    turns = zip(*tasks.values(), strict=True)
-    return [problem for turn in turns for problem in turn][:count]
-
-
-def _distinct(task: str, rows: Iterable[Mapping[str, object]]) -> Iterable[Problem]:
-    seen = set()
-    for index, row in enumerate(rows):
-        question = str(row["question"])
-        if question not in seen:
-            seen.add(question)
-            yield Problem(f"{task}-{index}", question, str(row["answer"]), "", {"family": task})

@@ -23,11 +23,7 @@ from rlm.cli import UsageError, terminal
 
 
 def write_report(config: EvidenceConfig) -> None:
-    """Copy the results of finished cells, and write the page and the plot.
-
-    Raises:
-        UsageError: no cell is done, or the cells have different settings.
-    """
+    """Copy the results of finished cells, and write the page and the plot."""
     copy_results(config)
     results = Results.load(config.docs / "evidence")
     if not results.arms:

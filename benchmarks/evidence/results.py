@@ -29,11 +29,7 @@ class Results:
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        """Load the results of all arms.
-
-        Raises:
-            UsageError: the cells have different settings.
-        """
+        """Load the results of all arms, whose cells must have the same settings."""
         files = sorted(folder.glob("*.json"))
         found = [cell for file in files for cell in json.loads(file.read_text(encoding="utf-8"))]
         for one in found[1:]:
@@ -84,12 +80,8 @@ class Results:
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
     def lead(self, arm: str, over: str, metric: str, without: str = "") -> Interval:
-        """Return the strict lead of `arm` over `over` on their common seeds and problems.
-
-        Args:
-            without: a problem template whose problems are left out.
-        """
-        return difference(*self.paired(over, arm, metric, without=without))
+        """Return the strict lead of `arm` over `over` on their common seeds and problems."""
+        return difference(*self.paired(over, arm, metric, without))
 
     @property
     def templates(self) -> list[str]:
@@ -122,20 +114,15 @@ class Results:
     def share_a_seed(self, a: str, b: str) -> bool:
         return all(self.shared(a, b))
 
-    def paired(
-        self, a: str, b: str, metric: str, sets: Sets = None, without: str = ""
-    ) -> tuple[Scores, Scores]:
+    def paired(self, a: str, b: str, metric: str, without: str = "") -> tuple[Scores, Scores]:
         """Return both arms' scores on their common seeds and problems, except for one template.
 
         The base samples fewer problems than the others; its problems are a prefix of theirs.
-
-        Raises:
-            ValueError: the arms have no common seed.
         """
         if not self.share_a_seed(a, b):
             raise ValueError("no seed is done for both arms")
         left, right = [], []
-        for name in sets or self.pooled:
+        for name in self.pooled:
             mine, theirs = (matrix(side, [name], metric, "strict") for side in self.shared(a, b))
             count = min(mine.shape[1], theirs.shape[1])
             names = self.shared(a, b)[0][0]["tests"][name]["problems"][:count]
@@ -146,11 +133,7 @@ class Results:
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
-    """Return the scores of an arm's cells on all problems of the test sets: (seeds, problems).
-
-    Raises:
-        ValueError: the cells were judged on different problems.
-    """
+    """Return the scores of an arm's cells on all problems of the test sets: (seeds, problems)."""
     names = [[cell["tests"][name]["problems"] for name in sets] for cell in cells]
     if any(other != names[0] for other in names):
         raise ValueError("cells of one arm were judged on different problems")

@@ -95,7 +95,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     for number in range(1, rounds + 1):
         part = practice[len(practice) * (number - 1) // rounds : len(practice) * number // rounds]
         folder = config.folder(cell) / (f"round_{number}" if number < rounds else "")
-        draw = partial(_draw, config, cell, part, adapter, config.group_size)
+        draw = partial(_draw, config, cell, part, adapter)
         drawn = made_once(folder / "drawn.json", draw)
         right = _right(part, drawn["texts"])
         kept |= (new := _distinct(right))
@@ -135,13 +135,11 @@ def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
     }
 
 
-def _draw(
-    config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path, k: int
-) -> Record:
-    """Sample k completions of each problem."""
+def _draw(config: EvidenceConfig, cell: Cell, practice: Sequence[Problem], adapter: Path) -> Record:
+    """Sample a group of completions of each problem."""
     examiner = Judge(config, cell, config.max_new_tokens, adapter)
     started = time.monotonic()
-    drawn = examiner(practice, k)
+    drawn = examiner(practice, config.group_size)
     texts = [[graded.text for graded in group] for group in drawn.groups]
     return {"seconds": time.monotonic() - started, "texts": texts}
 
@@ -185,12 +183,9 @@ def _fine_tune(
     start: Path | None = None,
     folder: Path | None = None,
 ) -> Record:
-    """Run stage 1's trainer on `count` examples, or resume it.
+    """Run stage 1's trainer on `count` of the examples, in shuffled passes, or resume it.
 
-    Args:
-        examples: the `count` examples are drawn from these in shuffled passes.
-        start: the start adapter (None: a new one).
-        folder: directory for adapter/ and train/ (None: the cell's).
+    It starts from the adapter `start`, or from a new one.
     """
     import train_sft
 

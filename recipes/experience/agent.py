@@ -72,11 +72,7 @@ PLACEHOLDERS = {
 
 
 def load_prompts(directory: Path = PROMPTS) -> dict[str, Template]:
-    """Load the prompt templates from the files NAME.txt.
-
-    Raises:
-        UsageError: a file cannot be read, or its $placeholders are not those in PLACEHOLDERS.
-    """
+    """Load the prompt templates from the files NAME.txt, and check their $placeholders."""
     prompts = {}
     for name, expected in PLACEHOLDERS.items():
         path = directory / f"{name}.txt"
@@ -148,10 +144,6 @@ def load_endpoints(
     """Load the endpoints of roles without sending any request.
 
     The judge is optional: its endpoint is returned only if it is configured.
-
-    Raises:
-        UsageError: the settings are invalid, a key is missing, or `max_cost` is set and a price is
-            missing.
     """
     # A missing file must not silently select this project's server.
     if path != API_CONFIG and not path.exists():
@@ -285,8 +277,10 @@ class Agent:
         """
         seed = seed if self.seed is None else f"{self.seed} {seed}"
         prompt = self.prompts[stage].substitute(values).strip()
+        turns = zip(cycle(("user", "assistant")), [*chain(*examples), prompt])
+        messages = [{"role": role, "content": text} for role, text in turns]
         plain = {
-            "messages": _conversation([*chain(*examples), prompt]),
+            "messages": messages,
             "model": self.model,
             "temperature": self.temperature,
             "max_tokens": self.reply_tokens,
@@ -321,11 +315,6 @@ class Agent:
         row = {"role": self.name, "stage": stage, "cost": reply.cost, "reply": vars(reply)}
         self.journal.add(key, row)
         return reply
-
-
-def _conversation(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Convert texts to the messages of a conversation, alternately of user and assistant."""
-    return [{"role": r, "content": t} for r, t in zip(cycle(("user", "assistant")), texts)]
 
 
 def _sha256(text: str) -> str:

@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TypeVar
 
 from tqdm import tqdm
 
-from recipes.experience.agent import Agent, load_endpoints, load_prompts
+from recipes.experience.agent import API_CONFIG, Agent, load_endpoints, load_prompts
 from recipes.experience.rewards import grade_answer
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import flag, terminal
@@ -40,6 +39,7 @@ class CostConfig:
     plan: bool = flag(
         False, "print the expected requests, tokens and costs, without sending requests"
     )
+    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
 
 
 @dataclass(kw_only=True)
@@ -59,16 +59,13 @@ class AskingConfig(CostConfig):
 
 
 def open_agents(
-    names: Sequence[str], config: AskingConfig, temperature: float, api_config: Path, file: Path
+    names: Sequence[str], config: AskingConfig, temperature: float, file: Path
 ) -> dict[str, Agent]:
     """Create an agent for each role.
 
-    All agents share a journal and a budget. The costs in the journal count towards --max-cost.
-
-    Args:
-        file: the file of the journal.
+    All agents share a budget and the journal in `file`, whose costs count towards --max-cost.
     """
-    endpoints = load_endpoints(names, api_config, max_cost=config.max_cost)
+    endpoints = load_endpoints(names, config.api_config, max_cost=config.max_cost)
     check_writable("--run-dir", file.parent)  # before any reply is paid for
     journal, prompts, budget = Journal(file), load_prompts(), Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
@@ -77,13 +74,9 @@ def open_agents(
 
 
 def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[T | None]:
-    """Run tasks concurrently, with the concurrency limit of the agent's role.
+    """Run named tasks, with the concurrency limit of the agent's role, and return their results.
 
-    Args:
-        tasks: pairs of a name, which is printed if the task fails, and a function.
-
-    Returns:
-        The results in the order of the tasks, with None for a task whose request failed.
+    A task whose request fails is printed by its name, and its result is None.
     """
 
     def run(name: str, task: Callable[[], T]) -> T | None:
@@ -112,13 +105,7 @@ def answer_all(
     stage: str,
     nearest: int = NEAREST,
 ) -> Replies:
-    """Sample replies to each problem, with the nearest lessons of the library before the question.
-
-    Args:
-        samples: the number of replies per problem.
-        stage: the name of the prompt.
-        nearest: the maximum number of lessons before a question.
-    """
+    """Sample replies to each problem, whose prompt has the nearest lessons of the library."""
 
     def task(problem: Problem, sample: int) -> tuple[str, Callable[[], ChatReply]]:
         asked = apply_experiences(problem.question, library, nearest)
@@ -140,20 +127,8 @@ def format_attempt(reply: ChatReply, problem: Problem) -> str:
     return FORMATS["deepseek"].completion(reply.reasoning, answer or reply.text)
 
 
-def format_attempts(replies: Sequence[ChatReply], problem: Problem) -> str:
-    """Format several attempts as numbered texts for the critic's prompt."""
-    texts = [
-        f"Attempt {n}:\n{format_attempt(reply, problem)}" for n, reply in enumerate(replies, 1)
-    ]
-    return "\n\n".join(texts)
-
-
 def is_right(reply: ChatReply, problem: Problem) -> bool:
     return grade_answer(reply.text, problem)[0]
-
-
-def mean_score(replies: Sequence[ChatReply], problem: Problem) -> float:
-    return fmean(is_right(reply, problem) for reply in replies)
 
 
 def tokens_of(texts: Sequence[str]) -> int:
@@ -164,14 +139,10 @@ def tokens_of(texts: Sequence[str]) -> int:
 def announce_cost(
     calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], budget: Budget
 ) -> None:
-    """Print the expected cost of each role's requests, and the total cost.
+    """Print the expected cost of each role's (requests, input tokens), and the total cost.
 
     The number of output tokens is an upper bound, and the number of input tokens is an estimate.
     The budget is enforced even if the estimate is too low.
-
-    Args:
-        calls: role → (requests, input tokens).
-        budget: the budget of all agents; its cost is that of earlier replies.
     """
     total = 0.0
     for agent in agents:

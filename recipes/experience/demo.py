@@ -19,15 +19,8 @@ from pathlib import Path
 
 from recipes.experience import evaluate, select
 from recipes.experience.agent import GENERATORS, OWN_SERVER, variables_of
-from recipes.experience.library import problems_file
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.serving import server_process
-
-SERVER_LOG = "server.log"  # the first file of every demo run; no other command writes it
-FILES = {
-    *(SERVER_LOG, "api_config.json", "select_calls.jsonl", "evaluate_calls.jsonl"),
-    *(select.RECORD, select.LIBRARY, problems_file(Path(select.LIBRARY)).name, "evaluation.json"),
-}
 
 
 @dataclass
@@ -54,34 +47,16 @@ def server_command(config: DemoConfig) -> list[str]:
     return ["server.py", *who, "--model", config.model, *limits]
 
 
-def clear_run_dir(run_dir: Path) -> None:
-    """Create the folder of the demo, or delete the files of an earlier demo from it.
-
-    Raises:
-        UsageError: the folder contains other files, or it is not a folder. Nothing is deleted.
-    """
-    found = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
-    scratch = {f".{name}.new" for name in FILES}  # a killed demo may have left such a file
-    others = [f.name for f in found if f.name not in FILES | scratch or not f.is_file()]
-    if found and SERVER_LOG not in {file.name for file in found}:
-        others = others or [found[0].name]
-    if others or (run_dir.exists() and not run_dir.is_dir()):
-        what = f"contains {others[0]}, which the demo did not make" if others else "is not a folder"
-        raise UsageError(f"--run-dir {run_dir} {what}: pass a new or empty folder")
-    for file in found:
-        file.unlink()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / SERVER_LOG).touch()
-
-
 def main(config: DemoConfig) -> int:
     began = time.monotonic()
-    clear_run_dir(config.run_dir)
+    if config.run_dir.exists():
+        raise UsageError(f"--run-dir {config.run_dir} exists; remove it or name another")
+    config.run_dir.mkdir(parents=True)
     folders = {"run_dir": config.run_dir, "api_config": config.run_dir / "api_config.json"}
     asked = {"dataset": config.dataset, "split": config.split, "max_tokens": config.max_tokens}
     asked |= {"instructions": False} | folders
     terminal.line("[1 of 3] the server loads the model")
-    with server_process(server_command(config), log=config.run_dir / SERVER_LOG) as (url, _):
+    with server_process(server_command(config), log=config.run_dir / "server.log") as (url, _):
         roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": f"{url}/v1"})
         folders["api_config"].write_text(json.dumps(roles))
         for variable in (name for role in roles for name in variables_of(role).values()):

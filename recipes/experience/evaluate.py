@@ -18,15 +18,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from recipes.experience.agent import API_CONFIG, GENERATORS
+from recipes.experience.agent import GENERATORS
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
     announce_cost,
     answer_all,
-    mean_score,
+    is_right,
     open_agents,
     tokens_of,
 )
@@ -75,7 +76,6 @@ class EvaluateConfig(AskingConfig):
     samples: int = flag(4, "number k of answers per problem", min=1)
     temperature: float = flag(0.3, "sampling temperature", min=0)
     role: str = flag("generator_1", "role whose endpoint is evaluated", choices=GENERATORS)
-    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     run_dir: Path = flag(RUN_DIR, "folder of the run that wrote the libraries, and for the results")
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict
     for name, row in replies.items():
         given = [reply for group in row for reply in group if reply]
         scores = {
-            problems[i].id: mean_score([reply for reply in row[i] if reply], problems[i])
+            problems[i].id: fmean(is_right(reply, problems[i]) for reply in row[i] if reply)
             for i in whole
         }
         values = [*scores.values()]
@@ -221,11 +221,7 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
 def estimate(
     config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
 ) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of the requests and input tokens of each role.
-
-    Returns:
-        Role → (requests, input tokens).
-    """
+    """Estimate an upper bound of each role's (requests, input tokens)."""
     one = tokens_of([problem.question for problem in problems])
     asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
     read = config.samples * one * len(asked)
@@ -240,8 +236,7 @@ def main(config: EvaluateConfig) -> int:
     file = config.run_dir / "evaluate_calls.jsonl"
     # The agent is opened before the data is loaded, so that a missing key is reported without a
     # download.
-    options = (config, config.temperature, config.api_config, file)
-    agent = open_agents([config.role], *options)[config.role]
+    agent = open_agents([config.role], config, config.temperature, file)[config.role]
     problems = load_unseen(config)
     announce_cost(estimate(config, problems, libraries), [agent], agent.client.budget)
     if config.plan:

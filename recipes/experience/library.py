@@ -49,11 +49,7 @@ def problems_file(library: Path) -> Path:
 
 
 def read_questions(library: Path) -> list[str] | None:
-    """Return the questions of the problems that a library was made with; None: not recorded.
-
-    Raises:
-        UsageError: the file of the questions cannot be read.
-    """
+    """Return the questions of the problems that a library was made with; None: not recorded."""
     path = problems_file(library)
     try:
         questions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -157,23 +153,13 @@ class Library:
         self._questions = known
 
     def count_use(self, uses: int, successes: int) -> None:
-        """Update the counters of all lessons after a group of rollouts.
-
-        Args:
-            uses: the number of rollouts whose prompts contained the lessons.
-            successes: the number of these rollouts that were correct.
-        """
+        """Count the rollouts whose prompts contained the lessons, and the correct ones of these."""
         for item in self.items:
             item["usage_count"] = item.get("usage_count", 0) + uses
             item["success_count"] = item.get("success_count", 0) + successes
 
     def learn(self, agent: Agent, problem: Problem, rollouts: str, now: str) -> dict[str, Any]:
-        """Request lessons from a comparison of rollouts, and apply the allowed operations.
-
-        Args:
-            rollouts: the text that shows the rollouts.
-            now: the timestamp of the changes.
-        """
+        """Request lessons from a comparison of rollouts, and apply the allowed operations."""
         listed = [f"{i['id']} ({i['category']}): {i['content']}" for i in self.items]
         values = {"problem": problem.question, "gold": problem.answer, "rollouts": rollouts}
         values |= {"library": "\n".join(listed) or "–"}
@@ -195,9 +181,6 @@ class Library:
     ) -> list[Outcome]:
         """Apply the allowed operations, and drop lessons that exceed the limits of the library.
 
-        Args:
-            template: the prompt template that requested the operations. Small models copy its
-                example ("the lesson"), and such a lesson is rejected.
 
         Returns:
             A row per operation with the keys action, id, content, kept and reason. The reason of a
@@ -247,7 +230,7 @@ class Library:
         if reveals_gold(content, problem):
             return "gold_leak"
         if f" {_words(content)} " in f" {_words(template)} ":
-            return "copied"
+            return "copied"  # small models repeat the example in the prompt ("the lesson")
         others = [item["content"] for item in self.items if item is not old]
         return "duplicate" if any(_similar(content, other) for other in others) else None
 

@@ -18,7 +18,7 @@ import ast
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -140,11 +140,8 @@ PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 def find_object(reply: str, key: str) -> dict[str, Any]:
     """Find the first JSON object after the thinking that has the key `key`.
 
-    The key may also be in a value of the object; then this value is returned.
-
-    Raises:
-        ReplyError: the reply has no {, no valid JSON, or no object with this key. The message
-            starts with no_json, bad_json or schema, respectively.
+    The key may also be in a value of the object; then this value is returned. Without such an
+    object, the message of the ReplyError starts with no_json, bad_json or schema.
     """
     text = split_completion(reply)[1][:MAX_TEXT]
     start, problem = text.find("{"), None
@@ -167,14 +164,7 @@ def find_object(reply: str, key: str) -> dict[str, Any]:
 
 
 def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
-    """Parse the plan in a model's reply.
-
-    Args:
-        acyclic: whether to reject a plan whose causal graph has a cycle.
-
-    Raises:
-        ReplyError: the reply contains no valid plan, or its causal graph has a cycle.
-    """
+    """Parse the plan in a model's reply; a cycle in its causal graph is an error if `acyclic`."""
     try:
         plan = Plan.model_validate(find_object(reply, "causal_graph"))
     except ValidationError as error:
@@ -189,11 +179,10 @@ def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
 
 
 def check_plan(plan: Plan) -> dict[str, float]:
-    """Check the form of a plan.
+    """Check the form of a plan, and return values from 0 to 1.
 
-    Returns:
-        Values from 0 to 1: the share of steps whose inputs are all known or computed earlier,
-        whether the steps compute the target by rules, and the share of rules that are arithmetic.
+    These are the share of steps whose inputs are all known or computed earlier, whether the steps
+    compute the target by rules, and the share of rules that are arithmetic.
     """
     rules = [(link.effect, is_arithmetic(link.rule)) for link in plan.causal_graph]
     known, steps, with_inputs = set(plan.knowns), plan.computation_plan, 0
@@ -214,10 +203,8 @@ def check_plan(plan: Plan) -> dict[str, float]:
 def plan_value(plan: Plan) -> Fraction | None:
     """Compute the target by the plan's own steps in exact arithmetic.
 
-    Returns:
-        The value of the target, or None if it cannot be computed: a value is unknown, a percentage
-        or has more than MAX_BITS bits, a formula is invalid, or a formula uses more than
-        + - * / // % ** and the EXACT_FUNCTIONS.
+    Return None if it cannot be computed: a value is unknown, a percentage or has more than MAX_BITS
+    bits, a formula is invalid, or a formula uses more than + - * / // % ** and the EXACT_FUNCTIONS.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
     # "30%" may be meant as 30 or as 0.3.
@@ -234,33 +221,28 @@ def plan_value(plan: Plan) -> Fraction | None:
 
 def _evaluate(node: ast.AST, values: Mapping[str, Fraction]) -> Fraction:
     """Evaluate an expression; raise one of NOT_COMPUTABLE if the expression has no exact value."""
-    value = _operate(node, partial(_evaluate, values=values), values)
-    if _bits(value) > MAX_BITS:
-        raise ValueError(f"a value has more than {MAX_BITS} bits")
-    return value
-
-
-def _operate(
-    node: ast.AST, of: Callable[[ast.AST], Fraction], values: Mapping[str, Fraction]
-) -> Fraction:
-    """Evaluate one node of an expression; `of` evaluates its operands."""
+    of = partial(_evaluate, values=values)
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Fraction(str(number))
+            value = Fraction(str(number))
         case ast.Name(id=name):
-            return values[name]
+            value = values[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -of(operand)
+            value = -of(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = of(left), of(right)
             if exponent.denominator > 1 or _bits(base) * abs(exponent) > MAX_BITS:
                 raise ValueError("the power is too large, or is a root")
-            return Fraction(base ** int(exponent))
+            value = Fraction(base ** int(exponent))
         case ast.BinOp(left=left, op=op, right=right):
-            return Fraction(OPERATORS[type(op)](of(left), of(right)))
+            value = Fraction(OPERATORS[type(op)](of(left), of(right)))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return Fraction(EXACT_FUNCTIONS[name](*map(of, arguments)))
-    raise ValueError(f"{ast.dump(node)} has no exact value")
+            value = Fraction(EXACT_FUNCTIONS[name](*map(of, arguments)))
+        case _:
+            raise ValueError(f"{ast.dump(node)} has no exact value")
+    if _bits(value) > MAX_BITS:
+        raise ValueError(f"a value has more than {MAX_BITS} bits")
+    return value
 
 
 def _bits(value: Fraction) -> int:

@@ -175,10 +175,8 @@ def compute_rewards(
 ) -> dict[str, Any]:
     """Compute the rewards of a rollout, as fields of its record.
 
-    Args:
-        judge: the agent that scores r_logic. If it is None, `logic_checks` computes r_logic.
-        seed: the seed of the judge's request.
-        r_fusion: the reward `r_fusion` of a merged plan; left out for other plans.
+    The judge scores r_logic; without one, `logic_checks` computes it. Only merged plans have an
+    `r_fusion`.
     """
     correct, answer, reason = grade_answer(solution, problem)
     r_logic, judge_error = 0.0, None
@@ -224,12 +222,7 @@ def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
 
 
 def _judge_logic(judge: Agent, problem: Problem, plan: Plan, solution: str, seed: str) -> float:
-    """Request five scores from the judge, and return their mean.
-
-    Raises:
-        APIError: the request failed.
-        ReplyError: the reply does not contain five numbers from 0 to 1.
-    """
+    """Request five scores from the judge, and return their mean."""
     values = {"problem": problem.question, "scaffold": plan.text(), "solution": solution}
     reply = judge.ask("judge_logic", seed, values, schema=LOGIC_SCHEMA)
     found = find_object(reply.text, LOGIC_SCORES[0])

@@ -32,14 +32,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from recipes.experience.agent import API_CONFIG, GENERATORS, Agent
+from recipes.experience.agent import GENERATORS, Agent
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
     announce_cost,
     answer_all,
     format_attempt,
-    format_attempts,
     is_right,
     open_agents,
     run_all,
@@ -92,7 +91,6 @@ class SelectConfig(AskingConfig):
         max=0.5,
     )
     seed: int = flag(0, "random seed of the problems, which is also sent with the requests")
-    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
     run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")
 
@@ -137,12 +135,9 @@ class Trial:
 def differing_groups(
     problems: Sequence[Problem], attempts: Sequence[Sequence[ChatReply | None]], most: int
 ) -> list[Group]:
-    """Select problems that have both right and wrong attempts.
+    """Select at most `most` problems that have both right and wrong attempts.
 
     Each selected problem is as dissimilar as possible from those selected before.
-
-    Args:
-        most: the maximum number of problems.
     """
     left = []
     for problem, replies in zip(problems, attempts, strict=True):
@@ -190,7 +185,8 @@ def _rule(critic: Agent, group: Group) -> Candidate | None:
 
 def _fusion(critic: Agent, group: Group) -> Candidate | None:
     problem = group.problem
-    attempts = format_attempts([*group.wrong, *group.right], problem)
+    shown = [format_attempt(reply, problem) for reply in (*group.wrong, *group.right)]
+    attempts = "\n\n".join(f"Attempt {n}:\n{text}" for n, text in enumerate(shown, 1))
     values = {"problem": problem.question, "attempts": attempts}
     reply = critic.ask("critic_answer", problem.id, values)
     if not is_right(reply, problem):
@@ -211,9 +207,6 @@ def judge_trial(
     """Compare the answers to the problems without and with the candidate.
 
     There is one answer per problem and side. Problems with a failed call are left out.
-
-    Raises:
-        UsageError: a call failed on every problem.
     """
     pairs = [
         (is_right(a, problem), is_right(b, problem))
@@ -267,13 +260,10 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 
 
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of the requests and input tokens of each role.
+    """Estimate an upper bound of each role's (requests, input tokens).
 
-    The lesson of a trial and each attempt that the critic reads are counted with the maximum
-    length of a reply.
-
-    Returns:
-        Role → (requests, input tokens).
+    The lesson of a trial and each attempt that the critic reads are counted with the maximum length
+    of a reply.
     """
     read = tokens_of([problem.question for problem in problems]) // len(problems)
     calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
@@ -313,7 +303,7 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
 def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
     names = (*GENERATORS, "critic")
-    agents = open_agents(names, config, config.temperature, config.api_config, file)
+    agents = open_agents(names, config, config.temperature, file)
     check_writable("--library-dir", config.library_dir)
     practise, held_out = load_parts(config)
     budget = agents[GENERATORS[0]].client.budget

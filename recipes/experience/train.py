@@ -24,14 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.agent import (
-    API_CONFIG,
-    GENERATORS,
-    Agent,
-    Endpoint,
-    load_endpoints,
-    load_prompts,
-)
+from recipes.experience.agent import GENERATORS, Agent, Endpoint, load_endpoints, load_prompts
 from recipes.experience.answers import CostConfig, announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, MAX_TOKENS, Library
 from recipes.experience.rewards import relative_tolerance
@@ -83,7 +76,6 @@ class TrainConfig(CostConfig):
         0.05, "use only problems whose rewards have a standard deviation above this value", min=0
     )
     seed: int = flag(0, "random seed for the problem order, which is also sent with the requests")
-    api_config: Path = flag(API_CONFIG, "file with the keys and endpoints of the roles")
     library_dir: Path = flag(LIBRARIES, "folder of the libraries")
     run_dir: Path = flag(RUN_DIR, "folder for the records of the run")
 
@@ -108,10 +100,6 @@ def load_problem_set(
 
     A local file is loaded as a whole, and so is a dataset that publishes only a test split. AIME
     problems get ids like aime2024_001.
-
-    Raises:
-        UsageError: the dataset is a mixture, an answer is not a number, or a problem's rel_tol is
-            invalid.
     """
     source = str(PHYSICS) if dataset == "physics" else dataset
     parts = parse_dataset(source)
@@ -134,11 +122,7 @@ def load_problem_set(
 
 
 def load_proposals(run_dir: Path) -> list[Task]:
-    """Load the problems that all three generators practised on, with the generators' rollouts.
-
-    Raises:
-        UsageError: a generator has no records, or a problem has different texts in the records.
-    """
+    """Load the problems that all three generators practised on, with the generators' rollouts."""
     records = {}
     for number, name in enumerate(GENERATORS, 1):
         path = records_path(run_dir, name)
@@ -222,12 +206,9 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of the requests and input tokens of each role.
+    """Estimate an upper bound of each role's (requests, input tokens).
 
     Every plan is counted with the maximum length of a reply.
-
-    Returns:
-        Role → (requests, input tokens).
     """
     count, rollouts = len(tasks), config.rollouts
     if config.target == "critic":  # the generators' recorded rollouts

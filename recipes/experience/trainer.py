@@ -102,18 +102,11 @@ class Trainer:
         replace_json(path, options)
 
     def train(self, tasks: Sequence[Task], stop: threading.Event) -> None:
-        """Train on each problem that has no record yet.
+        """Train on each problem that has no record yet, until `stop` is set.
 
         A problem whose requests are all rejected, for example because it is too long, teaches
         nothing, and is not tried again. It is recorded only when a later problem has had a reply or
         no problem is left, because a wrong configuration rejects every problem.
-
-        Args:
-            stop: once set, training ends after the current problem.
-
-        Raises:
-            UsageError: a problem has another text than in its record, or all its requests failed
-                for another reason, or the requests of MAX_REJECTED problems in a row were rejected.
         """
         done = {row["problem_id"]: row["problem_text"] for row in self.records}
         for problem, _ in tasks:
@@ -152,12 +145,9 @@ class Trainer:
     def _sample(self, problem: Problem, lessons: str, number: Any, *proposals: Any) -> Row:
         """Sample a rollout of a problem.
 
-        If a call still fails after all retries, the rollout has an error and no rewards.
-
-        Args:
-            lessons: the library's lessons as text for the prompt.
-            number: the number of the rollout, or for the critic the name of the generator.
-            proposals: for the critic, the rollouts of this generator.
+        `number` is the number of the rollout, or for the critic the name of the generator, whose
+        rollouts are the proposals. If a call still fails after all retries, the rollout has an
+        error and no rewards.
         """
         seed, values = f"{problem.id} {number}", {"problem": problem.question}
         row = {"generator_id" if self.is_critic else "rollout_id": number, "scaffold_error": None}
@@ -352,11 +342,7 @@ def _plan_text(plan: Plan | None, text: str) -> str:
 def _read_plan(
     text: str, *, truncated: bool = False, acyclic: bool = False
 ) -> tuple[Plan | None, str | None]:
-    """Parse a plan. Return (plan, None) if it is valid, and (None, error) otherwise.
-
-    Args:
-        truncated: whether the token limit cut the text off.
-    """
+    """Parse a plan. Return (plan, None) if it is valid, and (None, error) otherwise."""
     try:
         return parse_plan(text, acyclic=acyclic), None
     except ReplyError as error:

@@ -29,11 +29,7 @@ LEARNING_RATE = 1e-3  # peak
 
 
 def random_graph(rng: random.Random, format: Format) -> Graph:
-    """Compose a graph from random parts: the first agent solves, and the second one checks.
-
-    Args:
-        format: the reasoning format that the agents were trained with.
-    """
+    """Compose a graph from random parts: the first agent solves, and the second one checks."""
     parts = [rng.choice(texts) for texts in PROMPTS["random_graphs"].values()]
     roles, methods, checks, endings = (part.format(**format.tags) for part in parts)
     return Graph.chain(f"{roles} {methods}", f"{checks} {endings}")
@@ -71,15 +67,7 @@ def cold_start_dir(run_dir: Path) -> Path:
 def train_start_adapter(
     config: OrchestratorConfig, problems: Sequence[Problem], format: Format = FORMATS["deepseek"]
 ) -> None:
-    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`.
-
-    Args:
-        format: the reasoning format that the agents were trained with.
-
-    Raises:
-        Interrupted: a signal stopped the training.
-        UsageError: no graph can be made for any of the problems.
-    """
+    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`."""
     if config.start_from:
         check_adapter(config.start_from, "pass --start-from none to start with a new adapter")
         given = {"lora_r": config.lora_r} if config.lora_r != OrchestratorConfig.lora_r else {}

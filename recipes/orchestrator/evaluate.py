@@ -80,11 +80,7 @@ class EvaluateConfig:
 
 
 def fixed_graphs(solver: str) -> dict[str, Graph]:
-    """Return the fixed graphs that the orchestrator is compared with.
-
-    Args:
-        solver: the system prompt that the agents were trained with.
-    """
+    """Return the fixed graphs that the orchestrator is compared with."""
     return {
         name: Graph.chain(*(text.replace("{solver}", solver) for text in texts), field=field)
         for name, arm in PROMPTS["fixed_graphs"].items()
@@ -97,11 +93,8 @@ def make_rows(
 ) -> dict[str, Row]:
     """Run every row of the comparison on the problems.
 
-    The vote is run last, because its number of votes depends on the tokens of other rows.
-
-    Args:
-        others: folders of further training runs with the same agents and problems. Their
-            trajectories are added to those of `orchestrator`.
+    The trajectories of further training runs (`others`) are added to those of `orchestrator`. The
+    vote is run last, because its number of votes depends on the tokens of other rows.
     """
     config, format = orchestrator.config, orchestrator.agents.format
 
@@ -133,11 +126,7 @@ def make_rows(
 
 
 def load_run(run_dir: Path) -> Orchestrator:
-    """Load a finished run, and as the adapter "start" the one from which its training started.
-
-    Raises:
-        UsageError: there is no finished run, or its start adapter does not exist.
-    """
+    """Load a finished run, and as the adapter "start" the one from which its training started."""
     orchestrator = Orchestrator.load(run_dir)
     start = orchestrator.config.sft_adapter
     if start:
@@ -164,9 +153,7 @@ def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -
 def load_another(run: Path, first: Orchestrator) -> Orchestrator:
     """Load a further training run, whose results are averaged with those of the first run.
 
-    Raises:
-        UsageError: the run used other data, agents or limits than the first run, or only one of
-            the two runs started from an adapter.
+    Both must have used the same data, agents and limits, and a start adapter or none.
     """
     other = load_run(run)
     compared = ("dataset", "columns", "split", "graph_form", "agent_max_tokens")
@@ -190,9 +177,6 @@ def without_failures(rows: Mapping[str, Row]) -> dict[str, Row]:
     """Return the rows without the problems on which an API call failed in any row.
 
     A failed call must not count as a wrong answer.
-
-    Raises:
-        UsageError: an API call failed on every problem.
     """
     judged = [
         not any(run.error for group in groups for run in group)

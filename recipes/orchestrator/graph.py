@@ -80,12 +80,7 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 
     @classmethod
     def chain(cls, *texts: str, field: str = "system_prompt") -> Graph:
-        """Create a graph with one agent per text.
-
-        Args:
-            texts: the text of each agent. An empty text leaves the field out.
-            field: the agent's field that contains the text: "system_prompt" or "question".
-        """
+        """Create a graph with one agent per text. An empty text leaves the field out."""
         pairs = zip(AGENT_IDS, texts, strict=False)
         made = [Agent(id=name, type="llm", **{field: text or None}) for name, text in pairs]
         return cls(agents=made)
@@ -112,13 +107,11 @@ class Graph(BaseModel, extra="forbid", strict=True, frozen=True):
 
 
 def parse_graph(text: str, form: str) -> Graph | InvalidGraph:
-    """Parse the graph of two agents in a completion. This function never raises.
+    """Parse the graph of two agents in a completion, each with the field of --graph-form `form`.
 
     Text and a ```json fence may precede the graph, but only the closing fence may follow it. A
-    model that is rewarded despite text after the graph would never learn to stop.
-
-    Args:
-        form: the value of --graph-form. Each agent has the field of this form and no other text.
+    model that is rewarded despite text after the graph would never learn to stop. This function
+    never raises.
     """
     if "{" not in text:
         return InvalidGraph("no_json", "the text contains no {")

@@ -49,11 +49,7 @@ SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # one for each value of --graph-form
 
 
 def render(tokenizer: PreTrainedTokenizerBase, question: str, form: str = "prompts") -> list[int]:
-    """Render the orchestrator's prompt for a question as token ids.
-
-    Args:
-        form: the value of --graph-form, which selects the system prompt.
-    """
+    """Render the orchestrator's prompt for a question and a --graph-form as token ids."""
     system_prompt = SYSTEM_PROMPTS[form]
     return render_prompt(tokenizer, question, FORMATS["deepseek"], system_prompt=system_prompt)
 
@@ -81,12 +77,7 @@ class AgentModel:
 
 
 def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
-    """Return the agents that the config selects.
-
-    Raises:
-        UsageError: the adapter does not exist or was trained on another base model, the API's URL
-            is invalid, or its key is not set.
-    """
+    """Return the agents that the config selects."""
     if config.agent_url:
         limits = {"api_key_env": config.agent_key, "concurrency": MAX_REQUESTS}
         name = required(config.agent_model, "--agent-model")
@@ -122,14 +113,6 @@ def load_agents(
 
     If the agents and the orchestrator use the same base model, it is loaded only once. The agents
     can call the tool that their adapter was trained with.
-
-    Args:
-        policy: the orchestrator's model.
-        writer: the LLM that writes the orchestrator's graphs with `policy`.
-
-    Raises:
-        UsageError: the agents' adapter was trained on another base model, or cannot be loaded into
-            the orchestrator's.
     """
     if not isinstance(agents, AgentModel):
         return agents
@@ -159,9 +142,6 @@ def exported_adapter(run_dir: Path) -> Path:
     """Return the adapter that a run exported, which the folder of the run contains.
 
     Unlike the folder of --output, the folder of the run may have been renamed.
-
-    Raises:
-        UsageError: the run is not finished.
     """
     unfinished = "the run is not finished: continue it with --resume"
     last = check_adapter(run_dir / KEPT_AS["last"], unfinished)
@@ -188,11 +168,7 @@ class Orchestrator:
 
     @classmethod
     def load(cls, run_dir: Path) -> Orchestrator:
-        """Load the orchestrator of a finished run, with the adapter that the run exported.
-
-        Raises:
-            UsageError: the directory contains no finished run.
-        """
+        """Load the orchestrator of a finished run, with the adapter that the run exported."""
         file = run_dir / "config.json"
         if not file.is_file():
             raise UsageError(

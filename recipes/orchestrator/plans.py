@@ -34,11 +34,8 @@ def oracle_plan(problem: Problem) -> Graph | None:
     """Return the plan that follows from the worked solution.
 
     The second agent computes the last step of the solution. The first agent computes the latest
-    earlier step whose result is an operand of the last step. All other intermediate results are
-    written out as expressions.
-
-    Returns:
-        The plan, or None if the last step does not use the result of another step.
+    earlier step whose result is an operand of the last step; without one, there is no plan. All
+    other intermediate results are written out as expressions.
     """
     steps = steps_of(problem)
     for number in reversed(range(len(steps) - 1)):

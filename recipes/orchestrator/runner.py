@@ -268,10 +268,7 @@ class Runner:
     ) -> list[Trajectory]:
         """Run each graph on the problem at the same position, in one batch per agent of a graph.
 
-        Args:
-            numbers: one number per graph, which gives the graphs of the same problem different
-                seeds.
-            seed: the seed of agents that sample at a temperature above 0.
+        The numbers of the graphs give the graphs of the same problem different seeds.
         """
         runs = [
             Trajectory(*pair, format=self.format) for pair in zip(problems, graphs, strict=True)
@@ -339,11 +336,7 @@ class GraphReward:
         return Scores(rewards, graph_metrics(runs))
 
     def _report_failures(self, runs: Sequence[Trajectory]) -> None:
-        """Print each new error of the agents once.
-
-        Raises:
-            UsageError: the agents failed for all valid graphs of MAX_FAILED_CALLS calls in a row.
-        """
+        """Print each new error once; raise UsageError if the agents failed too often in a row."""
         errors = [run.error for run in runs if run.error]
         for error in dict.fromkeys(errors):
             if error not in self._errors:

@@ -103,11 +103,7 @@ class OrchestratorTrainer(GRPOTrainer):
         loaded: tuple[PreTrainedTokenizerBase, PeftModel] | None = None,
         device: Device | None = None,
     ) -> None:
-        """Load the orchestrator and the agents.
-
-        Args:
-            loaded: the orchestrator's tokenizer and policy, if they have already been loaded.
-        """
+        """Load the orchestrator and the agents."""
         check_graph_form(config)
         self._loaded = loaded
         super().__init__(required(config.model, "--model"), config, device=device)
@@ -198,8 +194,7 @@ class OrchestratorTrainer(GRPOTrainer):
     ) -> tuple[list[Log], dict[str, Any]]:
         """Train the orchestrator, and evaluate the exported adapter on the test problems.
 
-        Returns:
-            The rows of train_logs.csv, and the content of summary.json.
+        Return the rows of train_logs.csv, and the content of summary.json.
         """
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
@@ -225,11 +220,7 @@ class OrchestratorTrainer(GRPOTrainer):
 
 
 def check_graph_form(config: OrchestratorConfig) -> None:
-    """Check that an existing start adapter was trained for this --graph-form.
-
-    Raises:
-        UsageError: it was trained for the other one, which its run.json records.
-    """
+    """Check that an existing start adapter was trained for this --graph-form, which it records."""
     start, form = config.sft_adapter, config.graph_form
     trained = start and AdapterInfo.load(start).run.get("config", {}).get("graph_form")
     if start and trained and trained != form and not config.resume:
@@ -332,11 +323,7 @@ def run_grpo_training(
 
 
 def refuse_overlap(run_dir: Path, start: Path, start_from: Path | None) -> None:
-    """Check that the cold start, which trains `start`, replaces neither its run nor `start_from`.
-
-    Raises:
-        UsageError: it would replace one of them.
-    """
+    """Check that the cold start, which trains `start`, replaces no run and no `start_from`."""
     cold = cold_start_dir(run_dir.resolve())
     if cold.is_relative_to(start.resolve()):
         raise UsageError(

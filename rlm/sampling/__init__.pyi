@@ -13,11 +13,8 @@ from .requests import prompt_seed as prompt_seed
 from .requests import tool_spans as tool_spans
 from .tinker import TinkerEngine as TinkerEngine
 from .vllm import VLLMSampler as VLLMSampler
-from .weights import FusedLayer as FusedLayer
 from .weights import check_architecture as check_architecture
 from .weights import choose_sampling_dtype as choose_sampling_dtype
-from .weights import decoder_layers as decoder_layers
-from .weights import fused_linear as fused_linear
 from .weights import sampling_dtype as sampling_dtype
 
 RolloutSampler = Sampler | VLLMSampler | TinkerEngine  # only for type checkers

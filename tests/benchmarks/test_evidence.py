@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 TOY = {
     "solved": 8, "sft_batch": 4, "lora_r": 4, "steps": 2, "batch_size": 2, "group_size": 2,
     "max_new_tokens": 6, "base_new_tokens": 6, "greedy_problems": 4, "sampled_problems": 3,
-    "base_sampled": 2, "samples": 3, "other_problems": 4, "other_sampled": 2, "curve_problems": 4,
+    "base_sampled": 2, "samples": 3, "curve_problems": 4,
     "curve_every": 1, "seeds": (0,),
 }  # fmt: skip
 
@@ -69,24 +68,15 @@ def test_cells_are_chosen_by_pattern():
         EvidenceConfig(cells=("gpro-*",)).chosen_cells()
 
 
-def test_a_grid_keeps_the_settings_and_test_sets_it_was_begun_with(tmp_path, monkeypatch):
-    def fix(grid: str, gym: bool = False, **options) -> None:
-        monkeypatch.setattr(pools, "gym_installed", lambda: gym)
-        EvidenceConfig(grid=tmp_path / grid, **options).fix()
+def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
+    def fix(**options) -> None:
+        EvidenceConfig(grid=tmp_path, **options).fix()
 
-    fix("new")
-    fix("new", seeds=(0, 7))  # these may change
+    fix()
+    fix(seeds=(0, 7))  # these may change
     with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
-        fix("new", steps=13)
-    with pytest.raises(UsageError, match="with reasoning-gym installed False, not True"):
-        fix("new", gym=True)
-    settings = EvidenceConfig().settings()
-    assert pools.OTHER not in settings  # results are compared by these
-    plan.replace_json(tmp_path / "old" / "settings.json", settings)
-    fix("old", gym=True)  # of a grid from before this was written down
-    assert read_json(tmp_path / "old" / "settings.json") == settings | {pools.OTHER: True}
-    with pytest.raises(UsageError, match="with reasoning-gym installed True, not False"):
-        fix("old")
+        fix(steps=13)
+    assert read_json(tmp_path / "settings.json") == EvidenceConfig().settings()
 
 
 def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
@@ -194,28 +184,6 @@ def test_gsm8k_must_be_the_published_files(tmp_path, monkeypatch):
         pools.check_gsm8k("gsm8k")
 
 
-def test_gym_tasks_are_mixed_and_no_question_comes_twice(monkeypatch):
-    def create_dataset(task, size, seed, **options):
-        # Every question twice in a row.
-        return [{"question": f"{task} {i // 2}", "answer": i // 2} for i in range(size)]
-
-    monkeypatch.setitem(
-        sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset)
-    )
-    made = pools.gym_problems(6)
-    assert [p.columns["family"] for p in made] == [*pools.GYM_TASKS, *list(pools.GYM_TASKS)[:2]]
-    assert len({p.question for p in made}) == 6
-
-
-@pytest.mark.skipif(not pools.gym_installed(), reason="an extra: pip install -e '.[evidence]'")
-def test_gym_problems_have_numbers_for_golds():
-    from rlm.grading.numbers import parse_number
-
-    made = pools.gym_problems(40)
-    assert len({p.question for p in made}) == len({p.id for p in made}) == 40
-    assert all(parse_number(p.answer) is not None for p in made)
-
-
 # --- statistics ---------------------------------------------------------------------------------
 
 
@@ -288,12 +256,12 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
     start = [result("sft", 1, ("1111", "1111")), result("sft", 2, ("1111", "1111"))]
     base = [result("base_few", 0, ("1111",))]  # sampled the first problem only
     found = Results({"grpo": ours, "sft": start, "base_few": base})
-    a, b = found.paired("sft", "grpo", "sampled", sets=["t"])
+    a, b = found.paired("sft", "grpo", "sampled")
     assert (a.tolist(), b.tolist()) == ([[1, 1]], [[0, 1]])  # seed 1 alone
-    a, b = found.paired("base_few", "grpo", "sampled", sets=["t"])
+    a, b = found.paired("base_few", "grpo", "sampled")
     assert (a.tolist(), b.tolist()) == ([[1]], [[1], [0]])
     with pytest.raises(ValueError, match="no seed"):
-        Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled", sets=["t"])
+        Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled")
     other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
     with pytest.raises(ValueError, match="different problems"):
         matrix(other, ["t"], "greedy", "strict")
@@ -339,7 +307,6 @@ def in_process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid.harness, "run_child", run_child)
         # A random model is never right: rejection sampling keeps its first completions anyway.
-        patch.setattr(pools, "gym_installed", lambda: False)  # whether it is or not
         patch.setattr("rlm.training.trainer.learning_curves", lambda *_: None)  # tested elsewhere
         right = SimpleNamespace(correct=True, answer="5")
         patch.setattr(training, "grade", lambda *_, **__: right)
@@ -635,37 +602,6 @@ def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, mo
         result_of(config, "random_reward-s0")["tests"]
         == result_of(finished, "random_reward-s0")["tests"]
     )
-
-
-def test_trl_goes_on_from_its_checkpoint(finished, model_dir, tmp_path, monkeypatch):
-    from benchmarks import trl_arm
-
-    config = toy(model_dir, tmp_path).grpo_config(
-        Cell("trl", 0), finished.folder(Cell("sft", 0)) / "adapter"
-    )
-    work = (config, pools.pools(finished, 0).practice, trl_arm.strict_reward)
-    steps, end = [], trl_arm.Clock.on_step_end
-
-    def killed_in_the_second_step(self, args, state, control, **options):
-        steps.append(state.global_step)
-        end(self, args, state, control, **options)
-        if steps == [1, 2]:  # its seconds are written down, its checkpoint is not
-            raise Killed
-
-    monkeypatch.setattr(trl_arm.Clock, "on_step_end", killed_in_the_second_step)
-    with pytest.raises(Killed):
-        trl_arm.train(*work)
-    whole = config.run_dir / "checkpoint-1"
-    for number, state in ((2, "{"), (3, None)):  # other kills, while checkpoints were written
-        torn = shutil.copytree(whole, whole.with_name(f"checkpoint-{number}"))
-        (torn / "trainer_state.json").unlink()
-        if state:
-            (torn / "trainer_state.json").write_text(state)
-    rows = trl_arm.train(*work)
-    assert steps == [1, 2, 2]
-    assert len(rows) == 2
-    assert not (config.run_dir / "checkpoint-3").exists()
-    assert (config.output / "adapter_model.safetensors").exists()
 
 
 def test_trl_takes_a_rate_of_zero(finished, model_dir, tmp_path):

@@ -659,12 +659,6 @@ def test_practice_uses_the_train_split(tmp_path):
         train.load_problem_set(str(both), "test_families", 9)
 
 
-def test_word_problems_to_practise_and_to_evaluate_share_none():
-    practised = train.load_problem_set("word-problems", "train", 50)
-    asked = train.load_problem_set("word-problems", "test", 50)
-    assert not {p.question for p in practised} & {p.question for p in asked}
-
-
 @pytest.mark.parametrize(
     ("command", "role", "temperature"),
     [

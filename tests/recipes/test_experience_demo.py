@@ -36,43 +36,12 @@ def test_the_demo_ends_with_a_table_of_the_library(tmp_path, monkeypatch, capsys
         config = demo.DemoConfig(dataset=str(data), problems=30, run_dir=tmp_path / "run")
         assert demo.main(config) == 0
         assert {body["model"] for body in server.asked("chat/completions")} == {"base"}
-    assert {file.name for file in config.run_dir.iterdir()} <= demo.FILES
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["rows"]
     assert found["selected_experiences"]["accuracy"]["mean"] == 1.0
     assert found["selected_experiences"]["difference"]["low"] > 0
     assert "selected_experiences has no placebo row" in capsys.readouterr().out  # one kind
-    demo.clear_run_dir(config.run_dir)  # as another demo begins: of this one nothing is left
-    assert {file.name: file.read_text() for file in config.run_dir.iterdir()} == {
-        demo.SERVER_LOG: ""
-    }
-
-
-def keys(folder):
-    (folder / "api_config.json").write_text("{}")  # as in data/api_keys
-
-
-def subfolder(folder):
-    (folder / "server.log").write_text("")
-    (folder / "evaluation.json").mkdir()
-
-
-def notes(folder):
-    (folder / "server.log").write_text("")
-    (folder / "notes.txt").write_text("mine")
-
-
-@pytest.mark.parametrize("fill", [keys, subfolder, notes])
-def test_a_folder_that_is_no_demo_s_is_left_alone(tmp_path, fill, monkeypatch):
-    monkeypatch.setattr(demo, "server_process", None)  # is not reached
-    fill(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match="which the demo did not make: pass a new or empty"):
-        demo.main(demo.DemoConfig(run_dir=tmp_path))
-    assert sorted(tmp_path.rglob("*")) == before
-    file = tmp_path / ("notes.txt" if fill is notes else "api_config.json")
-    if file.exists():
-        with pytest.raises(UsageError, match="is not a folder"):
-            demo.main(demo.DemoConfig(run_dir=file))
+    with pytest.raises(UsageError, match="run exists; remove it or name another"):
+        demo.main(config)
 
 
 @pytest.mark.slow

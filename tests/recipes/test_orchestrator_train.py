@@ -582,13 +582,6 @@ def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, ca
     assert f"would replace --start-from {before}" in capsys.readouterr().err
 
 
-def test_the_adapter_never_replaces_the_run(base, tmp_path, capsys):
-    arguments = ("--model", base, "--run-dir", tmp_path / "run", "--output", tmp_path)
-    assert run(recipe, OrchestratorConfig, *arguments, "--sft-adapter", "none") == 2
-    assert f"--output {tmp_path} would replace --run-dir" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_no_config_makes_its_start_inside_its_run(config, monkeypatch):
     # It is asked about the embedded model, whose weights would be unpacked and hashed.
