@@ -290,6 +290,19 @@ def test_what_the_doctor_left_is_no_obstacle(tmp_path):
     with RunDirectory(tmp_path, resume=False):
         pass
 
+@pytest.mark.parametrize("damage", [b"\xff", b"{}", b'{"stfp": 1}'])
+def test_a_damaged_row_before_a_checkpoint_costs_no_other_row(tmp_path, capsys, damage):
+    run = RunDirectory(tmp_path, resume=True)
+    for step in range(4):
+        run.log({"step": step})
+    lines = run.metrics_file.read_bytes().splitlines()
+    run.metrics_file.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))
+    run.truncate(3)
+    assert [row["step"] for row in run.metrics()] == [0, 2]
+    said = f"damaged rows that were removed from {run.metrics_file}: 1"
+    assert said in "".join(capsys.readouterr().out.splitlines())
+
+
 
 def test_a_new_run_deletes_logs_without_a_step_and_nothing_else(tmp_path):
     RunDirectory(tmp_path, resume=False)
