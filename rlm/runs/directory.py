@@ -35,7 +35,7 @@ from rlm.runs.atomic_files import (
     replace_file,
     replace_json,
 )
-from rlm.runs.checkpoints import Checkpoints, writing
+from rlm.runs.checkpoints import Checkpoints, delete_folder, writing
 from rlm.runs.trackers import RUN_ID, Tracker, open_tracker
 
 # Each of these logs has one or more lines per step.
@@ -109,7 +109,7 @@ class RunDirectory:
                         f"because {previous} contains files that are not a run: choose a new "
                         "directory"
                     )
-                shutil.rmtree(previous)
+                delete_folder(previous)
             here.rename(previous)  # the lock moves with it
             here.mkdir(exist_ok=True)
         except OSError as error:  # for example, the directory is a mount point
