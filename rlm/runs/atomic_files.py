@@ -102,7 +102,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         os.fsync(stream.fileno())
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: the old file is kept until the new file is on disk.
 
     A lone surrogate, for example in a file name, cannot be encoded in UTF-8. It is written as an
@@ -112,7 +112,9 @@ def replace_file(path: Path, text: str) -> None:
     # The name is fixed, so that killed processes leave at most one such file.
     scratch = path.with_name(f".{path.name}.new")
     try:
-        scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
+        if isinstance(content, str):
+            content = content.encode("utf-8", "backslashreplace")
+        scratch.write_bytes(content)
         sync(scratch)
         scratch.replace(path)
     except BaseException:
