@@ -640,8 +640,8 @@ def test_what_is_a_change_and_what_is_none():
     assert differences(origin, dict(origin), MAY_CHANGE) == []
     # What a run is called, how long it lasts and how fast it is; of the data a hash is compared.
     assert {
-        "resume", "model", "dataset", "max_samples", "eval_samples", "run_dir", "output",
-        "save_every", "max_minutes", "tracker", "max_num_seqs", "sampler", "server",
+        "resume", "model", "sft_adapter", "dataset", "max_samples", "eval_samples", "run_dir",
+        "output", "save_every", "max_minutes", "tracker", "max_num_seqs", "sampler", "server",
         "train_batch_size",
     } == MAY_CHANGE  # fmt: skip
     (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)

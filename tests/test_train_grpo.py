@@ -314,6 +314,18 @@ def test_best_and_last_are_kept_and_survive_a_resume(model_dir, tmp_path, monkey
     assert not list(config.run_dir.glob("*.prev"))
 
 
+@pytest.mark.parametrize("damage", ["a row", "the file"])
+def test_a_damaged_log_changes_nothing_that_is_exported(model_dir, tmp_path, damage):
+    config = a_config(tmp_path, eval_every=1)
+    _, before = train(model_dir, config, evaluate_on=PROBLEMS[:6])
+    log = config.run_dir / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"step": 1', '"stfp": 1') if damage == "a row" else "")
+    again = a_config(tmp_path, eval_every=1, resume=True)
+    _, after = train(model_dir, again, evaluate_on=PROBLEMS[:6])
+    for name in ("step", "steps_run", "exported", "reason", "validation"):
+        assert after[name] == before[name]
+
+
 def test_a_run_that_ends_between_two_mini_batches_repeats_the_step(
     model_dir, tmp_path, monkeypatch
 ):

@@ -21,7 +21,15 @@ from rlm.model.adapters import (
 )
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.hardware import Device
-from rlm.runs import check_space, check_writable, replace_json, sync, writing_beside
+from rlm.runs import (
+    check_space,
+    check_writable,
+    delete_folder,
+    file_hash,
+    replace_json,
+    sync,
+    writing_beside,
+)
 
 if TYPE_CHECKING:  # rlm.model.adapters must import bitsandbytes before peft
     from peft import PeftModel
@@ -74,14 +82,15 @@ def save_adapter(
 
     Only the adapter "default" is saved. When all files are on disk, the new adapter replaces the
     previous adapter. The previous adapter is moved to `<name>.prev` in the same folder, or to
-    `shipped_rlm_lora` if it came with the project. Without `keep_previous` the previous adapter is
-    deleted.
+    `shipped_rlm_lora` if it came with the project. The previous adapter is deleted without
+    `keep_previous`, or if it has the same weights, because a resumed run may export again.
 
     Raises:
         UsageError: the adapter cannot be written; the previous adapter is preserved.
     """
     path = path.resolve()  # if the path is a link, the adapter at its target is replaced
-    previous, moved = _kept_as(path), False
+    deleted = path.with_name(f".{path.name}.old")
+    previous, moved = deleted, False
     with writing_beside(path) as scratch:
         try:
             # The base model is unchanged, so PEFT need not compare its embeddings with the hub's.
@@ -96,19 +105,26 @@ def save_adapter(
                 sync(file)
             sync(scratch)
             if path.exists():
-                shutil.rmtree(previous, ignore_errors=True)
+                shutil.rmtree(deleted, ignore_errors=True)  # a killed process may have left it
+                if keep_previous and not _same_weights(path, scratch):
+                    previous = _kept_as(path)
+                    delete_folder(previous)
                 path.rename(previous)
                 moved = True
             scratch.rename(path)
             sync(path.parent)
-            if not keep_previous:
-                shutil.rmtree(previous, ignore_errors=True)
-            elif previous.name == SHIPPED and moved:
+            shutil.rmtree(deleted, ignore_errors=True)
+            if moved and previous.name == SHIPPED:
                 terminal.line(f"the adapter that came with the project is now in {previous}")
         except BaseException:
             if moved and not path.exists():
                 previous.rename(path)
             raise
+
+
+def _same_weights(path: Path, other: Path) -> bool:
+    files = path / ADAPTER_FILES[1], other / ADAPTER_FILES[1]
+    return files[0].is_file() and file_hash(files[0]) == file_hash(files[1])
 
 
 def _kept_as(path: Path) -> Path:

@@ -13,6 +13,7 @@ from .checkpoints import check_resumable as check_resumable
 from .checkpoints import check_space as check_space
 from .checkpoints import checkpoint_tensors as checkpoint_tensors
 from .checkpoints import data_id as data_id
+from .checkpoints import delete_folder as delete_folder
 from .checkpoints import differences as differences
 from .checkpoints import file_hash as file_hash
 from .checkpoints import restore_tensors as restore_tensors

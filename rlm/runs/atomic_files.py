@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,19 +54,23 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a log up to the first damaged row; return [] if the log does not exist.
 
-    Rows before a checkpoint are synced to disk, so a damaged row belongs to a later step, which a
-    resumed run repeats.
+    Rows before a checkpoint are synced to disk, so a row that a crash has damaged belongs to a
+    later step, which a resumed run repeats.
     """
-    rows: list[dict[str, Any]] = []
+    return list(itertools.takewhile(bool, read_rows(path)))
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the rows of a log, with {} for each damaged row; none if the log does not exist."""
     if not path.exists():
-        return rows
+        return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
         for line in stream:  # do not use splitlines(), because a completion may contain U+2028
             try:
-                rows.append(dict(json.loads(line)))
+                row = dict(json.loads(line))
             except (ValueError, TypeError):
-                break
-    return rows
+                row = {}
+            yield row if "step" in row else {}
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -97,7 +102,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         os.fsync(stream.fileno())
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: the old file is kept until the new file is on disk.
 
     A lone surrogate, for example in a file name, cannot be encoded in UTF-8. It is written as an
@@ -107,7 +112,9 @@ def replace_file(path: Path, text: str) -> None:
     # The name is fixed, so that killed processes leave at most one such file.
     scratch = path.with_name(f".{path.name}.new")
     try:
-        scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
+        if isinstance(content, str):
+            content = content.encode("utf-8", "backslashreplace")
+        scratch.write_bytes(content)
         sync(scratch)
         scratch.replace(path)
     except BaseException:

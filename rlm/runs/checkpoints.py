@@ -12,13 +12,14 @@ A run of either stage resumes from a checkpoint only if its inputs are those of 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,13 @@ class Checkpoints:
             replace_json(scratch / MANIFEST, _hashes(scratch))
             sync(scratch)
             if target.exists():
-                self._delete(target)
+                delete_folder(target)
             scratch.rename(target)
             sync(self.folder)
         steps = self.steps()
         kept = {*steps[-keep:], *[s for s in steps if protect is not None and s <= protect][-1:]}
         for old in set(steps) - kept:
-            self._delete(self._path(old))
+            delete_folder(self._path(old))
 
     def load(
         self, *, at_most: int | None = None, set_aside: bool = True
@@ -128,13 +129,6 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
-    def _delete(self, folder: Path) -> None:
-        """Delete a checkpoint. It is renamed first, so that a kill leaves no partial checkpoint."""
-        doomed = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
-
 
 def check_space(option: str, path: Path, needed: int) -> None:
     """Check that the disk of `path` has enough free space.
@@ -177,13 +171,35 @@ def writing_beside(path: Path) -> Iterator[Path]:
     If the caller does not rename the folder, for example after an error, it is removed.
     """
     scratch = path.with_name(f".{path.name}.new")
-    with writing(path):
+    with writing(path), _one_at_a_time(path.parent):
         try:
             shutil.rmtree(scratch, ignore_errors=True)  # a killed process may have left the folder
-            scratch.mkdir(parents=True)
+            scratch.mkdir()
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Create a folder, and wait until no other process is in this context for the same folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems do not support locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder if it exists. It is renamed first, so that a kill leaves no part of it."""
+    doomed = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)  # a killed process may have left the folder
+    if folder.exists():
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _hashes(folder: Path) -> dict[str, str]:

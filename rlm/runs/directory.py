@@ -31,10 +31,11 @@ from rlm.runs.atomic_files import (
     json_lines,
     lock_file,
     read_log,
+    read_rows,
     replace_file,
     replace_json,
 )
-from rlm.runs.checkpoints import Checkpoints, writing
+from rlm.runs.checkpoints import Checkpoints, delete_folder, writing
 from rlm.runs.trackers import RUN_ID, Tracker, open_tracker
 
 # Each of these logs has one or more lines per step.
@@ -108,7 +109,7 @@ class RunDirectory:
                         f"because {previous} contains files that are not a run: choose a new "
                         "directory"
                     )
-                shutil.rmtree(previous)
+                delete_folder(previous)
             here.rename(previous)  # the lock moves with it
             here.mkdir(exist_ok=True)
         except OSError as error:  # for example, the directory is a mount point
@@ -198,11 +199,19 @@ class RunDirectory:
             replace_file(file, stream.getvalue())
 
     def truncate(self, step: int) -> None:
-        """Remove the rows from `step` on from the logs. A resumed run logs these steps again."""
+        """Remove the rows from `step` on from the logs. A resumed run logs these steps again.
+
+        A damaged row is removed, too, with a warning if it is followed by a row that is kept.
+        """
         if not self.writes:
             return
         for file in [self.path / name for name in LOGS if (self.path / name).exists()]:
-            kept = [row for row in read_log(file) if row["step"] < step]
+            rows = [row for row in read_rows(file) if row.get("step", -1) < step]
+            while rows and not rows[-1]:  # written after the checkpoint
+                rows.pop()
+            kept = [row for row in rows if row]
+            if damaged := len(rows) - len(kept):
+                terminal.line(f"warning: damaged rows that were removed from {file}: {damaged}")
             with writing(file):
                 replace_file(file, json_lines(kept))
 

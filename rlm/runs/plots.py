@@ -6,12 +6,15 @@ PNG by the Agg renderer.
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rlm.runs.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -225,6 +228,7 @@ def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Save a figure as a PNG file, and create missing parent folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight", format="png")
+    """Save a figure as a PNG file atomically, and create missing parent folders."""
+    stream = io.BytesIO()
+    figure.savefig(stream, dpi=150, bbox_inches="tight", format="png")
+    replace_file(path, stream.getvalue())

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row without a finite gradient until a restore
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
 # Options that may change when a run is resumed. Apart from rounding, training does not depend on
-# these options, or a hash of the model or the data that the option names is compared instead.
+# these options, or a hash of the model, adapter or data that the option names is compared instead.
 MAY_CHANGE = {
-    *("resume", "model", "dataset", "max_samples", "eval_samples"),
+    *("resume", "model", "sft_adapter", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),
     *("max_num_seqs", "sampler", "server", "train_batch_size"),
 }
@@ -148,7 +148,7 @@ class TrainingState:
                 differ from those of the main process.
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
-        free = {*MAY_CHANGE, "sft_adapter"} - {"resume"}  # the adapter's tensors are compared
+        free = MAY_CHANGE - {"resume"}
         changes = differences(main, mine, free)
         if main["base_hash"] != mine["base_hash"]:
             changes.append("the base model: other tensors under its name")

@@ -56,7 +56,7 @@ from rlm.model import (
     set_gradient_checkpointing,
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, check_columns, is_built_in
-from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves
+from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, writing
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
@@ -411,6 +411,7 @@ class TrainingRun:
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self._score_problems = score_problems
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
+        self.steps_run = self.first_step  # including those before the run was resumed
         # The reason why the run stops because the accuracy fell, or "". A run that was killed after
         # such a stop, but before the end of its export, begins with a reason and only exports.
         self._stopped = state.brake(self.first_step)
@@ -555,10 +556,13 @@ class TrainingRun:
 
     def _draw_curves(self, rows: Sequence[Mapping[str, float]]) -> None:
         title = f"GRPO of {self.config.model} on {self.config.dataset}, {len(rows)} steps"
-        learning_curves(rows, self.directory.path / "curves.png", title)
+        path = self.directory.path / "curves.png"
+        with writing(path):
+            learning_curves(rows, path, title)
 
     def save_or_stop(self, step: int, control: StepControl) -> bool:
         """Save a checkpoint if one is due, and return whether the run ends at this step."""
+        self.steps_run = step + 1
         if control.should_evaluate:
             self._stopped = self.state.brake(step + 1)
         # This is asked here, because a signal may arrive during the validation.
@@ -575,9 +579,10 @@ class TrainingRun:
 
         The best adapter and the last adapter are also saved in --run-dir.
         """
-        rows = self.distributed.broadcast(self.directory.metrics())  # one row per step
+        rows = self.distributed.broadcast(self.directory.metrics())
+        metrics_after = {row["step"] + 1: row for row in rows}  # a damaged log may lack steps
         config, state, data = self.config, self.state, self.data
-        validations, last_step = state.validations, len(rows)
+        validations, last_step = state.validations, self.steps_run
         validated_on = len(data.eval_problems)
         exported, reason = choose_export(validations, last_step, self._stopped)
         summary: dict[str, Any] = {
@@ -591,7 +596,7 @@ class TrainingRun:
             "dataset": config.dataset,
             "answer_types": list(data.answer_types),
             "questions": example_questions(data.eval_problems or data.problems),
-            "start_accuracy": rows[0].get("eval/start_accuracy"),
+            "start_accuracy": metrics_after.get(1, {}).get("eval/start_accuracy"),
             "validated_on": validated_on,
             "validation": validations.summary(config.eval_group_size_for(validated_on)),
             "exported": exported,
@@ -611,7 +616,8 @@ class TrainingRun:
             step, tensors = found[name]
             state.put_on_model(tensors)
             self.sampler.invalidate_weights()  # a recipe may sample with the exported adapter
-            accuracy = rows[step - 1].get("eval/accuracy") if step else summary["start_accuracy"]
+            accuracy = metrics_after.get(step, {}).get("eval/accuracy")
+            accuracy = accuracy if step else summary["start_accuracy"]
             of_step = summary | {"step": step, "accuracy": accuracy}
             if self.distributed.is_main:
                 save_adapter(
@@ -621,7 +627,7 @@ class TrainingRun:
 
         for name in found:
             save(name, config.run_dir / KEPT_AS[name], keep_previous=False)
-        if self.distributed.is_main:
+        if self.distributed.is_main and rows:
             self.directory.write_csv(rows)
             self._draw_curves(rows)
         return save(exported, config.output, keep_previous=True)

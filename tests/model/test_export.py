@@ -1,6 +1,7 @@
 """Export of an adapter: only an adapter is replaced, whole or not at all."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,33 @@ def test_a_save_that_fails_brings_no_older_adapter_back(export, tmp_path, monkey
         export(3)
     assert not (tmp_path / "lora").exists()  # .prev is the first
     assert number(tmp_path / "lora.prev") == 1
+
+
+def test_a_kill_while_the_old_adapter_is_deleted_is_no_obstacle(export, tmp_path, monkeypatch):
+    for i in (1, 2):
+        export(i)
+
+    def cut_short(folder, **options):
+        if folder.exists() and "prev" in folder.name:
+            (folder / "adapter_config.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            export(3)
+    check_output(tmp_path / "lora")
+    export(3)
+    assert (number(tmp_path / "lora"), number(tmp_path / "lora.prev")) == (3, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"lora", "lora.prev"}
+
+
+def test_an_export_that_is_repeated_keeps_the_adapter_of_the_run_before(export, tmp_path):
+    """`--resume` exports again, after a kill or without a need."""
+    for i in (1, 2, 2):
+        export(i)
+    assert (number(tmp_path / "lora"), number(tmp_path / "lora.prev")) == (2, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"lora", "lora.prev"}
 
 
 def test_the_adapter_that_came_with_the_project_is_kept_for_good(export, tmp_path, capsys):

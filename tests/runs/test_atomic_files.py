@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from rlm.cli.options import UsageError
 from rlm.runs.atomic_files import Journal, append_lines, read_lines, replace_json
+from rlm.runs.plots import save_figure
 
 
 def test_a_torn_last_line_is_cut_off_and_another_bad_one_named(tmp_path, caplog):
@@ -48,6 +50,16 @@ def test_a_replaced_file_is_whole_at_any_moment(tmp_path, monkeypatch):
         replace_json(path, [2])
     assert json.loads(path.read_text()) == ["é", "a name that is not UTF-8: \udcff"]
     assert [path] == list(tmp_path.iterdir())  # no litter
+
+
+def test_a_figure_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "curves.png"
+    path.write_text("the curves of the step before")
+    monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_figure(Figure(), path)
+    assert path.read_text() == "the curves of the step before"
+    assert [path] == list(tmp_path.iterdir())
 
 
 def test_the_journal_remembers(tmp_path):

@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +19,14 @@ import torch
 
 from rlm.cli.options import UsageError
 from rlm.runs import directory
-from rlm.runs.checkpoints import Checkpoints, changed_inputs, check_space, data_id, file_hash
+from rlm.runs.checkpoints import (
+    Checkpoints,
+    changed_inputs,
+    check_space,
+    data_id,
+    file_hash,
+    writing_beside,
+)
 from rlm.runs.directory import RunDirectory
 
 
@@ -227,6 +236,23 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == []
 
 
+def test_two_runs_that_export_to_the_same_folder_take_turns(tmp_path):
+    path = tmp_path / "adapter"
+
+    def export(weights):
+        with writing_beside(path) as scratch:
+            for name in ("adapter_model.safetensors", "run.json"):
+                (scratch / name).write_text(weights)
+                time.sleep(0.05)
+            shutil.rmtree(path, ignore_errors=True)
+            scratch.rename(path)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(export, "1234"))
+    assert len({file.read_text() for file in path.iterdir()}) == 1
+    assert [path] == list(tmp_path.iterdir())
+
+
 def test_too_little_room_is_said_before(tmp_path, monkeypatch):
     check_space("--run-dir", tmp_path, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 1, 2**20))
@@ -262,6 +288,19 @@ def test_a_torn_or_strange_line_does_not_hide_the_lines_before_it(tmp_path, dama
     samples = run.samples_file.read_text().split("\n")
     assert [json.loads(line)["step"] for line in samples[:-1]] == [0, 1]
     assert json.loads(samples[1])["completions"] == ["a\u2028b\x85c\ud7ff"]
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"{}", b'{"stfp": 1}'])
+def test_a_damaged_row_before_a_checkpoint_costs_no_other_row(tmp_path, capsys, damage):
+    run = RunDirectory(tmp_path, resume=True)
+    for step in range(4):
+        run.log({"step": step})
+    lines = run.metrics_file.read_bytes().splitlines()
+    run.metrics_file.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))
+    run.truncate(3)
+    assert [row["step"] for row in run.metrics()] == [0, 2]
+    said = f"damaged rows that were removed from {run.metrics_file}: 1"
+    assert said in "".join(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -325,6 +364,28 @@ def test_starts_that_failed_do_not_push_out_a_finished_run(tmp_path):
             assert run.checkpoints.steps() == run.metrics() == []
             saved(run.checkpoints.folder, 0)
     assert (tmp_path / "run.prev" / "metrics.jsonl").exists()
+
+
+def test_a_kill_while_the_run_before_is_deleted_is_no_obstacle(tmp_path, monkeypatch):
+    path, rmtree = tmp_path / "run", shutil.rmtree
+    for _ in range(2):
+        with RunDirectory(path, resume=False) as run:
+            saved(run.checkpoints.folder, 1)
+            (path / "curves.png").touch()
+
+    def cut_short(folder, **options):
+        if folder.exists():
+            rmtree(folder / "checkpoints")
+            os._exit(1)
+
+    def start():
+        shutil.rmtree = cut_short
+        RunDirectory(path, resume=False)
+
+    assert faults.run(start, tmp_path / "said").code == 1
+    with RunDirectory(path, resume=False):
+        pass
+    assert (tmp_path / "run.prev" / "checkpoints").is_dir()
 
 
 def test_the_logs_of_a_run_are_kept_if_its_checkpoints_were_deleted(tmp_path):
