@@ -257,16 +257,17 @@ def write_merged(config: InferenceConfig) -> None:
 
 
 def _questions(config: InferenceConfig) -> Iterator[str]:
-    """Yield the question from the command line, or typed questions until an empty line.
+    """Yield the question from the command line, typed questions, or the lines of a piped text.
 
-    On a terminal, a question that cannot be read is reported, and the next one is awaited.
+    On a terminal, an empty line ends the session, and a question that cannot be read is reported
+    before the next one is awaited. In a piped text, empty lines are skipped.
     """
     if config.question is not None:
         yield config.question
         return
-    terminal.line("Ask a question; an empty line ends the session.")
     asked, typed = 0, sys.stdin.isatty()
     if typed:
+        terminal.line("Ask a question; an empty line ends the session.")
         with suppress(ImportError):  # with this module, the arrow keys work in input()
             import readline  # noqa: F401
     while True:
@@ -285,7 +286,9 @@ def _questions(config: InferenceConfig) -> Iterator[str]:
             terminal.line(f"error: {mistake}")
             continue
         if not question.strip():
-            break
+            if typed:
+                break
+            continue
         asked += 1
         yield question
     if not asked and not typed:

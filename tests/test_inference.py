@@ -216,6 +216,7 @@ def test_the_loop_answers_until_an_empty_line_or_the_end(ask, scripted, monkeypa
         monkeypatch.setattr("builtins.input", read)
         return left
 
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     left = type_in("two and three", "long", "  ", "vote")
     out, code = ask("--budget", 12)
     assert (code, left) == (0, ["vote"])
@@ -252,9 +253,9 @@ def test_no_question_is_a_mistake(ask, scripted, monkeypatch):
     assert ask(" \n") == ("", 2)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # as from /dev/null
     assert ask()[1] == 2
-    monkeypatch.setattr("sys.stdin", io.StringIO("two and three\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ntwo and three\n\n \ntwo and three\n"))
     out, code = ask()
-    assert (code, out.count("answer: 5  (")) == (0, 1)
+    assert (code, out.count("answer: 5  ("), "Ask a question" in out) == (0, 2, False)
 
 
 def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):

@@ -148,6 +148,8 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
         "base",
         "tuned",
     ]
+    with pytest.raises(UsageError, match=f"{tmp_path}/tuned: .*it is an adapter: .* {tmp_path}$"):
+        find_models(tmp_path / "no", tmp_path / "tuned", None, base=True)
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -308,6 +310,8 @@ def test_a_port_in_use(capsys, monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match="cannot listen"):
             listen("127.0.0.1", port)
+        with pytest.raises(UsageError, match="port 0: this is not a host name; choose another"):
+            listen("127.0.0..1", 0)
         code, error = start(capsys, "--port", port)
     assert (code, f"cannot listen on 127.0.0.1 port {port}" in error) == (2, True)
 

@@ -174,13 +174,16 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     The figures and some examples are printed, and audit.json is written to `output`.
 
     Raises:
-        UsageError: the run has no samples.
+        UsageError: the run has no samples, or its config cannot be read.
     """
     file, options = run_dir / "samples.jsonl", run_dir / "config.json"
     for needed in (file, options):
         if not needed.is_file():
             raise UsageError(f"{needed} does not exist; pass the folder of a run with --run-dir")
-    config = json.loads(options.read_text(encoding="utf-8"))
+    try:
+        config = dict(json.loads(options.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{options} is not the config of a run ({error!r:.80})") from error
     format = FORMATS[config.get("reasoning_format", "deepseek")]
     third = MathVerify.installed()
     if not third:

@@ -13,6 +13,7 @@ from typing import Any
 from rlm.cli import UsageError, command_of
 from rlm.data import FORMATS, Format, read_system_prompt
 from rlm.grading import ANSWER_TYPES, AnswerType
+from rlm.model.quantize import QUANTIZATIONS
 from rlm.tools import Calculator
 
 TRAINED_ADAPTER = Path("weights/final_rlm_lora")  # where train_grpo.py saves its adapter
@@ -38,7 +39,7 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing and _is_base(path):
         base = f"{path} is a base model, not an adapter: pass it with --model"
-        raise UsageError(f"{base} (and --base, to use it alone); to make an adapter, {how_to_make}")
+        raise UsageError(f"{base}; to make an adapter, {how_to_make}")
     if missing and path.is_dir():
         below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
         if below:
@@ -114,14 +115,17 @@ class AdapterInfo:
         """Read the run.json beside an adapter, and the name of the adapter's base model.
 
         Raises:
-            UsageError: the file or its config is not a JSON object, or it contains unknown answer
-                types, or a base model that is not a name.
+            UsageError: the file cannot be read, it or its config is not a JSON object, or one of
+                its values is unknown or of a wrong type.
         """
         file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
+        made_for = made_for if isinstance(made_for, str) and made_for else None
         if not file.exists():
-            return cls(path, made_for or None)
+            return cls(path, made_for)
         try:
             run = dict(json.loads(file.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError) as error:
             raise UsageError(f"{file} is not valid JSON: {error}") from error
         config = run.get("config", {})
@@ -131,9 +135,14 @@ class AdapterInfo:
         said = {name: config.get(name) for name in names}
         for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
             said[name] = run.get(name)
-        said["base_model"] = said["base_model"] or made_for or None
-        if not isinstance(base := said["base_model"], str | None):
-            raise UsageError(f"{file}: base_model is {base!r:.60}, not the name of a model")
+        said["base_model"] = said["base_model"] or made_for
+        for name, value in said.items():
+            if not isinstance(value, str | None):
+                raise UsageError(f"{file}: {name} is {value!r:.60}, not a string")
+        for name, known in {"reasoning_format": FORMATS, "quantize": QUANTIZATIONS}.items():
+            if said[name] not in (None, *known):
+                valid = ", ".join(known)
+                raise UsageError(f"{file}: {name} is {said[name]!r:.60}; valid values are {valid}")
         if kinds := run.get("answer_types"):
             if not isinstance(kinds, list) or any(kind not in ANSWER_TYPES for kind in kinds):
                 known = ", ".join(ANSWER_TYPES)

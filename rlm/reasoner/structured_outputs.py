@@ -211,6 +211,8 @@ def reason(error: str) -> str:
         return "it is too complex"
     if "NoExtensionBias" in error:  # a reference that leads back to itself
         return "no value fits it"
+    if "coerce_one_of" in error:  # an option of llguidance that a request cannot set
+        return "a oneOf whose alternatives may overlap is not supported: use anyOf instead"
     if found := re.search(r"^error: (.*)$", error, re.MULTILINE):  # an error of the regex parser
         return found[1]
     line, before = error.split("\n", 1)[0], ""

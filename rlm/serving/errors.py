@@ -7,7 +7,7 @@ into a log or a web page, and it could contain a lone surrogate, which cannot be
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import islice
@@ -65,6 +65,7 @@ _NO_PATH = {  # maps the router's messages to advice for clients that use anothe
     "Method Not Allowed": "this path does not support this method: use POST to send questions "
     "and GET to read lists",
 }
+_UNIONS = ("response_format", "json")  # fields with several types, which pydantic names after them
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -131,7 +132,7 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     field name from the client, which is replaced by "?" unless it is a valid identifier.
     """
     found = list(islice(errors, _MAX_ERRORS))
-    kept = [{"loc": list(map(_place, error["loc"])), "msg": _said(error)} for error in found]
+    kept = [{"loc": _location(error["loc"]), "msg": _said(error)} for error in found]
     # pydantic reports an error for each type of a union; show the error of the type that was sent.
     same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
     shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
@@ -144,6 +145,12 @@ def _said(error: Mapping[str, Any]) -> str:
     if said := _SAID.get(error.get("type", "")):
         return said.format_map(error["ctx"]) if "{" in said else said
     return error["msg"].removeprefix("Value error, ")
+
+
+def _location(parts: Sequence[int | str]) -> list[int | str]:
+    """Return a location in the request, without the type names that pydantic inserts in unions."""
+    pairs = zip(("", *parts), parts, strict=False)
+    return [_place(part) for before, part in pairs if before not in _UNIONS]
 
 
 def _place(part: int | str) -> int | str:

@@ -46,8 +46,9 @@ def listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen()  # a port that another server uses fails only here
-    except OSError as error:
-        reason = f"cannot listen on {host} port {port}: {error.strerror}"
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name, such as "a..b"
+        why = error.strerror if isinstance(error, OSError) else "this is not a host name"
+        reason = f"cannot listen on {host} port {port}: {why}"
         raise UsageError(f"{reason}; choose another --port or --host") from error
     return listening
 

@@ -101,7 +101,7 @@ def find_models(
 
     Raises:
         UsageError: an adapter is missing, contains files that could execute code, or belongs to
-            another base model.
+            another base model, or `folder` contains no adapter.
     """
     paths = ([] if base else [adapter]) + _adapters_in(folder, None if base else adapter)
     for path in paths:
@@ -170,17 +170,26 @@ def _adding(hint: str) -> Iterator[None]:
 
 
 def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
+    """Return the adapters in a folder without the adapter `but`.
+
+    Raises:
+        UsageError: the folder contains no adapter.
+    """
     if folder is None:
         return []
     # Skip the temporary folders of `save_adapter`: NAME.prev (the replaced adapter) and .NAME.new.
-    return sorted(
+    found = sorted(
         path
         for path in folder.iterdir()
         if (path / ADAPTER_FILES[0]).is_file()
         and not path.name.startswith(".")
         and path.suffix != ".prev"
-        and not (but and path.resolve() == but.resolve())
     )
+    if not found:
+        itself = (folder / ADAPTER_FILES[0]).is_file()
+        hint = f"; it is an adapter: pass the folder that contains it, {folder.parent}" * itself
+        raise UsageError(f"--adapters {folder}: no folder in it is an adapter{hint}")
+    return [path for path in found if not (but and path.resolve() == but.resolve())]
 
 
 def _check_files(path: Path, folder: Path | None) -> None:

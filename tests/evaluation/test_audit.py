@@ -132,3 +132,7 @@ def test_samples_that_are_not_there_or_torn(run_dir, tmp_path, monkeypatch):
     (run_dir / "samples.jsonl").write_text("")
     with pytest.raises(UsageError, match="no completions"):
         audit_run(run_dir, tmp_path)
+    for text in ("{", "[1]"):
+        (run_dir / "config.json").write_text(text)
+        with pytest.raises(UsageError, match=r"config\.json is not the config of a run \("):
+            audit_run(run_dir, tmp_path)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlm.cli.options import UsageError
-from rlm.model.adapter_info import AdapterInfo
+from rlm.model.adapter_info import AdapterInfo, check_adapter
 
 
 def info(tmp_path, run):
@@ -47,6 +47,15 @@ def test_an_adapter_of_another_tool_says_its_base_itself(tmp_path):
         of("/of/another/machine").resolve_base()
     assert info(tmp_path, {"base_model": "b"}).base_model == "b"
     assert info(tmp_path, {"note": "of another tool"}).base_model == "/of/another/machine"
+    assert of(5).base_model is None
+
+
+def test_a_base_model_is_not_an_adapter(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError) as refused:
+        check_adapter(tmp_path, "run: x")  # the caller knows whether its script has --base
+    said = "is a base model, not an adapter: pass it with --model; to make an adapter, run: x"
+    assert str(refused.value) == f"{tmp_path} {said}"
 
 
 @pytest.mark.parametrize("text", ["{", "3"])
@@ -54,12 +63,20 @@ def test_a_broken_run_json_is_one_line(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UsageError, match=r"run\.json is not valid JSON"):
         AdapterInfo.load(tmp_path)
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(UsageError, match=r"run\.json cannot be read: Is a directory"):
+        AdapterInfo.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         ({"base_model": 5}, "base_model is 5, not"),
+        ({"dataset": ["gsm8k"]}, r"dataset is \['gsm8k'\], not a string"),
+        ({"config": {"system_prompt": 7}}, "system_prompt is 7, not a string"),
+        ({"config": {"reasoning_format": "qwen"}}, "reasoning_format is 'qwen'; valid values are"),
+        ({"quantize": "nf4"}, "quantize is 'nf4'; valid values are none, 4bit, 8bit"),
         ({"answer_types": [{}]}, r"answer_types are \[{}"),
     ],
 )

@@ -153,6 +153,7 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({"json": {"type": "nope"}}, "JSON schema: Invalid type: nope"),
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ."not".'),
         ({"json": {"allOf": [INTEGER, {"type": "string"}]}}, "Unsatisfiable schema"),
+        ({"json": {"oneOf": [INTEGER, {"type": "number"}]}}, "not supported: use anyOf instead"),
         ({"json": {"type": "string", "pattern": "(" * 9}}, "unclosed group"),
         ({"json": {"$ref": "http://example.com/x.json"}}, "Default retriever does not fetch"),
         ({"json": "{"}, "the JSON schema is not valid JSON"),

@@ -268,6 +268,7 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "exactly one of json"),
         ({"structured_outputs": {}}, "exactly one of json"),
         ({"structured_outputs": {"regex": "("}}, "regex: unclosed group"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a string"),
         (
             {"structured_outputs": {"grammar": "a"}},
             "structured_outputs.grammar: this field does not",
@@ -276,6 +277,14 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
         ({"structured_outputs": {"regex": "a" * 16_001}}, "16001 characters; the limit is 16000"),
         ({"guided_json": SUM}, "guided_json: this field does not exist"),
         ({"response_format": {}}, "response_format: its 'type' is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema: is missing",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema: this field does not exist",
+        ),
         (
             {"response_format": {"type": "<b>"}},  # which the message does not repeat
             "response_format: its 'type' must be 'text', 'json_object', 'json_schema'",
