@@ -16,6 +16,7 @@ from rlm.evaluation.audit import MathVerify, audit_run, audit_samples
 TAGS = FORMATS["deepseek"]
 GROUPS = [
     {
+        "step": 0,
         "problem": "a",
         "answer": "18",
         "completions": [
@@ -27,6 +28,7 @@ GROUPS = [
         "rewards": [1.0, 0.0, 0.0, 1.0],  # the last: a reward that is not strict correctness
     },
     {
+        "step": 1,
         "problem": "b",
         "answer": "1/2",
         "completions": [TAGS.completion("so", "0.5"), "<think>0.5"],

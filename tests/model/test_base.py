@@ -407,7 +407,7 @@ def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monk
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     for base in ("Qwen/Qwen2.5-0.5B-Instruct", "base"):
-        with pytest.raises(UsageError, match=f"^{base} is a base model.* --model .*, do this$"):
+        with pytest.raises(UsageError, match=f"^{base} is a base model, .* --model; .*, do this$"):
             check_adapter(Path(base), "do this")
 
 
