@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries below are imported
 if not os.environ.get("RLM_TEST_GPU"):  # `make test-gpu`: a real card has other rounding
@@ -146,6 +147,22 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
     if not isinstance(made, Kernels):
         pytest.skip(made.description)
     return made
+
+
+@functools.cache
+def loop_seconds() -> float:
+    """Return the CPU seconds of 100,000 additions in Python, the unit of limits on computing.
+
+    A limit in seconds would depend on the machine.
+    """
+
+    def once() -> float:
+        start, total = time.thread_time(), 0
+        for i in range(100_000):
+            total += i
+        return time.thread_time() - start
+
+    return min(once() for _ in range(5))
 
 
 def exit_code(script: ModuleType, config: type, *arguments: object) -> int:

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from conftest import loop_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,14 +51,14 @@ def test_only_the_last_mark_counts():
 
 
 def test_hostile_text_costs_nothing():
-    started = time.perf_counter()
+    started = time.process_time()
     for text in (
         "<<" * 100_000 + "=", "=" * 200_000, "<<" + "(" * 200_000 + "=", "<<" + "9" * 200_000 + "=",
         "<<" + "(" * MAX_LENGTH + "=", "<<" + "-" * (MAX_LENGTH - 1) + "1=",
         "<<" + "9*" * 49 + "9=", "<<" + "(" * 49 + "1" + ")" * 50 + "=",
     ):  # fmt: skip
         ask(text)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 100 * loop_seconds()
     assert ask("<<" + "(" * 49 + "1" + ")" * 49 + "=") == "1>>"
     assert ask("<<" + "1" + "+1" * (MAX_LENGTH // 2 - 1) + "=") == f"{MAX_LENGTH // 2}>>"
     assert ask("<<" + "1" + "+1" * (MAX_LENGTH // 2) + "=") is None  # too long

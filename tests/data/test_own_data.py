@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import loop_seconds
 from fake_hub import FakeHub
 from pyarrow import Table, parquet
 
@@ -703,11 +704,11 @@ def test_no_solution_teaches_tags_inside_the_reasoning(row):
 
 @pytest.mark.parametrize("blank", ["\n", " ", "\n \n"])
 def test_blank_lines_cost_nothing(blank):
-    blanks, started = blank * 30_000, time.perf_counter()
+    blanks, started = blank * 30_000, time.process_time()
     asked, completion = f"2 + 3?{blanks}Show it.", f"2 + 3 = 5{blanks}Final answer: 5"
     [problem] = as_problems([{"prompt": asked, "completion": completion}])
     assert (problem.answer, problem.solution) == ("5", "2 + 3 = 5")
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 200 * loop_seconds()
 
 
 def test_a_prompt_without_an_assistant_needs_an_answer():

@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
+from conftest import loop_seconds
 from expected_skips import SHARED, needs_shared
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -629,9 +630,9 @@ def test_what_is_thought_is_not_said(thinking: str, gold: int) -> None:
 
 # --- cost -----------------------------------------------------------------------------------------
 
-# Seconds of computing for 30 kB, the best of up to three runs. On a good machine none takes
-# more than 0.006 (0.015 is what is asked for); what grows with the square takes a second.
-LIMIT = 0.1
+# For 30 kB, the fastest of up to three runs takes at most a few times `loop_seconds()`. An
+# algorithm whose time grows with the square of the length takes hundreds of times as long.
+LIMIT = 100 * loop_seconds()
 REPEATED = [
     *("[", "{", "(", "<", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "\\boxed{1}"),
     *("1", "1,", ",1", "1 ", "1,000", "1 000 ", "1/", "1.2", "1e9", "1 1/2 ", "[1]", "[1,", "(1)"),

@@ -4,6 +4,7 @@ import time
 from fractions import Fraction
 
 import pytest
+from conftest import loop_seconds
 
 from rlm.grading.equations import find_equations, has_wrong_equation
 
@@ -138,4 +139,4 @@ def test_what_is_read_and_what_holds(text, holds):
 def test_hostile_text_costs_little(text):
     start = time.process_time()  # other programs may use the CPU
     find_equations(text)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 200 * loop_seconds()

@@ -10,7 +10,7 @@ from contextlib import suppress
 import jsonschema
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_model
+from conftest import byte_tokenizer, loop_seconds, tiny_model
 
 from benchmarks.structured_outputs import INTEGER, KINDS, random_schema
 from rlm.cli import UsageError
@@ -175,7 +175,7 @@ def test_hostile_and_impossible_ones_are_refused_in_a_line(compiler, asked, said
     started = time.process_time()
     with pytest.raises(UsageError, match=said) as refused:
         compiler.compile(StructuredOutputs(**asked), FORMAT)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 200 * loop_seconds()
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
 
