@@ -75,7 +75,7 @@ def t_quantile(p: float, df: int) -> float:
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the 95 % interval mean ± t s / √n, with t from Student's distribution.
+    """Return the confidence interval mean ± t s / √n, with t from Student's distribution.
 
     The distribution has n - 1 degrees of freedom. Use this interval for few values, for which the
     bootstrap interval is too narrow. The interval of a single value is infinite.
