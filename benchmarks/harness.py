@@ -1,7 +1,8 @@
 """Shared parts of the benchmarks: options, alternating arms, processes, reports.
 
-A report is a JSON file. It has `ratio` and `memory_ratio` of the headline cell, every repetition of
-every arm under `cells`, and what is needed to reproduce it (command, machine, commit, date).
+A report is a JSON file. It has the `ratio` of the headline cell (and its `memory_ratio`, if memory
+was measured), every repetition of every arm under `cells`, and what is needed to reproduce it
+(command, machine, commit, date).
 """
 
 from __future__ import annotations
@@ -203,18 +204,17 @@ def report(
     benchmark: str,
     headline: Mapping[str, Any],
     cells: Sequence[Mapping[str, Any]],
-    memory_gb: Mapping[str, float],
+    memory_gb: Mapping[str, float] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Make the report for `--json`; the ratio of the headline cell is the benchmark's."""
+    if memory_gb:
+        ratio = {arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS}
+        more = {"memory_ratio": ratio, "memory_gb": dict(memory_gb), **more}
     return {
         "benchmark": benchmark,
         "headline": headline["name"],
         "ratio": headline["ratio"],
-        "memory_ratio": {
-            arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS
-        },
-        "memory_gb": dict(memory_gb),
         **more,
         "cells": list(cells),
         **provenance(benchmark),

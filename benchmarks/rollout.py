@@ -145,7 +145,7 @@ def main(config: RolloutConfig) -> int:
         cells.append(lengths_cell(bench, arms, recorded["lengths"], recorded["limit"]))
     harness.show("rollouts", cells)
     chosen = {"generate_tried_seconds": tried, "generate_options": generate.options}
-    found = harness.report("rollout", cells[config.rows.index(headline)], cells, {}, **chosen)
+    found = harness.report("rollout", cells[config.rows.index(headline)], cells, **chosen)
     harness.write_report(config.json, found)
     return 0
 

@@ -130,7 +130,7 @@ def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]
         for at_once in (True, False)
     ]
     harness.show("server", cells)
-    return harness.report("serving", cells[0], cells, {})
+    return harness.report("serving", cells[0], cells)
 
 
 def main(config: ServingConfig) -> int:

@@ -173,7 +173,7 @@ def main(config: StructuredOutputsConfig) -> int:
         f"schema; {total['cut']} were cut off at {config.max_new_tokens} tokens, "
         f"{total['reasoned']} reasoned first"
     )
-    content = harness.report("structured_outputs", cell, [cell], {}, answers=counts)
+    content = harness.report("structured_outputs", cell, [cell], answers=counts)
     harness.write_report(config.json, content)
     return int(total["invalid"] > 0)
 

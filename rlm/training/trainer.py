@@ -616,8 +616,8 @@ class TrainingRun:
             step, tensors = found[name]
             state.put_on_model(tensors)
             self.sampler.invalidate_weights()  # a recipe may sample with the exported adapter
-            accuracy = metrics_after.get(step, {}).get("eval/accuracy")
-            accuracy = accuracy if step else summary["start_accuracy"]
+            metrics = metrics_after.get(step, {})
+            accuracy = metrics.get("eval/accuracy") if step else summary["start_accuracy"]
             of_step = summary | {"step": step, "accuracy": accuracy}
             if self.distributed.is_main:
                 save_adapter(
