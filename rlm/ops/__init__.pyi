@@ -8,7 +8,7 @@ from .fused_layers import attention_bytes as attention_bytes
 from .fused_layers import softmax_scale as softmax_scale
 from .fused_layers import use_fused_layers as use_fused_layers
 from .kernels import DecodeAttention as DecodeAttention
-from .kernels import Decoder as Decoder
+from .kernels import DecodeLayers as DecodeLayers
 from .kernels import Ops as Ops
 from .kernels import head_dim as head_dim
 from .kernels import num_key_value_heads as num_key_value_heads

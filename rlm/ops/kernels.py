@@ -267,8 +267,8 @@ class Kernels:
             part.slot, part.length = slot.data_ptr(), length.data_ptr()
         return DecodeAttention(step, self._head_shape, self._library.decode_attention, self.dtype)
 
-    def decoder(self, layers: Sequence[DecoderLayer]) -> Decoder | None:
-        """Build the function that runs all layers of a decoding step; see `Decoder`.
+    def decode_layers(self, layers: Sequence[DecoderLayer]) -> DecodeLayers | None:
+        """Build the function that runs all layers of a decoding step; see `DecodeLayers`.
 
         The result is None if the matmuls of a layer are not compiled.
         """
@@ -283,7 +283,7 @@ class Kernels:
             if layer.head_norms:
                 (query, row.epsilon), (key, _) = layer.head_norms
                 row.query_norm, row.key_norm = query.data_ptr(), key.data_ptr()
-        return Decoder(table, layers, self._library.decode_layers, self.dtype)
+        return DecodeLayers(table, layers, self._library.decode_layers, self.dtype)
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary position embedding in place.
@@ -491,7 +491,7 @@ class DecodeAttention:
         return out
 
 
-class Decoder:
+class DecodeLayers:
     """Runs all layers of a decoding step in one call of C code."""
 
     def __init__(

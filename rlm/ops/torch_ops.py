@@ -29,7 +29,7 @@ PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows works
 
 
 class DecoderLayer(Protocol):
-    """What `Kernels.decoder` reads of a layer of the Llama family; see `FusedLayer`."""
+    """What `Kernels.decode_layers` reads of a layer of the Llama family; see `FusedLayer`."""
 
     qkv: LinearFunction
     out: LinearFunction
@@ -125,7 +125,7 @@ class TorchOps:
 
         return attend
 
-    def decoder(self, layers: Sequence[DecoderLayer]) -> None:
+    def decode_layers(self, layers: Sequence[DecoderLayer]) -> None:
         """Return None, because torch runs each operation of a layer by itself."""
 
     def decode_attention(

@@ -31,7 +31,7 @@ from rlm.ops import (
     FUSED_MODEL_TYPES,
     AttentionFunction,
     DecodeAttention,
-    Decoder,
+    DecodeLayers,
     LinearFunction,
     Ops,
     fast_dtype,
@@ -236,13 +236,13 @@ class MergedWeights:
         self.release()  # free the old copy before the new copy is made
         what = self._ops, self.dtype
         self._layers = [FusedLayer(layer, *what) for layer in decoder_layers(self._decoder)]
-        self._decode = self._ops.decoder(self._layers)
+        self._decode_layers = self._ops.decode_layers(self._layers)
         self._seen = {name: tensor.detach().clone() for name, tensor in adapters.items()}
 
     def release(self) -> None:
         """Drop the copied layers until the next `refresh`."""
         self._layers: list[FusedLayer] = []
-        self._decode: Decoder | None = None
+        self._decode_layers: DecodeLayers | None = None
         self._seen: dict[str, Tensor] = {}
 
     def forward(self, ids: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
@@ -251,8 +251,8 @@ class MergedWeights:
         # Flatten to (B·T, …), so that a batch of any shape needs only one matmul per projection.
         cos, sin = (part.flatten(0, 1) for part in self._decoder.rotary_emb(x, positions))
         shape, x = ids.shape, x.flatten(0, 1)
-        if self._decode and isinstance(attend, DecodeAttention):
-            x = self._decode(x, cos, sin, attend)
+        if self._decode_layers and isinstance(attend, DecodeAttention):
+            x = self._decode_layers(x, cos, sin, attend)
         else:
             for layer in self._layers:
                 x = layer(x, shape, (cos, sin), attend)

@@ -186,13 +186,13 @@ def test_one_call_for_all_layers_equals_a_call_for_each_operation(
         if sampler.batch_note:
             pytest.skip(sampler.batch_note)
         sampler._weights.refresh()
-        assert bool(sampler._weights._decode) == together
+        assert bool(sampler._weights._decode_layers) == together
         return sampler.sample(some_prompts(30), 10, SamplingParams(12), [*range(30)])
 
     torch.set_num_threads(3)
     try:
         expected = sample(together=True)
-        monkeypatch.setattr(Kernels, "decoder", lambda *_: None)
+        monkeypatch.setattr(Kernels, "decode_layers", lambda *_: None)
         assert sample(together=False) == expected
     finally:
         torch.set_num_threads(1)
