@@ -58,6 +58,19 @@ _NO_MEANING = re.compile(
     r"\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)|\\[()\[\]]|\\(?=[{}%$&#_])"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+# LaTeX commands and the characters that mean the same.
+_SYMBOLS = {
+    **{"infty": "∞", "pm": "±", "times": "×", "cdot": "·", "div": "÷"},
+    **{"le": "≤", "leq": "≤", "ge": "≥", "geq": "≥", "ne": "≠", "neq": "≠"},
+    **{"in": "∈", "cup": "∪", "cap": "∩", "emptyset": "∅", "varnothing": "∅"},
+    **{"alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ"},
+    **{"lambda": "λ", "mu": "μ", "pi": "π", "rho": "ρ", "sigma": "σ", "phi": "φ", "omega": "ω"},
+}
+_SYMBOL = re.compile(  # \pi r is πr, and as letters are compared without case, \Delta is δ
+    rf"\\({'|'.join(_SYMBOLS)})(?![A-Za-z])(?: +(?=[A-Za-z]\b))?", re.IGNORECASE
+)
+_DEGREES = re.compile(r"\^ ?(?:\\circ(?![A-Za-z])|\{\\circ\})|\\degree(?![A-Za-z])")
+_ROOT = re.compile(r"\\sqrt ?(?:\{(\w+)\}|(\d))")  # \sqrt{2} is √2
 # Superscripts, and subscripts after a digit: neither 10² nor 10₂ is 102, but H₂O is H2O.
 _SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]++)(?!⁄)|(?<=[0-9])[₀-₎]+")
 _BRACED = re.compile(r"(?<=[\^_])\{(-?\w+)\}")  # x^{2} is x^2
@@ -91,7 +104,7 @@ def read_choice(text: str) -> str | None:
 
 
 def read_text(text: str) -> str | None:
-    """Normalise the case, the spaces and the outer punctuation of a short text for comparison.
+    r"""Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
     Spaces beside punctuation are left out, and typographic quotes and dashes are plain ones.
 
@@ -109,12 +122,17 @@ def read_text(text: str) -> str | None:
     (False, False)
     >>> read_text("red, blue"), read_text("10–20"), read_text("x² + 1") == read_text("x^{2}+1")
     ('red,blue', '10-20', True)
+    >>> read_text(r"2\sqrt{3}\pi"), read_text(r"x \leq 5"), read_text(r"90^\circ")
+    ('2√3π', 'x≤5', '90')
     """
     if len(text) > MAX_TEXT:  # normalisation may take quadratic time
         return " ".join(text.casefold().split()).strip(_EDGES) or None
     text = _NO_MEANING.sub("", text)
     if "\\boxed" not in text:  # an answer tag must not contain a box
         text = _TEXT_COMMAND.sub(r"\1", text)
+    text = _SYMBOL.sub(lambda found: _SYMBOLS[found[1].lower()], text)
+    text = _DEGREES.sub("°", text)
+    text = _ROOT.sub(lambda found: f"√{found[1] or found[2]}", text)
     text = _SCRIPTS.sub(lambda found: ("^" if found["up"] else "_") + found[0], text)
     plain = _BRACED.sub(r"\1", _folded(text))
     if intervals := _INTERVALS.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
