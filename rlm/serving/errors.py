@@ -42,6 +42,7 @@ _SAID = {
     "string_type": "must be a string",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
+    "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "dict_type": "must be an object",
@@ -65,7 +66,7 @@ _NO_PATH = {  # maps the router's messages to advice for clients that use anothe
     "Method Not Allowed": "this path does not support this method: use POST to send questions "
     "and GET to read lists",
 }
-_UNIONS = ("response_format", "json")  # fields with several types, which pydantic names after them
+_UNIONS = ("response_format", "json", "expected_answer")  # fields with several types, which pydantic names after them
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -137,7 +138,11 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
     shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
     param = ".".join(str(part) for part in kept[shown]["loc"] if part not in ("body", "?"))
-    detail = f"{param}: {kept[shown]['msg']}" if param else kept[shown]["msg"]
+    said = kept[shown]["msg"]
+    if found[shown].get("type", "").endswith("_type"):  # no type of the union fits
+        types = [e["msg"].removeprefix("must be ") for e in kept if e["loc"] == kept[shown]["loc"]]
+        said = f"must be {' or '.join(dict.fromkeys(types))}"
+    detail = f"{param}: {said}" if param else said
     return HTTPProblem(422, "validation", detail, param=param or None, errors=kept)
 
 

@@ -149,10 +149,18 @@ def test_the_right_answer_may_be_a_number(server, expected, text, right):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("expected", [True, [5], "", {}, "5" * 201, 1e16])
-def test_what_is_no_answer_is_refused(server, expected):
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        *((kind, "must be a string or a whole number or a number") for kind in (True, [5], {})),
+        *(("", "is empty"), ("5" * 201, "has more than 200 characters")),
+        (1e16, "must be at most 1000000000000000.0"),
+    ],
+)
+def test_what_is_no_answer_is_refused(server, expected, said):
     reply = server.post({"prompt": "two and three", "expected_answer": expected})
     assert (reply.status_code, reply.json()["code"]) == (422, "validation")
+    assert reply.json()["detail"] == f"expected_answer: {said}"
 
 
 def test_what_the_length_cuts_is_said(server):

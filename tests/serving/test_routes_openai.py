@@ -268,7 +268,7 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "exactly one of json"),
         ({"structured_outputs": {}}, "exactly one of json"),
         ({"structured_outputs": {"regex": "("}}, "regex: unclosed group"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a string"),
+        ({"structured_outputs": {"json": 5}}, "json: must be a string or an object"),
         (
             {"structured_outputs": {"grammar": "a"}},
             "structured_outputs.grammar: this field does not",
