@@ -64,6 +64,8 @@ class StructuredOutputs:
             raise UsageError("choice is empty")
         if self.choice is not None and "" in self.choice:
             raise UsageError("choice contains an empty string")
+        if self.regex == "":
+            raise UsageError("regex is empty")
         try:
             length = len(given[0] if isinstance(given[0], str) else json.dumps(given[0]))
         except RecursionError:

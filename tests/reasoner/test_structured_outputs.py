@@ -164,6 +164,7 @@ HUGE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
         ({"regex": r"\bword\b"}, "regex: lookarounds not supported yet"),
         ({"regex": "(a{1000}){1000}"}, "regex: it is too complex"),
         ({"regex": "((a{100}){100}){100}"}, "regex: it is too complex"),
+        ({"regex": ""}, "regex is empty"),
         ({"choice": []}, "choice is empty"),
         ({"choice": ["a", ""]}, "choice contains an empty string"),
         ({"regex": "a", "choice": ["b"]}, "give exactly one"),
