@@ -483,8 +483,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undis
     before[rank] = sends(signal.SIGTERM)
     leader, follower = runs.together("run", before=before, save_every=0)
     assert (leader.code, follower.code) == (143, 143), (leader.text, follower.text)
-    assert "is saved up to step 2; continue with: python " in leader.text
-    assert "continue with" not in follower.text  # it is said once
+    assert "saved up to step 2; continue by starting all processes again with" in leader.text
+    assert "continue by" not in follower.text  # it is said once
     ended = runs.together("run", "--resume", save_every=0)
     assert [each.code for each in ended] == [0, 0], ended
     assert runs.result("run") == undisturbed_pair

@@ -288,15 +288,15 @@ def resume_run(
         expected_keys: keys of the state that distinguish this stage from the other stage.
 
     Raises:
-        UsageError: no checkpoint exists, or the checkpoint is from a run with another script, base
-            model, adapter, config or data.
+        UsageError: no checkpoint exists, or the checkpoint is from a run with another script,
+            version, base model, adapter, config or data.
     """
     where = f"--resume: {run_dir}"
     if loaded is None:
         raise UsageError(NO_CHECKPOINT.format(run_dir))
     tensors, state = loaded
     if not state.keys() >= {"origin", *expected_keys}:
-        raise UsageError(f"{where} is a run of another script; choose a run of this script")
+        raise UsageError(f"{where} is a run of another script, or of another version of it; choose another run")
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")
