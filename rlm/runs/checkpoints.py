@@ -296,7 +296,9 @@ def resume_run(
         raise UsageError(NO_CHECKPOINT.format(run_dir))
     tensors, state = loaded
     if not state.keys() >= {"origin", *expected_keys}:
-        raise UsageError(f"{where} is a run of another script, or of another version of it; choose another run")
+        raise UsageError(
+            f"{where} is a run of another script, or of another version of it; choose another run"
+        )
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
         raise UsageError(f"{where} was trained on another model or adapter")

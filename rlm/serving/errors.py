@@ -66,7 +66,8 @@ _NO_PATH = {  # maps the router's messages to advice for clients that use anothe
     "Method Not Allowed": "this path does not support this method: use POST to send questions "
     "and GET to read lists",
 }
-_UNIONS = ("response_format", "json", "expected_answer")  # fields with several types, which pydantic names after them
+# Fields with several types, whose names pydantic appends to the location of an error.
+_UNIONS = ("response_format", "json", "expected_answer")
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
