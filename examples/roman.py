@@ -8,8 +8,10 @@ problems to train on, and roman_test.jsonl, other problems to evaluate on:
 
 import json
 import random
-from difflib import SequenceMatcher
+import re
 from pathlib import Path
+
+from rlm.grading import Verdict
 
 UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
 TENS = ("", "X", "XX", "XXX", "XL", "L", "LX", "LXX", "LXXX", "XC")
@@ -19,16 +21,12 @@ SOLVED = (14, 22, 38, 49, 56, 65, 77, 83, 91, 105, 130, 162)
 UNSOLVED, TEST = 48, 120  # problems
 
 
-def reward(completion: str, reference_answer: str, is_truncated: bool) -> float:
-    """Return 1 for the right numeral, and up to 0.2 for a wrong one that resembles it."""
-    if is_truncated:  # or the model would learn never to end
+def reward(completion: str, reference_answer: str, strict_verdict: Verdict) -> float:
+    """Return 1 for a right answer whose parts are right in the reasoning, and otherwise 0."""
+    if not strict_verdict.correct:  # a wrong answer, or not the required format
         return 0.0
-    answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
-    if answer == reference_answer:
-        return 1.0
-    if set(answer) - set("IVXLC"):
-        return 0.0
-    return SequenceMatcher(None, answer, reference_answer).ratio() / 5
+    parts = re.findall(r" is ([IVXLC]+)$", completion, re.MULTILINE)
+    return float("".join(parts) == reference_answer)
 
 
 def problem(number: int) -> dict[str, str]:

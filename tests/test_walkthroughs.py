@@ -35,6 +35,7 @@ from rlm.cli.main import run_main
 from rlm.cli.options import parse, resolve_config
 from rlm.data import load_problems, loaders
 from rlm.data.word_problems import generate_word_problems
+from rlm.rewards import Scorer, as_reward
 from rlm.training import PRESETS, GRPOConfig
 
 # --- the Python blocks ----------------------------------------------------------------------------
@@ -255,10 +256,13 @@ def test_the_tutorials_files(tmp_path):
     assert (ROOT / "examples/roman.yaml").read_text() in TUTORIAL
     assert inspect.getsource(roman.reward) in TUTORIAL
     right = "<think>\n10 is X\n4 is IV\n</think>\n<answer>XIV</answer>"
-    assert roman.reward(right, "XIV", False) == 1.0
-    assert roman.reward(right, "XIV", True) == 0.0
-    assert roman.reward(right, "XV", False) == pytest.approx(0.16)  # 2 · 2 equal letters of 5, / 5
-    assert roman.reward(right.replace("XIV", "14"), "XIV", False) == 0.0
+    wrong = [
+        right.replace("is IV", "is VI"),  # the answer does not follow from the parts
+        right.replace(">XIV", ">XVI"),
+        right + "\n</think>",
+    ]
+    score = Scorer(as_reward(roman.reward), "deepseek")
+    assert score(train[:1], [[right, *wrong]]).rewards == [[1.0, 0.0, 0.0, 0.0]]  # "Write 14 …"
 
 
 @pytest.mark.slow
