@@ -66,7 +66,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
             max_samples=count,
             seed=config.seed,
             columns=config.columns,
-            calculator_marks=config.tool == Calculator.name,
+            calculator_annotations=config.tool == Calculator.name,
         )
         usable = [p for p in train if p.has_steps and p.question not in evaluated]
         if len(usable) < config.few_shot:

@@ -108,7 +108,7 @@ class GRPOTrainer:
         device: Device | None = None,
         tool: Tool | None = None,
     ) -> None:
-        """Load the model and the start adapter.
+        """Load the model and the initial adapter.
 
         Args:
             reward_fn: a RewardFunction, a function, or a list of these (default: config.reward, or
@@ -117,7 +117,7 @@ class GRPOTrainer:
 
         Raises:
             TypeError, ValueError: an argument is invalid.
-            UsageError: the model or the start adapter cannot be loaded, or they do not match.
+            UsageError: the model or the initial adapter cannot be loaded, or they do not match.
         """
         check_arguments(model_name, config)
         prepare_process()

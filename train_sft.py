@@ -82,7 +82,7 @@ def main(config: SFTConfig) -> int:
         check_resumable(config.run_dir)
     load_tool(config.tool)  # reports an invalid --tool before the data is loaded
     options = {"columns": config.columns, "rows": config.split, "keep_code": config.keep_code}
-    options["calculator_marks"] = config.tool == Calculator.name
+    options["calculator_annotations"] = config.tool == Calculator.name
     load = partial(load_problems, required(config.dataset, "--dataset"), **options)
     problems = load("train", max_samples=config.max_samples, seed=config.seed)
     if config.max_samples is not None:

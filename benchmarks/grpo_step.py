@@ -1,6 +1,6 @@
 """Seconds and peak memory of a whole GRPO step: our trainer and TRL's GRPOTrainer on the same work.
 
-Both have the same model, start adapter, prompts, group size, lengths and optimizer. They run in
+Both have the same model, initial adapter, prompts, group size, lengths and optimizer. They run in
 turns, each in its own process. Rewards are scripted so that the share of groups with signal is
 known: half of the groups in the headline cell, all of them in the second.
 

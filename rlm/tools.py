@@ -3,6 +3,7 @@
 This module contains the tool protocol, the loaders for `--tool` and `tool=`, and the calculator.
 The calculator uses exact arithmetic to complete `<<11*5=` with `55>>` (GSM8K's notation). The
 syntax of expressions is defined in rlm/grading/equations.py; their length is limited here.
+`rlm.sampling.ToolTokens` writes the text of a tool into a completion.
 """
 
 from __future__ import annotations

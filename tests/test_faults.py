@@ -645,7 +645,7 @@ def test_what_is_a_change_and_what_is_none():
         "train_batch_size",
     } == MAY_CHANGE  # fmt: skip
     (change,) = differences(origin, origin | {"start": "bb"}, MAY_CHANGE)
-    assert "the start adapter: its file has changed" in change
+    assert "the initial adapter: its file has changed" in change
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}
     assert differences(old, origin, MAY_CHANGE) == [
         "--dtype: not recorded → auto"

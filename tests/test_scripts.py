@@ -147,7 +147,7 @@ def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
     given["split"] = "test"  # without it, the hub is asked whether the dataset has a test split
     assert evaluate.EvaluateConfig.resolve(given)["dataset"] == evaluated_on
     said = " ".join(capsys.readouterr().out.split())
-    line = f"evaluated on {evaluated_on} alone: {left_out} needs the Hugging Face hub"
+    line = f"evaluated on {evaluated_on} alone: {left_out} would need the Hugging Face hub"
     assert (line in said) == bool(left_out)
 
 
@@ -550,7 +550,7 @@ def test_grpo_takes_model_and_data_from_the_sft_adapter_and_stops_in_time(traine
         "--eval-every", 0,
     )  # fmt: skip
     assert code == 0
-    assert "taken from the start adapter" in capsys.readouterr().out
+    assert "taken from the initial adapter" in capsys.readouterr().out
     (row,) = (trained / "run_short" / "metrics.jsonl").read_text().splitlines()
     assert "eval/accuracy" in json.loads(row)
     assert (trained / "short" / "run.json").exists()

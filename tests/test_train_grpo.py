@@ -638,7 +638,7 @@ def test_a_config_made_in_python_has_the_rank_of_its_start_adapter(model_dir, tm
 
 @pytest.mark.parametrize("start", ["an adapter", "the base"])
 def test_kl_begins_at_zero_and_grows(model_dir, tmp_path, tokenizer, start):
-    """The reference model is the start adapter, or the base model if there is no start adapter.
+    """The reference model is the initial adapter, or the base model if there is no initial adapter.
 
     It is scored at the temperature of the policy.
     """

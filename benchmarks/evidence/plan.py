@@ -35,7 +35,7 @@ class Arm(NamedTuple):
     rounds: int = 1  # rounds of rejection sampling, each from the previous adapter
     flipped: float = 0.0  # share of inverted verdicts; 0.5 is a random reward
     shuffled: bool = False  # each problem has the gold of another problem
-    braked: bool = False  # GRPO validates during training, and stops if the accuracy falls
+    early_stopping: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
 # TOPR makes an update every two groups. Its steps have twice as many problems, so half as many
@@ -48,7 +48,7 @@ TOPR: dict[str, Any] = {
     "learning_rate": 3e-4,
 }
 MINI_BATCHES = {name: value for name, value in TOPR.items() if name != "algorithm"}
-BRAKE_EVERY, BRAKE_PROBLEMS = 3, 100  # steps between validations, problems in a validation
+VALIDATE_EVERY, VALIDATION_PROBLEMS = 3, 100  # steps between validations, problems in a validation
 START = "sft"
 OURS = "grpo"  # the arm whose seconds are the rivals' budget
 INVERTED = (0.05, 0.1, 0.2)  # shares of inverted verdicts, as with a verifier that makes mistakes
@@ -72,7 +72,7 @@ def control(title: str, **how: Any) -> Arm:
 
 def inverted(share: float) -> dict[str, Arm]:
     title = f", {share:.0%}".replace("%", " % of the verdicts inverted")
-    how: dict[str, Any] = {"flipped": share, "braked": True}
+    how: dict[str, Any] = {"flipped": share, "early_stopping": True}
     return {
         f"flipped_{share}": Arm(f"GRPO{title}", "grpo", (START,), "choice", **how),
         f"topr_flipped_{share}": topr(title, **how),
@@ -103,9 +103,11 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "grpo_mini_batches": Arm(
         "GRPO with TOPR's mini-batches and learning rate", "grpo", (START,), "choice", MINI_BATCHES
     ),
-    "topr_random_reward": topr(", control: random reward", "control", flipped=0.5, braked=True),
+    "topr_random_reward": topr(
+        ", control: random reward", "control", flipped=0.5, early_stopping=True
+    ),
     "topr_shuffled_golds": topr(
-        ", control: shuffled reference answers", "control", shuffled=True, braked=True
+        ", control: shuffled reference answers", "control", shuffled=True, early_stopping=True
     ),
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
@@ -240,8 +242,8 @@ class EvidenceConfig:
             "run_dir": folder / "train",
             "output": folder / "adapter",
         }
-        if ARMS[cell.arm].braked:
-            options |= {"eval_every": BRAKE_EVERY, "eval_samples": BRAKE_PROBLEMS}
+        if ARMS[cell.arm].early_stopping:
+            options |= {"eval_every": VALIDATE_EVERY, "eval_samples": VALIDATION_PROBLEMS}
         if "mini_batch_size" in ARMS[cell.arm].grpo:
             options["steps"] = math.ceil(self.steps / TOPR_STEP)
             options["batch_size"] = TOPR_STEP * self.batch_size

@@ -1,8 +1,8 @@
 """Train each arm.
 
 The functions run in the cell's process, write to the cell's directory and return the contents of
-`train.json`. Each adapter is evaluated after its last update. The exception is a TOPR run that the
-brake stopped: it exports its best adapter.
+`train.json`. Each adapter is evaluated after its last update. The exception is a TOPR run that
+stopped early: it exports its best adapter.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from benchmarks import harness
 from benchmarks.evidence.judging import Judge
 from benchmarks.evidence.plan import (
     ARMS,
-    BRAKE_PROBLEMS,
     OURS,
     START,
+    VALIDATION_PROBLEMS,
     Cell,
     EvidenceConfig,
     made_once,
@@ -231,7 +231,7 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
     if arm.shuffled:
         practice = without_golds(practice, cell.seed)
     reward = flipped_reward(cell.seed, arm.flipped) if arm.flipped else None
-    validation = validation_problems(config, BRAKE_PROBLEMS) if arm.braked else None
+    validation = validation_problems(config, VALIDATION_PROBLEMS) if arm.early_stopping else None
     trainer = GRPOTrainer(config.model, options, reward_fn=reward)
     trainer.state.keep = config.steps + 1  # each checkpoint is a point of the curve
     trainer.train(practice, validation)

@@ -139,10 +139,13 @@ def tokens_of(texts: Sequence[str]) -> int:
 def announce_cost(
     calls: Mapping[str, tuple[int, int]], agents: Iterable[Agent], budget: Budget
 ) -> None:
-    """Print the expected cost of each role's (requests, input tokens), and the total cost.
+    """Print the expected cost of each role, and the total cost.
 
     The number of output tokens is an upper bound, and the number of input tokens is an estimate.
     The budget is enforced even if the estimate is too low.
+
+    Args:
+        calls: role → its number of requests and of input tokens.
     """
     total = 0.0
     for agent in agents:

@@ -85,7 +85,7 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     if tolerance:
         text = _POWER_OF_TEN.sub(lambda m: "e" + (m[1] or m[2]).translate(_EXPONENTS), text)
         text = _LATEX_UNIT.sub("", text)  # 59 \Omega is 59 Omega
-        # Without the unit, "5 K" would be read as 5000.
+        # The unit is removed, because "5 K" would be read as 5000.
         unit = re.escape(str(problem.columns.get("unit") or ""))
         text = re.sub(rf"(?<=\d) ?{unit}(?!\w)", "", text) if unit else text
     verdict = grade(text, problem.answer, strict=False)

@@ -3,7 +3,7 @@
 The generators answer each problem a few times. A problem with both right and wrong attempts yields
 up to three candidates: a right attempt as a worked example, a rule that the critic writes from a
 right and a wrong attempt, and the critic's own answer if this answer is right. Each candidate is
-tried alone on the held-out problems that are most similar to its problem. The candidate is kept if
+tested alone on the held-out problems most similar to the problem it comes from. It is kept if
 significantly more of them are answered right, by McNemar's exact test with Holm's correction.
 
     python -m recipes.experience.select --dataset gsm8k
@@ -82,7 +82,9 @@ class SelectConfig(AskingConfig):
     kinds: tuple[str, ...] = flag(KINDS, "types of candidates to make", choices=KINDS)
     held_out: int = flag(160, "number of held-out problems for testing the candidates", min=1)
     trial_size: int = flag(
-        64, "held-out problems per candidate (those most similar to its own problem)", min=6
+        64,
+        "number of held-out problems per candidate: those most similar to the problem it is from",
+        min=6,
     )
     alpha: float = flag(
         0.05,

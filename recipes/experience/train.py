@@ -98,7 +98,7 @@ def load_problem_set(
 ) -> list[Problem]:
     """Load the problems of a dataset.
 
-    A local file is loaded as a whole, and so is a dataset that publishes only a test split. AIME
+    `split` does not apply to a local file or to a dataset that publishes only a test split. AIME
     problems get ids like aime2024_001.
     """
     source = str(PHYSICS) if dataset == "physics" else dataset

@@ -60,7 +60,7 @@ def make_examples(
 
 
 def cold_start_dir(run_dir: Path) -> Path:
-    """Return the folder in which the start adapter of a run is trained."""
+    """Return the folder in which the initial adapter of a run is trained."""
     return run_dir.with_name(f"{run_dir.name}_cold_start")
 
 

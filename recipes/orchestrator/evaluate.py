@@ -139,7 +139,7 @@ def load_run(run_dir: Path) -> Orchestrator:
 
 
 def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -> dict[str, Row]:
-    """Solve the problems with the bare model, the start adapter and the trained adapter."""
+    """Solve the problems with the bare model, the initial adapter and the trained adapter."""
     rows = {}
     for name, adapter in ADAPTERS.items():
         if adapter == "start" and orchestrator.config.sft_adapter is None:
@@ -153,7 +153,7 @@ def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -
 def load_another(run: Path, first: Orchestrator) -> Orchestrator:
     """Load a further training run, whose results are averaged with those of the first run.
 
-    Both must have used the same data, agents and limits, and a start adapter or none.
+    Both must have used the same data, agents and limits, and an initial adapter or none.
     """
     other = load_run(run)
     compared = ("dataset", "columns", "split", "graph_form", "agent_max_tokens")

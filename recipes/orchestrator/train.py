@@ -220,7 +220,7 @@ class OrchestratorTrainer(GRPOTrainer):
 
 
 def check_graph_form(config: OrchestratorConfig) -> None:
-    """Check that an existing start adapter was trained for this --graph-form, which it records."""
+    """Check that an existing initial adapter was not trained for another --graph-form."""
     start, form = config.sft_adapter, config.graph_form
     trained = start and AdapterInfo.load(start).run.get("config", {}).get("graph_form")
     if start and trained and trained != form and not config.resume:

@@ -104,7 +104,7 @@ class Selection:
     columns: str | None = None
     rows: str | None = None
     keep_code: bool = False
-    calculator_marks: bool = False
+    calculator_annotations: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,8 @@ class NamedDataset:
         name, path, max_samples = self.name, self.path, selection.max_samples
         stored = "train" if name == "gsm8k" and split != "test" else split
         one_file = path is not None and not path.is_dir()
-        parse, limit = partial(parse_row, calculator_marks=selection.calculator_marks), None
+        parse = partial(parse_row, calculator_annotations=selection.calculator_annotations)
+        limit = None
         if name == "openmathinstruct":
             parse = partial(parse_openmath, keep_code=selection.keep_code)
             limit = max(max_samples, POOL) if max_samples and not one_file else None
@@ -207,7 +208,7 @@ class NamedDataset:
                 selection.seed if split == "train" else 0,
                 levels,
                 dataset=self.name,
-                calculator_marks=selection.calculator_marks,
+                calculator_annotations=selection.calculator_annotations,
                 sentences=sentences,
             )
         except ValueError as error:  # an unknown level, or fewer different problems than requested
@@ -417,7 +418,7 @@ def load_problems(
     columns: str | None = None,
     rows: str | None = None,
     keep_code: bool = False,
-    calculator_marks: bool = False,
+    calculator_annotations: bool = False,
 ) -> list[Problem]:
     """Load the problems of a dataset.
 
@@ -431,15 +432,15 @@ def load_problems(
         columns: the columns of a file or hub dataset, such as "question=prompt,answer=target".
         rows: the rows of a file or hub dataset for train and validation, such as train[:500].
         keep_code: whether to keep solutions of OpenMathInstruct that contain code blocks.
-        calculator_marks: whether the solutions of GSM8K and of generated problems contain
-            calculator marks such as `<<3+5=8>>`.
+        calculator_annotations: whether the solutions of GSM8K and of generated problems contain
+            calculator annotations such as `<<3+5=8>>`.
 
     Raises:
         UsageError: the dataset or split is unknown, a file is invalid, or the hub is not available.
     """
     if max_samples is not None and max_samples < 1:
         raise UsageError(f"max_samples is {max_samples}; it must be at least 1")
-    selection = Selection(max_samples, seed, columns, rows, keep_code, calculator_marks)
+    selection = Selection(max_samples, seed, columns, rows, keep_code, calculator_annotations)
     parts = parse_dataset(dataset)
     if len(parts) == 1:
         return parts[0].load(split, selection)

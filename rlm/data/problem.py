@@ -368,12 +368,12 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
 
 
 def parse_row(
-    row: Row, default_id: str, calculator_marks: bool = False, first: int | None = None
+    row: Row, default_id: str, calculator_annotations: bool = False, first: int | None = None
 ) -> list[Problem]:
     """Parse a row of GSM8K, AIME or a user's file; data/README.md describes the fields.
 
     Args:
-        calculator_marks: whether to keep the calculator marks in GSM8K's solutions.
+        calculator_annotations: whether to keep the calculator annotations in GSM8K's solutions.
         first: the number of the first choice, if answers are numbers of choices (`read_choices`).
     """
     row = read_choices(read_answer(read_chat(row)), first)
@@ -384,7 +384,7 @@ def parse_row(
     has_none = kind == "open" and all(row.get(name) in (None, "") for name in ANSWER_FIELDS)
     answer = "" if has_none else _text(row, *ANSWER_FIELDS)
     if kind == "number" and "####" in answer:
-        solution, answer = gold_from_gsm8k(answer, calculator_marks)
+        solution, answer = gold_from_gsm8k(answer, calculator_annotations)
     elif kind != "open" and READERS[kind](answer) is None:
         raise NotAnAnswer(f"the answer is not a {kind}: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)

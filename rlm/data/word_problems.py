@@ -141,7 +141,7 @@ class Step:
     value: int | Fraction
 
     def equation(self, calculator_mark: bool = False) -> str:
-        """Format the step as `3 + 5 = 8`, or as a calculator mark, `<<3+5=8>>`."""
+        """Format the step as `3 + 5 = 8`, or as a calculator annotation, `<<3+5=8>>`."""
         left, right, value = map(show_number, (self.left, self.right, self.value))
         equation = f"{left} {self.operator} {right} = {value}"
         return f"<<{equation.replace(' ', '')}>>" if calculator_mark else equation
@@ -191,7 +191,7 @@ def generate_word_problems(
     families: Sequence[str] | None = None,
     *,
     dataset: str = "word-problems",
-    calculator_marks: bool = False,
+    calculator_annotations: bool = False,
     sentences: bool = False,
 ) -> list[Problem]:
     """Generate `count` problems with different questions, spread evenly over the families.
@@ -203,7 +203,7 @@ def generate_word_problems(
     Args:
         families: the names of the families to use; None uses all families.
         dataset: "word-problems", whose answers are positive integers, or "elementary".
-        calculator_marks: whether to write the equations in solutions as `<<3+5=8>>`.
+        calculator_annotations: whether to write the equations in solutions as `<<3+5=8>>`.
         sentences: whether to write solutions as sentences ("4 boxes hold 4 * 6 = 24 eggs.") instead
             of labelled equations (`eggs: 4 * 6 = 24`).
 
@@ -226,7 +226,7 @@ def generate_word_problems(
     selected = [f for f in in_split.values() if f.level in levels and f.name in names]
     if not selected:
         raise ValueError(f"no family of problems has split {split!r} and levels {list(levels)}")
-    style = {"calculator_marks": calculator_marks, "sentences": sentences}
+    style = {"calculator_annotations": calculator_annotations, "sentences": sentences}
     draw = partial(draw_problem, table=table, **style)
     found = _draw_all(selected, split, random.Random(f"{split} {seed}"), draw)
     problems = list(islice(found, count))
@@ -242,7 +242,7 @@ def draw_problem(
     family: Family,
     rng: random.Random,
     table: Table,
-    calculator_marks: bool = False,
+    calculator_annotations: bool = False,
     sentences: bool = False,
 ) -> tuple[Problem, str]:
     """Draw a problem of a family; return the problem and its split.
@@ -267,7 +267,7 @@ def draw_problem(
         question = " ".join(parts)
     lines = []
     for step, sentence in zip(solution, family.sentences, strict=True):
-        equation = step.equation(calculator_marks)
+        equation = step.equation(calculator_annotations)
         line = f"{step.name.replace('_', ' ')}: {equation}"
         lines.append(sentence.format(**words | shown, equation=equation) if sentences else line)
         shown[step.name] = Shown(step.value)

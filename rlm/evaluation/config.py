@@ -200,8 +200,8 @@ def without_hub(dataset: str) -> str:
     if not here or not there:
         return dataset
     terminal.line(
-        f"evaluated on {', '.join(here)} alone: {', '.join(there)} needs the Hugging Face hub; "
-        f"pass --dataset {dataset} to evaluate on all of them"
+        f"evaluated on {', '.join(here)} alone: {', '.join(there)} would need the Hugging Face "
+        f"hub; pass --dataset {dataset} to evaluate on all of them"
     )
     return "+".join(here)
 

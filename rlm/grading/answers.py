@@ -108,9 +108,9 @@ def read_text(text: str) -> str | None:
 
     Spaces beside punctuation are left out, and typographic quotes and dashes are plain ones.
 
-    A number without words is compared by its value, because answers of mathematics mix both. A
-    number with a leading zero and a pair in brackets remain texts. The brackets of an interval such
-    as [0, 1) and the mark of a factorial are part of the answer.
+    A number without words is compared by its value, because some mathematical answers are numbers
+    and some are texts. A number with a leading zero and a pair in brackets remain texts. The
+    brackets of an interval such as [0, 1) and the mark of a factorial are part of the answer.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
@@ -427,17 +427,17 @@ def grade(
     return Verdict(correct, reason, claim.text[:longest].strip() or None, claim.value)
 
 
-def gold_from_gsm8k(answer_field: str, calculator_marks: bool = False) -> tuple[str, str]:
+def gold_from_gsm8k(answer_field: str, calculator_annotations: bool = False) -> tuple[str, str]:
     """Split the answer field of a GSM8K row into the solution and the gold answer.
 
     Args:
-        calculator_marks: whether to keep the calculator marks (`<<3+5=8>>`) in the solution.
+        calculator_annotations: whether the solution keeps its `<<3+5=8>>`.
     """
     solution, hashes, rest = answer_field.rpartition("####")
     gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA adds another line
     if not hashes or parse_number(gold) is None:
         raise ValueError(f"no number after #### in {answer_field[-80:]!r}")
-    if calculator_marks:
+    if calculator_annotations:
         return _RESULT.sub(_as_calculated, solution).strip(), gold
     return re.sub(r"<<[^<>]*>>", "", solution).strip(), gold
 
@@ -446,7 +446,7 @@ _RESULT = re.compile(r"=(\d*)(?:\.(\d*?)0*)?>>(?=(\.\d)?)", re.ASCII)
 
 
 def _as_calculated(result: re.Match[str]) -> str:
-    """Write the result of a calculator mark in the calculator's format: .50 becomes 0.5."""
+    """Write the result of a calculator annotation in the calculator's format: .50 becomes 0.5."""
     whole, rest = result[1] or "0", result[2]
     return f"={whole}{'.' if rest else ''}{rest or ''}>>{'0' if result[3] else ''}"
 

@@ -1,14 +1,14 @@
 r"""Exact arithmetic in texts: evaluate expressions, and find and check every equation `a op b = c`.
 
 The left side of an equation is a chain of numbers with + - * / × · ÷ x, `\times`, `\cdot`, `\div`,
-parentheses, `$`, `%` and thousands separators. GSM8K's calculator marks are read too
+parentheses, `$`, `%` and thousands separators. GSM8K's calculator annotations are read too
 (`3 + 5 = <<3+5=8>>8` contains two equations). An equation is skipped if it may be only a part of a
 longer one: a part of an expression with words or units between its numbers
 (`2 apples + 3 * 4 = 14`), or next to an operator, function or symbol that is not read
 (`10^2 + 5 = 105`, `twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Other symbols around an equation do not
-hide it (`✓ 3 + 4 = 8!`), and a calculator mark must be one complete equation: `<<3+4=7!>>` does not
-hold. Nothing is evaluated as code: a parser reads each expression in one pass. All patterns run in
-linear time and all sizes are bounded, so hostile text takes only milliseconds.
+hide it (`✓ 3 + 4 = 8!`), and a calculator annotation must be one complete equation: `<<3+4=7!>>`
+does not hold. Nothing is evaluated as code: a parser reads each expression in one pass. Patterns
+run in linear time and sizes are bounded, so hostile text takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ _INSIDE = re.compile(
 )
 # Matches the context directly before a chain: 12:30 - 1, 1,5 + 2, factors of parentheses, -(3 + 4).
 _ADJACENT = re.compile(r"\d[:,]\Z|(?:-|[)\]}!²³¼½¾][ \t]*)\(\Z")
-_MARK = re.compile(r"<<([^<>\n]{0,200})>>")
+_ANNOTATION = re.compile(r"<<([^<>\n]{0,200})>>")
 _RESULT = re.compile(rf"\s*(-?{_NUMBER})(%?)\s*")
 _DIVISOR = re.compile(r"(?<=/ )\d+/\d+(?![\d./])")  # 60 / 3/4 is 60 / (3/4)
 _PLAIN = str.maketrans({"x": "*", "$": None, ",": None})
@@ -149,11 +149,11 @@ _PATTERNS = [(re.compile(pattern), new) for pattern, new in _REWRITES.items()]
 class Equation:
     """An equation in a text, which claims that `left` equals `result`."""
 
-    left: str  # an expression; empty if the result of a calculator mark is not a number
+    left: str  # an expression; empty if the result of a calculator annotation is not a number
     result: str  # a decimal number
     is_percent: bool = False  # whether a percent sign follows the result
     value: Fraction | None = field(init=False)  # value of `left`; None if there is none
-    is_readable: bool = field(init=False, default=True)  # False only in calculator marks
+    is_readable: bool = field(init=False, default=True)  # False only in calculator annotations
 
     def __post_init__(self) -> None:
         try:
@@ -186,15 +186,15 @@ class Equation:
 
 
 def find_equations(text: str) -> list[Equation]:
-    """Return all equations of a text; equations in calculator marks come last.
+    """Return all equations of a text; equations in calculator annotations come last.
 
     >>> [(equation.value == 12, equation.holds) for equation in find_equations("cost: 3 * 4 = 13")]
     [(True, False)]
     """
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
-    marked = [equation for mark in _MARK.findall(text) for equation in _read_mark(mark)]
-    return _read_chains(_MARK.sub("", text)) + marked
+    annotated = [one for inside in _ANNOTATION.findall(text) for one in _read_annotation(inside)]
+    return _read_chains(_ANNOTATION.sub("", text)) + annotated
 
 
 def has_wrong_equation(text: str) -> bool:
@@ -225,9 +225,9 @@ def _read_chains(text: str) -> list[Equation]:
     return found
 
 
-def _read_mark(mark: str) -> list[Equation]:
-    """Return the equation of a calculator mark; one that cannot be read does not hold."""
-    left, equals, result = mark.translate(_PLAIN).rpartition("=")
+def _read_annotation(annotation: str) -> list[Equation]:
+    """Return the equation of a calculator annotation; if it is unreadable, a wrong equation."""
+    left, equals, result = annotation.translate(_PLAIN).rpartition("=")
     if not equals or left.strip() == result.strip():  # <<12=12>> computes nothing
         return []
     number = _RESULT.fullmatch(result)

@@ -25,7 +25,7 @@ ADAPTER = (
     else TRAINED_ADAPTER
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make a start adapter
+HOW_TO_TRAIN_SFT = f"run: {command_of('train_sft')}"  # how to make an initial adapter
 HOW_TO_TRAIN = f"{HOW_TO_TRAIN_SFT} && {command_of('train_grpo')}"
 OUR_FOLDERS = ("weights", "runs")  # a missing path in these folders is never taken for a hub id
 

@@ -364,7 +364,7 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
         download: if false, return "" for a hub model instead of downloading it.
 
     Raises:
-        UsageError: there are no weight files.
+        UsageError: there are no weight files, or they cannot be downloaded.
     """
     folder, pattern = Path(model_directory(name)), WEIGHTS
     if not folder.is_dir():

@@ -112,7 +112,7 @@ def _nvidia_driver() -> str | None:
 class Setup:
     """The model and the data that a training script uses if no flag names them.
 
-    reason: the property of this machine, or of the start adapter, that determined the selection.
+    reason: the property of this machine, or of the initial adapter, that determined the selection.
     about_model, about_dataset: an additional reason for the model and for the dataset.
     """
 
@@ -210,7 +210,7 @@ def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[
         start = None
     if start:
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
-        setup = Setup(model, dataset, start.quantize, "taken from the start adapter")
+        setup = Setup(model, dataset, start.quantize, "taken from the initial adapter")
     chosen = {"model": setup.model, "dataset": setup.dataset}
     if "model" not in values or start:
         chosen["quantize"] = setup.quantize

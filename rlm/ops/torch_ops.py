@@ -210,8 +210,8 @@ class TorchOps:
         missing = -vocabulary % VOCAB_BLOCK
         mass = F.pad(probabilities, (0, missing)) if missing else probabilities
         mass = mass.unflatten(-1, (-1, VOCAB_BLOCK))  # (N, blocks, VOCAB_BLOCK)
-        # The sums are in double precision, because single precision would distort the probabilities
-        # of rare tokens in a vocabulary of 150,000.
+        # The cumulative sums are in double precision, because single precision would distort the
+        # probabilities of rare tokens in a vocabulary of 150,000.
         blocks = mass.sum(-1).double()
         before = blocks.cumsum(-1)
         total = before[:, -1:]

@@ -11,7 +11,7 @@ from .answers import read_answer as read_answer
 from .answers import read_sample as read_sample
 from .answers import trace as trace
 from .answers import verify as verify
-from .answers import without_marks as without_marks
+from .answers import without_annotations as without_annotations
 from .local import TEMPERATURE_OF_SEVERAL as TEMPERATURE_OF_SEVERAL
 from .local import TRAIN_OR_BASE as TRAIN_OR_BASE
 from .local import ReasoningModel as ReasoningModel

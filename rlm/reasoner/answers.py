@@ -17,9 +17,11 @@ from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
-# Matches a calculator mark, such as <<4*6=24>>. The group `again` matches if the result is repeated
-# after the mark.
-_MARK = re.compile(r"<<(?P<inside>[^<>]*=(?P<result>[^<>=]*))>>(?P<again>(?=(?P=result)(?!\d)))?")
+# Matches a calculator annotation, such as <<4*6=24>>. The group `again` matches if the result is
+# repeated after the annotation.
+_ANNOTATION = re.compile(
+    r"<<(?P<inside>[^<>]*=(?P<result>[^<>=]*))>>(?P<again>(?=(?P=result)(?!\d)))?"
+)
 
 
 @dataclass(frozen=True)
@@ -199,13 +201,13 @@ def length_warnings(stream: ReasoningStream, longest: int) -> list[str]:
     return found
 
 
-def without_marks(text: str) -> str:
-    """Replace calculator marks with plain equations, for display.
+def without_annotations(text: str) -> str:
+    """Replace calculator annotations with plain equations, for display.
 
-    >>> without_marks("total: <<4*6=24>>"), without_marks("4 * 6 = <<4*6=24>>24 eggs")
+    >>> without_annotations("total: <<4*6=24>>"), without_annotations("4 * 6 = <<4*6=24>>24 eggs")
     ('total: 4*6=24', '4 * 6 = 24 eggs')
     """
-    return _MARK.sub(lambda m: "" if m["again"] is not None else m["inside"], text)
+    return _ANNOTATION.sub(lambda m: "" if m["again"] is not None else m["inside"], text)
 
 
 def trace(sample: Sample) -> list[str]:
@@ -213,7 +215,7 @@ def trace(sample: Sample) -> list[str]:
 
     Reasoning of a single line is split into sentences.
     """
-    reasoning = without_marks(sample.reasoning or "")
+    reasoning = without_annotations(sample.reasoning or "")
     lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
     if len(lines) == 1:
         lines = _SENTENCE_END.split(lines[0])

@@ -190,7 +190,10 @@ class Scorer:
             return error
 
     def _ask_in_worker(self, reward: RewardFunction, rollouts: Sequence[Call]) -> list[Any]:
-        """Call `_ask` for all rollouts, in one batch if the reward supports it."""
+        """Call the reward in a worker thread, with all rollouts at once if it supports this.
+
+        Otherwise, or if that call fails, the reward is called for each rollout.
+        """
         at_once = type(reward).batch_call is not RewardFunction.batch_call
         if at_once or _is_async(reward):
             # Allow twice the time, because `_wait_for_all` limits the time of awaited calls.

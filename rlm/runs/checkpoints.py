@@ -358,7 +358,7 @@ def differences(
         if name not in may_change and was.get(name) != now[name]
     ]
     if old["start"] != new["start"]:
-        found.append("the start adapter: its file has changed")
+        found.append("the initial adapter: its file has changed")
     found += [
         f"{split} data: {old['data'][split]} → {identity}"
         for split, identity in new["data"].items()

@@ -403,12 +403,12 @@ class FusedLayer:
 
 
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
-    """Choose the dtype of a merged copy.
+    """Choose the dtype in which the sampler keeps its merged copy of the weights.
 
-    With "auto", a fused layer of this model is timed in each dtype, and the fastest dtype is
-    returned. The model's own dtype is returned without timing for any other value of --dtype, on a
-    GPU, or if the model has no fast path. This also holds if the model's dtype is not the fastest
-    dtype for training, because the user must have chosen the dtype.
+    With "auto" on a CPU, a fused layer of this model is timed in each dtype, and the fastest dtype
+    is returned. Nothing is timed, and the model's own dtype is returned, for any other value of
+    --dtype, on a GPU, if the model has no fast path, or if its dtype is not the one that "auto"
+    selects for training. The caller has then chosen the dtype of the model.
     """
     return choose_sampling_dtype(model, dtype)[0]
 

@@ -22,7 +22,7 @@ from rlm.reasoner import (
     read_sample,
     trace,
     verify,
-    without_marks,
+    without_annotations,
 )
 from rlm.serving.engine import PING_SECONDS, RunningRequest
 from rlm.serving.errors import HTTPProblem
@@ -154,7 +154,7 @@ def _details(
         "detail": verifier.reason,
     }
     return ours | {
-        "thinking": shown.reasoning and without_marks(shown.reasoning),
+        "thinking": shown.reasoning and without_annotations(shown.reasoning),
         "answer": shown.answer,
         "has_valid_format": shown.format == "strict",
         "tokens_generated": shown.completion_tokens,

@@ -383,12 +383,12 @@ class GRPOConfig:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in unset options from the start adapter, the data and the machine.
+        """Fill in unset options from the initial adapter, the data and the machine.
 
         `resolve_config` calls this method.
 
         Raises:
-            UsageError: the start adapter does not exist, or contradicts --lora-r or --lora-alpha.
+            UsageError: the initial adapter does not exist, or contradicts --lora-r or --lora-alpha.
                 The default adapter has to exist only if no model is named, because training then
                 continues from the result of SFT.
         """
@@ -494,7 +494,7 @@ def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
 def start_info(
     adapter: Path | None, model: str | None = None, may_lack: bool = False
 ) -> AdapterInfo | None:
-    """Load the metadata of the start adapter.
+    """Load the metadata of the initial adapter.
 
     Args:
         model: the base model that the user has named.

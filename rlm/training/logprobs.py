@@ -76,7 +76,7 @@ def token_logprobs(
 def reference_logprobs(policy: PeftModel, batch: MicroBatch, config: GRPOConfig) -> Tensor:
     """Return the log-probabilities (n, T) under the reference model.
 
-    The reference model is the base model with the start adapter, or the base model alone if
+    The reference model is the base model with the initial adapter, or the base model alone if
     training started from a new adapter.
     """
     with using_reference(policy, config.sft_adapter):

@@ -341,7 +341,7 @@ RULES = (
         "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
     Rule(
-        "loss/kl",  # nats per token, relative to the start adapter
+        "loss/kl",  # nats per token, relative to the initial adapter
         lambda nats: nats > 1,
         "the policy is {:.2g} nats per token away from where it started: lower --learning-rate or "
         "raise --kl-weight, and read samples.jsonl",

@@ -1,4 +1,4 @@
-"""Fill in the unset options of SFT and GRPO from the start adapter, the data and the machine."""
+"""Fill in the unset options of SFT and GRPO from the initial adapter, the data and the machine."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def resolve(
     """Return the given options of a training config, with missing options filled in.
 
     The model, the data, the quantization, the tool, the rank, the tags and the system prompt come
-    from the start adapter, or from the machine if there is no start adapter.
+    from the initial adapter, or from the machine if there is no initial adapter.
 
     Args:
         given: the options that the user has set, field → value.
-        start: the metadata of the start adapter, if there is a start adapter.
+        start: the metadata of the initial adapter, if there is an initial adapter.
         gpu_defaults: the defaults that replace the usual defaults for a large model on a GPU. If
             None, as in calls from Python, no model and no data are selected.
     """
@@ -87,13 +87,13 @@ def defaults_by_size(values: Mapping[str, Any], gpu_defaults: Mapping[str, Any])
 def check_output_place(
     output: Path, run_dir: Path, start: Path | None, option: str, *, resume: bool
 ) -> None:
-    """Check that the run replaces neither its start adapter nor its own files.
+    """Check that the run replaces neither its initial adapter nor its own files.
 
     What is at `output` is moved to NAME.prev, and an earlier NAME.prev is deleted. Unless the run
     is resumed, an earlier run in `run_dir` is moved and deleted in the same way.
 
     Args:
-        start: the start adapter, which `option` names.
+        start: the initial adapter, which `option` names.
 
     Raises:
         ValueError: the run would replace one of them.
@@ -136,7 +136,7 @@ def check_start(
     """Check the data and the tool before torch is imported.
 
     Args:
-        start: the metadata of the start adapter, if there is a start adapter.
+        start: the metadata of the initial adapter, if there is an initial adapter.
         rows: the value of --split.
 
     Returns:

@@ -144,7 +144,7 @@ class TrainingState:
         """Check that all processes train the same run, because each process loads its own files.
 
         Raises:
-            UsageError: the data, the options, the base model or the start adapter of this process
+            UsageError: the data, the options, the base model or the initial adapter of this process
                 differ from those of the main process.
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
@@ -215,7 +215,7 @@ class TrainingState:
             f"weights of step {loaded[1]['step']} with half the learning rate"
         )
 
-    def brake(self, step: int) -> str:
+    def early_stopping_reason(self, step: int) -> str:
         """Check whether the run must stop because the accuracy has fallen (see `Validations.fall`).
 
         Returns:

@@ -125,14 +125,14 @@ def check_arguments(model_name: object, config: object) -> None:
 def resolve_start(
     config: GRPOConfig, model: str, base_hash: str, tool: Tool | None, processes: int
 ) -> tuple[GRPOConfig, AdapterInfo, Tool | None]:
-    """Complete the config for this base model and machine, and load the start adapter's metadata.
+    """Complete the config for this base model and machine, and load the initial adapter's metadata.
 
     Each change to the config is printed. Values that `GRPOConfig.resolve` has set are not changed.
     A config made in Python may contain the default adapter, which is used only if it fits the base
     model, or `quantize="auto"`, which is resolved here.
 
     Returns:
-        The completed config; the metadata of the start adapter; and the tool of the run, which is
+        The completed config; the metadata of the initial adapter; and the tool of the run, which is
         `tool` or the tool named by --tool.
     """
     if tool is None:
@@ -412,9 +412,9 @@ class TrainingRun:
         self._score_problems = score_problems
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         self.steps_run = self.first_step  # including those before the run was resumed
-        # The reason why the run stops because the accuracy fell, or "". A run that was killed after
-        # such a stop, but before the end of its export, begins with a reason and only exports.
-        self._stopped = state.brake(self.first_step)
+        # The reason for stopping early, or "". A run that was killed after an early stop, but
+        # before the end of its export, starts with a reason and only exports.
+        self._stopped = state.early_stopping_reason(self.first_step)
         self.steps = self.first_step if self._stopped else required(config.steps, "--steps")
         plan = plan_memory(
             config, state.weights, sampler, data.longest_prompts, len(data.eval_problems)
@@ -564,7 +564,7 @@ class TrainingRun:
         """Save a checkpoint if one is due, and return whether the run ends at this step."""
         self.steps_run = step + 1
         if control.should_evaluate:
-            self._stopped = self.state.brake(step + 1)
+            self._stopped = self.state.early_stopping_reason(step + 1)
         # This is asked here, because a signal may arrive during the validation.
         interrupted = self.distributed.any(self.directory.interrupted)
         if control.should_save or self._stopped or interrupted:

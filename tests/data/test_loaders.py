@@ -88,15 +88,16 @@ def test_field_names_and_json_numbers(write, question_field, answer_field, value
     assert (problem.question, problem.answer, problem.columns) == ("Why?", answer, {})
 
 
-def test_a_gsm8k_answer_is_taken_apart_and_keeps_its_calculator_marks_when_asked(write):
+def test_a_gsm8k_answer_is_taken_apart_and_keeps_its_annotations_when_asked(write):
     row = {"question": "?", "answer": "She has 2*3=<<2*3=6>>6.\n#### 6"}
     [problem] = load_jsonl(write(row))
     assert (problem.answer, problem.solution) == ("6", "She has 2*3=6.")
     [problem] = load_jsonl(write({**row, "solution": "Six."}))
     assert problem.solution == "Six."
-    marked = load_problems(f"gsm8k:{write(row)}", "test", calculator_marks=True)
+    marked = load_problems(f"gsm8k:{write(row)}", "test", calculator_annotations=True)
     assert marked[0].solution == "She has 2*3=<<2*3=6>>6."
-    assert "<<" in load_problems("elementary", calculator_marks=True, max_samples=1)[0].solution
+    [made] = load_problems("elementary", calculator_annotations=True, max_samples=1)
+    assert "<<" in made.solution
 
 
 def test_golds_that_are_no_numbers(write):

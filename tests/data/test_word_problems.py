@@ -223,7 +223,7 @@ def test_sentences_hold_the_same_equations_and_no_other_number(dataset, family):
 @each_table
 def test_marks_change_only_the_solution(dataset):
     options = {"split": "train", "count": 200, "seed": 3, "dataset": dataset}
-    marked = generate(**options, calculator_marks=True)
+    marked = generate(**options, calculator_annotations=True)
     for with_marks, without in zip(marked, generate(**options), strict=True):
         assert with_marks.solution.count("<<") == without.columns["level"]
         assert "<<" not in without.solution

@@ -520,7 +520,7 @@ def test_split_completion(text: str, expected: tuple[str | None, str]) -> None:
 def test_gold_from_gsm8k() -> None:
     field = "He has 2*6=<<2*6=12>>12 apples.\nThen 12*90=$<<12*90=1080>>1080.\n#### 1,080"
     assert gold_from_gsm8k(field) == ("He has 2*6=12 apples.\nThen 12*90=$1080.", "1,080")
-    solution, _ = gold_from_gsm8k(field, calculator_marks=True)
+    solution, _ = gold_from_gsm8k(field, calculator_annotations=True)
     assert solution == field.partition("\n####")[0]
     for written, kept in [
         ("<<1*.5=.5>>.5 of it", "<<1*.5=0.5>>0.5 of it"),
@@ -529,7 +529,7 @@ def test_gold_from_gsm8k() -> None:
         ("<<100*2=200>>200", "<<100*2=200>>200"),
         ("<<4/40=0.10>>0.10", "<<4/40=0.1>>0.10"),
     ]:
-        assert gold_from_gsm8k(f"{written}\n#### 1", calculator_marks=True) == (kept, "1")
+        assert gold_from_gsm8k(f"{written}\n#### 1", calculator_annotations=True) == (kept, "1")
     for bad in ("", "18", "x\n####", "x\n#### eighteen", "x\n#### 17 or 18"):
         with pytest.raises(ValueError, match="no number after ####"):
             gold_from_gsm8k(bad)

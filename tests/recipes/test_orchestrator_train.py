@@ -179,7 +179,7 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
 def test_invalid_graphs_are_trained_against(base, tmp_path):
     """A model that writes no graph at all gets zeros, not an error.
 
-    Without a start adapter the KL term's reference is the bare model.
+    Without an initial adapter the KL term's reference is the bare model.
     """
     config = options(base, tmp_path, steps=2, kl_weight=1.0)
     trainer, logs, _ = train(config)

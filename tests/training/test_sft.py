@@ -274,7 +274,7 @@ def history(folder):
 
 
 def test_it_goes_on_from_the_adapter_that_is_named(sft, model_dir, tmp_path, tokenizer):
-    """With a tiny learning rate, the result has the rank, scale and values of the start adapter."""
+    """With a tiny learning rate, the rank, scale and values stay those of the initial adapter."""
     start = a_start_adapter(model_dir, tokenizer, tmp_path / "start")
     assert sft("--adapter", start, "--learning-rate", 1e-12) == 0
     before, after = (
