@@ -262,7 +262,8 @@ def test_the_tutorials_files(tmp_path):
         right + "\n</think>",
     ]
     score = Scorer(as_reward(roman.reward), "deepseek")
-    assert score(train[:1], [[right, *wrong]]).rewards == [[1.0, 0.0, 0.0, 0.0]]  # "Write 14 …"
+    fourteen = [row for row in train if row.answer == "XIV"]
+    assert score(fourteen, [[right, *wrong]]).rewards == [[1.0, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.slow
