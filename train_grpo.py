@@ -40,15 +40,18 @@ from torch import Tensor
 
 from rlm.cli import required, terminal
 from rlm.data import FORMATS, Problem, render_problem
+from rlm.evaluation import Evaluation, evaluate
 from rlm.model import (
     Device,
     base_model_hash,
+    check_output,
     load_tokenizer,
     prepare_process,
     release_memory,
 )
 from rlm.ops import use_fused_layers
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
+from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.tools import Tool
 from rlm.training import (
@@ -62,7 +65,6 @@ from rlm.training import (
     TrainingData,
     TrainingRun,
     TrainingState,
-    Validator,
     check_arguments,
     copies_above_mean,
     draw_problems,
@@ -74,7 +76,6 @@ from rlm.training import (
     mean_metrics,
     mini_batches,
     old_logprobs_source,
-    open_directory,
     overlong_penalties,
     policy_loss,
     resolve_start,
@@ -176,9 +177,12 @@ class GRPOTrainer:
             )
         data = self.prepare(dataset, eval_dataset)
         config, algorithm = self.config, self.config.resolved_algorithm
-        with open_directory(config, self.distributed) as directory, closing(self.sampler):
-            parts = self.state, self.sampler, self.tokenizer, directory, self.validation_scores
-            self.run = run = TrainingRun(config, data, *parts)
+        is_main = self.distributed.is_main
+        if is_main:
+            check_output(config.output)  # before RunDirectory, which moves an earlier run away
+        directory = RunDirectory(config.run_dir, resume=config.resume, writes=is_main)
+        with directory, closing(self.sampler):
+            self.run = run = TrainingRun(self, data, directory)
             for step in range(run.first_step, run.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -207,11 +211,9 @@ class GRPOTrainer:
                 )
                 metrics |= reward_metrics | learn_metrics
                 metrics |= run.start_metrics if step == 0 else {}
-                control = self.state.control_after(step, config)
-                if control.should_evaluate:
-                    metrics |= run.validate(step + 1)
+                metrics |= run.validate_if_due(step)
                 self.log(run, metrics, groups, advantages)
-                if run.save_or_stop(step, control):
+                if run.save_or_stop(step):
                     break
             return run.export()
 
@@ -333,21 +335,32 @@ class GRPOTrainer:
 
     def prepare(self, dataset: Iterable, eval_dataset: Iterable | None) -> TrainingData:
         """Read the data, set the number of steps, and print an overview of the run."""
-        data = TrainingData.read(
-            self.config, self.policy, self.render, self.scorer, dataset, eval_dataset
-        )
+        data = TrainingData.read(self, dataset, eval_dataset)
         self.answer_types = data.answer_types
         asked = replace(self.config, steps=self._asked_steps)
         self.config = replace(asked, steps=asked.steps_for(len(data.problems)))
-        self.state.validations.measure = self.validator.measure
-        data.announce(self.config, self.weights, self.sampler)
+        self.state.validations.measure = data.measure
+        data.announce(self)
         return data
 
-    @property
-    def validator(self) -> Validator:
-        """The `Validator` that samples and scores for validation and --doctor."""
-        return Validator(
-            self.config, self.sampler, self.tokenizer, self.format, self.scorer, self.answer_types
+    def evaluate(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> Evaluation:
+        """Sample k completions of each problem in the same way as training does, and grade them.
+
+        Args:
+            advance: callback that is called after each completion.
+        """
+        return evaluate(
+            self.sampler,
+            self.tokenizer,
+            problems,
+            self.format,
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=self.config.temperature,
+            k=k,
+            seed=self.config.seed,
+            on_finish=advance,
         )
 
     def validation_scores(
@@ -355,10 +368,20 @@ class GRPOTrainer:
     ) -> Mapping[str, ProblemScores]:
         """Return the mean score of each problem over k completions, for "accuracy" or "reward".
 
+        The scores contain the strict accuracy, unless all answers are open, and the mean reward if
+        the reward selects the adapter to export.
+
         Args:
             advance: callback that is called after each completion.
         """
-        return self.validator.scores(problems, k, advance)
+        drawn = self.evaluate(problems, k, advance)
+        scores: dict[str, ProblemScores] = {}
+        if drawn.comparable:
+            scores["accuracy"] = drawn.per_problem(strict=True)
+        if self.state.validations.measure == "reward":
+            scored = replace(drawn, rewards=drawn.score(self.scorer))
+            scores["reward"] = scored.reward_per_problem()
+        return scores
 
     def log(
         self,
@@ -396,13 +419,11 @@ def main(config: GRPOConfig) -> int:
     if config.doctor:
         from rlm.training import Doctor
 
-        return Doctor(trainer.validator, trainer.weights, trainer.render).run(problems)
+        return Doctor(trainer).run(problems)
     if config.plan:
         from rlm.training import DryRun
 
-        data = trainer.prepare(problems, validation)
-        parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-        DryRun(trainer.config, data, *parts).show()
+        DryRun(trainer, trainer.prepare(problems, validation)).show()
         return 0
     summary_card(config, trainer.train(problems, validation))
     return 0

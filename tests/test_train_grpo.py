@@ -399,7 +399,7 @@ def test_validation_gives_a_reward_the_same_columns_as_training(model_dir, tmp_p
 
 def test_validation_draws_as_training_does(model_dir, tmp_path):
     trainer = a_trainer(model_dir, a_config(tmp_path, temperature=0.7, seed=5))
-    drawn = trainer.validator.sample(PROBLEMS[:4], 4, lambda: None).groups
+    drawn = trainer.evaluate(PROBLEMS[:4], 4, lambda: None).groups
     prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
     seeds = [prompt_seed(5, problem.id) for problem in PROBLEMS[:4]]
     expected = trainer.sampler.sample(prompts, 4, SamplingParams(6, temperature=0.7), seeds)
@@ -791,8 +791,8 @@ def test_a_pass_over_the_problems_becomes_steps(model_dir, tmp_path, capsys):
     for steps in (None, 2):
         again = a_config(tmp_path, resume=True, steps=steps, batch_size=20)
         resumed, _ = train(model_dir, again)
-        assert resumed.run.config.steps == 2
-    report.announce_run(config, 1, "merged", 40, 0)
+        assert resumed.config.steps == 2
+    resumed.run.data.announce(resumed)
     assert "steps: 2 (" in " ".join(capsys.readouterr().out.split())
 
 

@@ -58,12 +58,10 @@ from .state import TrainingState as TrainingState
 from .trainer import StepScorer as StepScorer
 from .trainer import TrainingData as TrainingData
 from .trainer import TrainingRun as TrainingRun
-from .trainer import Validator as Validator
 from .trainer import check_arguments as check_arguments
 from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
 from .trainer import make_engine as make_engine
-from .trainer import open_directory as open_directory
 from .trainer import resolve_start as resolve_start
 from .validation import ProblemScores as ProblemScores
 from .validation import choose_export as choose_export

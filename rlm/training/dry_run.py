@@ -14,26 +14,19 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from rlm.cli import required, terminal
 from rlm.data import Problem
-from rlm.model import Device, model_download, pick_device, set_gradient_checkpointing
+from rlm.model import Device, model_download, pick_device
 from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
-from rlm.training.distributed import Distributed
 from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
-from rlm.training.memory_plan import plan_memory
 from rlm.training.metrics import remaining
-from rlm.training.state import Learner
-from rlm.training.trainer import Render, TrainingData
-
-if TYPE_CHECKING:
-    from rlm.sampling import RolloutSampler
+from rlm.training.trainer import Trainer, TrainingData
 
 PROBE_TOKENS = 16  # number of tokens that are timed after the first token of each completion
 PROBE_SECONDS = 1.5  # time limit of a measurement
@@ -59,34 +52,19 @@ class SamplingTime:
 class DryRun:
     """Times one step of a run, and prints an estimate for the whole run."""
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        data: TrainingData,
-        weights: Learner,
-        sampler: RolloutSampler,
-        render: Render,
-        distributed: Distributed,
-    ) -> None:
-        """Plan the memory of the run.
-
-        Args:
-            config: the config of the run, with its number of steps set.
-        """
-        assert isinstance(sampler, Sampler)  # GRPOConfig rejects --plan with a server's sampler
-        self.config, self.data, self.render = config, data, render
-        self.weights, self.policy, self.sampler = weights, weights.policy, sampler
-        self.distributed = distributed
-        plan = plan_memory(config, weights, sampler, data.longest_prompts, len(data.eval_problems))
-        self.memory_plan = distributed.broadcast(plan)
-        set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
+    def __init__(self, trainer: Trainer, data: TrainingData) -> None:
+        """Plan the memory of the run, whose number of steps the trainer's config contains."""
+        assert isinstance(trainer.sampler, Sampler)  # a server's sampler is refused
+        self.trainer, self.data, self.sampler = trainer, data, trainer.sampler
+        self.memory_plan = data.plan_memory(trainer)
 
     def show(self) -> None:
         """Time a step, and print the estimates."""
-        config, policy, shard = self.config, self.policy, self.distributed.shard
+        trainer, config, policy = self.trainer, self.trainer.config, self.trainer.policy
+        shard = trainer.distributed.shard
         drawn = shard(problems_for_step(self.data.problems, 0, config.batch_size, config.seed))
         tokens = config.max_new_tokens
-        speed = time_sampling(self.sampler, config, [self.render(problem) for problem in drawn])
+        speed = time_sampling(self.sampler, config, [trainer.render(problem) for problem in drawn])
         sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
         learning, micro_batches = self.time_learning(drawn)
         count = len(self.data.eval_problems)
@@ -127,9 +105,10 @@ class DryRun:
             The seconds for the training passes of the step, and the micro-batches of the step, with
             the largest micro-batch first.
         """
-        config, length = self.config, self.config.max_new_tokens
+        trainer, config = self.trainer, self.trainer.config
+        length = config.max_new_tokens
         rollouts = [
-            Rollout(i, self.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
+            Rollout(i, trainer.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
             for i, p in enumerate(problems)
             for j in range(config.group_size)
         ]
@@ -139,7 +118,7 @@ class DryRun:
             micro
             for i in range(0, len(rollouts), size)
             for micro in make_micro_batches(
-                rollouts[i : i + size], *limits, self.policy.device.type
+                rollouts[i : i + size], *limits, trainer.policy.device.type
             )
         ]
         micro_batches.sort(key=lambda micro: -micro.input_ids.numel())
@@ -153,11 +132,11 @@ class DryRun:
 
     def _forward_and_backward(self, micro: MicroBatch) -> None:
         """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and discard it."""
-        config = self.config
-        logprobs, _ = token_logprobs(self.policy, micro, config.temperature)
+        trainer, config = self.trainer, self.trainer.config
+        logprobs, _ = token_logprobs(trainer.policy, micro, config.temperature)
         micro.old_logprobs = logprobs.detach()
         if config.kl_weight:
-            micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
+            micro.ref_logprobs = reference_logprobs(trainer.policy, micro, config)
         loss, _ = policy_loss(
             logprobs,
             micro,
@@ -165,7 +144,7 @@ class DryRun:
             correct_sampler=not self.sampler.matches_trainer,
             kl_weight=config.kl_weight,
         )
-        gradient, *_ = torch.autograd.grad(loss, [*self.weights.model_weights.values()])
+        gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
         gradient.sum().item()  # synchronizes a GPU
 
 

@@ -11,82 +11,27 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from rlm.cli import command_of, required, terminal
-from rlm.model import parameter_count, pick_device
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
-from rlm.training.config import GPU_DEFAULTS, USUAL_RATES, GRPOConfig, judge_learning_rate
+from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.resolve import LARGE, LARGE_MODEL
 from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
 RECENT_STEPS = 5  # number of steps over which a rule averages, and that estimate the time left
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
-LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
 FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat
 FLAT_CEILING = 0.9  # a higher reward is not reported, because it cannot rise much further
-
-
-def announce_run(
-    config: GRPOConfig, trainable: int, sampler: str, problems: int, validation: int
-) -> None:
-    """Print an overview of a run.
-
-    Args:
-        trainable: the number of trainable parameters.
-        sampler: the description of the sampler.
-        problems, validation: the numbers of training problems and of validation problems.
-    """
-    limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
-    few = ""
-    if config.group_size < 8:
-        few = " (fewer than 8: the group's mean is noisy, and more groups teach nothing)"
-    values = {option: getattr(config, option.name) for option in fields(config)}
-    usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
-    changed = {o.name: v for o, v in values.items() if v not in (o.default, getattr(usual, o.name))}
-    terminal.table(
-        "Stage 2: GRPO",
-        {
-            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
-            "device": pick_device(config.dtype) if config.backend == "local" else "the server's",
-            "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
-            "validate on",
-            "trainable": f"{trainable:,} parameters",
-            "sampler": sampler,
-            "algorithm": f"{config.algorithm}: {config.formula}",
-            "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
-            "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
-            "steps": f"{config.steps_for(problems)}{limit} (the first step's line says "
-            "how long they take)",
-            "signal": "share of groups whose rewards differ; the other groups teach nothing",
-            "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
-            **(
-                {}
-                if config.plan
-                else {
-                    "run": f"{config.run_dir} (all options: config.json)",
-                    "watch it learn": f"rlm view {config.run_dir} --follow (in another terminal)",
-                }
-            ),
-        },
-    )
-    if problem := judge_learning_rate(config.learning_rate, config.warmup_steps):
-        terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; use {USUAL_RATES}")
-    elif config.learning_rate >= LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
-        terminal.line(
-            f"warning: learning rate {config.learning_rate:g} is usual for a model of 135M "
-            f"parameters; {LARGE}, start with {GPU_DEFAULTS['learning_rate']:g}"
-        )
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:

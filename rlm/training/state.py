@@ -28,7 +28,7 @@ from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
-from rlm.training.validation import ProblemScores, Validations
+from rlm.training.validation import Validations
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -49,18 +49,6 @@ SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
 Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # trains here or on a server
 GOOD_UPDATES = 200  # number of finite updates after which the loss scale is doubled
 MAX_LOSS_SCALE = 2.0**16
-
-
-@dataclass(frozen=True)
-class StepControl:
-    """The actions that are due at the end of a step, like transformers' TrainerControl.
-
-    The values are the same in all processes.
-    """
-
-    should_evaluate: bool
-    should_save: bool
-    should_stop: bool
 
 
 @dataclass
@@ -158,17 +146,6 @@ class TrainingState:
                 f"({'; '.join(changes)}): start all processes with the same options and files"
             )
 
-    def control_after(self, step: int, config: GRPOConfig) -> StepControl:
-        """Decide which actions are due after a step, by its number and the time limit."""
-        done = step + 1
-        out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
-        last = self.distributed.broadcast(out_of_time) or done == config.steps
-
-        def due(every: int) -> bool:
-            return last or (every > 0 and done % every == 0)
-
-        return StepControl(due(config.eval_every), due(config.save_every), last)
-
     def count_update(self, *, skipped: bool) -> None:
         """Count an update, and adapt the loss scale.
 
@@ -229,13 +206,10 @@ class TrainingState:
             )
         return fall
 
-    def keep_validation(
-        self, step: int, scores: ProblemScores, accuracy: ProblemScores | None
-    ) -> None:
-        """Record a validation, and keep a copy of the adapter if it is the best so far."""
-        if self.validations.add(step, scores, accuracy):
-            self.weights.fetch()
-            self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
+    def keep_best(self) -> None:
+        """Keep a copy of the adapter, which is the best so far."""
+        self.weights.fetch()
+        self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
     def put_on_model(self, adapter: Mapping[str, Tensor]) -> None:

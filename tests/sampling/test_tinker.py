@@ -359,7 +359,7 @@ def test_the_doctor_samples_there(sdk, model_dir, tmp_path, capsys):
     trainer = GRPOTrainer(
         str(model_dir), a_config(tmp_path, "http://there", doctor=True), reward_fn=likes_letters
     )
-    found = Doctor(trainer.validator, trainer.weights, trainer.render).run(PROBLEMS)
+    found = Doctor(trainer).run(PROBLEMS)
     said = capsys.readouterr().out
     assert "reward, mean" in said
     assert found == ("FAULT" in said)

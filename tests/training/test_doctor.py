@@ -70,7 +70,7 @@ def look(
     )  # fmt: skip
     trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, device=CPU)
     trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
-    doctor = Doctor(trainer.validator, trainer.weights, trainer.render)
+    doctor = Doctor(trainer)
     return doctor, *doctor.diagnose(problems)[:2]
 
 

@@ -23,9 +23,7 @@ def state_of(trainer):
 
 
 def dry_run_of(trainer, *problems):
-    data = trainer.prepare(*problems)
-    parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-    return DryRun(trainer.config, data, *parts)
+    return DryRun(trainer, trainer.prepare(*problems))
 
 
 @pytest.mark.parametrize("options", [{}, {"kl_weight": 0.1, "sampler": "unmerged"}])
@@ -59,7 +57,7 @@ def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
     model_dir, tmp_path, capsys, monkeypatch, rate, warns
 ):
     """The learning rate of a config made in Python does not depend on the size of the model."""
-    monkeypatch.setattr("rlm.training.metrics.LARGE_MODEL", 1000)
+    monkeypatch.setattr("rlm.training.trainer.LARGE_MODEL", 1000)
     a_trainer(model_dir, a_config(tmp_path, learning_rate=rate)).prepare(PROBLEMS, PROBLEMS[:3])
     said = "warning: learning rate 0.0003 is usual for a model of 135M parameters"
     assert (said in capsys.readouterr().out) == warns
