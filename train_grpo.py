@@ -417,9 +417,9 @@ def main(config: GRPOConfig) -> int:
     model = required(config.model, "--model")
     trainer = GRPOTrainer(model, config, load_reward(config.reward, problems))
     if config.doctor:
-        from rlm.training import Doctor
+        from rlm.training import run_doctor
 
-        return Doctor(trainer).run(problems)
+        return run_doctor(trainer, problems)
     if config.plan:
         from rlm.training import DryRun
 

@@ -53,67 +53,62 @@ class Finding:
     fault: bool = True
 
 
-class Doctor:
-    """Diagnoses problems with the model, the data, the reward and the options before training."""
+def run_doctor(trainer: Trainer, problems: Sequence[Problem]) -> int:
+    """Diagnose the model, the data, the reward and the options, and print the findings.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    Returns:
+        The exit code: 1 if a finding is a fault, otherwise 0.
+    """
+    config = trainer.config
+    render = cache(trainer.render)  # renders each prompt only once
+    window = context_window(trainer.policy)
+    problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
+    if isinstance(trainer.scorer, Scorer):
+        check_columns(trainer.scorer.reward, problems)
+    longest = longest_prompts(render, problems)
+    plan_memory(config, trainer.weights, trainer.sampler, longest, 0)
+    metrics, findings, examples = diagnose(trainer, problems)
+    shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
+    terminal.table(
+        f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
+        {**shown, "learning rate": f"{config.learning_rate:g}"},
+    )
+    for example in examples:
+        terminal.sample(*example)
+    for finding in findings:
+        terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
+        terminal.line(f"       -> {finding.advice}")
+    if not findings:
+        terminal.line("ready to train")
+    return int(any(finding.fault for finding in findings))
 
-    def run(self, problems: Sequence[Problem]) -> int:
-        """Run the diagnosis, and print the findings.
 
-        Returns:
-            The exit code: 1 if a finding is a fault, otherwise 0.
-        """
-        trainer, config = self.trainer, self.trainer.config
-        render = cache(trainer.render)  # renders each prompt only once
-        window = context_window(trainer.policy)
-        problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
-        if isinstance(trainer.scorer, Scorer):
-            check_columns(trainer.scorer.reward, problems)
-        longest = longest_prompts(render, problems)
-        plan_memory(config, trainer.weights, trainer.sampler, longest, 0)
-        metrics, findings, examples = self.diagnose(problems)
-        shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
-        terminal.table(
-            f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
-            {**shown, "learning rate": f"{config.learning_rate:g}"},
-        )
-        for example in examples:
-            terminal.sample(*example)
-        for finding in findings:
-            terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
-            terminal.line(f"       -> {finding.advice}")
-        if not findings:
-            terminal.line("ready to train")
-        return int(any(finding.fault for finding in findings))
+def diagnose(
+    trainer: Trainer, problems: Sequence[Problem]
+) -> tuple[dict[str, float], list[Finding], list[tuple[str, str, str]]]:
+    """Sample and score completions of the first problems.
 
-    def diagnose(
-        self, problems: Sequence[Problem]
-    ) -> tuple[dict[str, float], list[Finding], list[tuple[str, str, str]]]:
-        """Sample and score completions of the first problems.
-
-        Returns:
-            The metrics, the findings, and three example completions (see `_examples`).
-        """
-        trainer, config = self.trainer, self.trainer.config
-        problems, scorer, format = list(problems[:PROBLEMS]), trainer.scorer, trainer.format
-        with terminal.progress("sampling", len(problems) * config.group_size) as advance:
-            drawn = trainer.evaluate(problems, config.group_size, advance)
-        rewards = drawn.score(scorer)
-        metrics = _metrics(drawn, rewards, config.advantage)
-        teach = _teach_the_format(config, problems)
-        of_reward = list(_reward(scorer, format, problems[0], metrics, rewards))
-        ignored = any(finding.fault for finding in of_reward)
-        findings = [
-            *_template(trainer.tokenizer, format),
-            *_kind(drawn, teach),
-            *_parsing(drawn, format, metrics, teach),
-            *of_reward,
-            *(() if ignored else _signal(metrics, config, teach)),
-            *_options(metrics, config),
-        ]
-        return metrics, findings, _examples(drawn, rewards)
+    Returns:
+        The metrics, the findings, and three example completions (see `_examples`).
+    """
+    config, scorer, format = trainer.config, trainer.scorer, trainer.format
+    problems = list(problems[:PROBLEMS])
+    with terminal.progress("sampling", len(problems) * config.group_size) as advance:
+        drawn = trainer.evaluate(problems, config.group_size, advance)
+    rewards = drawn.score(scorer)
+    metrics = _metrics(drawn, rewards, config.advantage)
+    teach = _teach_the_format(config, problems)
+    of_reward = list(_reward(scorer, format, problems[0], metrics, rewards))
+    ignored = any(finding.fault for finding in of_reward)
+    findings = [
+        *_template(trainer.tokenizer, format),
+        *_kind(drawn, teach),
+        *_parsing(drawn, format, metrics, teach),
+        *of_reward,
+        *(() if ignored else _signal(metrics, config, teach)),
+        *_options(metrics, config),
+    ]
+    return metrics, findings, _examples(drawn, rewards)
 
 
 def _teach_the_format(config: GRPOConfig, problems: Sequence[Problem]) -> str:

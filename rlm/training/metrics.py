@@ -229,10 +229,12 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
         left: the remaining seconds of the run.
     """
     seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
-    parts = [
-        f"step {metrics['step'] + 1}/{steps}",
-        f"reward {metrics['reward/mean']:.3f}",
-        *_exact(metrics),
+    reward = metrics["reward/mean"]
+    parts = [f"step {metrics['step'] + 1}/{steps}", f"reward {reward:.3f}"]
+    right = metrics.get("reason/correct", reward)  # the share of right answers
+    if abs(right - reward) >= 1e-6:
+        parts.append(f"right {right:.0%}")
+    parts += [
         f"signal {1 - metrics['reward/zero_signal_share']:.0%}",
         f"length {metrics['completion/length_mean']:.0f}",
         f"truncated {metrics['completion/truncated_rate']:.0%}",
@@ -256,48 +258,31 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     return "  ".join(parts)
 
 
-def _exact(metrics: Mapping[str, float]) -> list[str]:
-    """Format the share of right answers, if this share differs from the mean reward."""
-    right = metrics.get("reason/correct", metrics["reward/mean"])
-    return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Warns if `bad` is true for the mean of `metric` over the window."""
-
-    metric: str
-    bad: Callable[[float], bool]
-    advice: str  # the placeholder {:…} is replaced by the mean
-
-
-RULES = (
-    Rule(
-        "reward/zero_signal_share",
+# Metric → (whether its mean over the last steps is bad, the advice). The mean replaces {:…}.
+RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "reward/zero_signal_share": (
         lambda share: share >= 0.8,
         "in {:.0%} of the groups, all rewards are equal, so these groups give no training signal: "
         "try problems closer to the model's ability, a larger --group-size, or a higher "
         "--temperature",
     ),
-    Rule(
-        "policy/entropy",  # nats per token; 0.1 to 0.3 is usual for a model trained on one format
+    # In nats per token; 0.1 to 0.3 is usual for a model trained on one format.
+    "policy/entropy": (
         lambda nats: nats < 0.02,
         "the entropy has fallen to {:.3f} nats per token, so the model explores little: "
         "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
-    Rule(
-        "loss/kl",  # nats per token, relative to the start adapter
+    "loss/kl": (  # nats per token, relative to the start adapter
         lambda nats: nats > 1,
         "the policy is {:.2g} nats per token away from where it started: lower --learning-rate or "
         "raise --kl-weight, and read samples.jsonl",
     ),
-    Rule(
-        "sampler/logprob_gap_mean",  # nats per token
+    "sampler/logprob_gap_mean": (  # nats per token
         lambda nats: nats > 0.1,
         "sampler and trainer disagree by {:.2g} nats per token: try --sampler unmerged, or check "
         "that the server serves this model",
     ),
-)
+}
 NO_REWARD = (
     "no completion of the last {} steps earned a reward: see samples.jsonl for the reasons; "
     "try easier problems, a larger --group-size, or SFT first"
@@ -336,10 +321,10 @@ def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
     if len(recent) < RECENT_STEPS:
         return cut_off
     found = cut_off | _reward_without_difference(recent)
-    for rule in RULES:
-        values = [row[rule.metric] for row in recent if rule.metric in row]
-        if len(values) == RECENT_STEPS and rule.bad(fmean(values)):
-            found[rule.metric] = rule.advice.format(fmean(values))
+    for metric, (is_bad, advice) in RULES.items():
+        values = [row[metric] for row in recent if metric in row]
+        if len(values) == RECENT_STEPS and is_bad(fmean(values)):
+            found[metric] = advice.format(fmean(values))
     if "reward" in found:
         # The alert "reward" already reports this problem, more precisely.
         found.pop("reward/zero_signal_share", None)
