@@ -268,10 +268,11 @@ class GRPOTrainer:
                 set_constant_logprobs, self.policy, score, config, source, split, rollouts
             )
 
-        self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
+        lr = config.learning_rate_at(step, self.state.updates)  # of a step without an update
         for update in range(count := len(updates) * config.updates_per_batch):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
-            self._set_learning_rate(lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * self.state.lr_scale
             rollouts = updates[update % len(updates)]
             learned = run.repeat_if_out_of_memory(self._accumulate_gradient, run, rollouts, source)
             for micro, logprobs, entropy, sums in learned:
@@ -283,8 +284,7 @@ class GRPOTrainer:
                 break  # the weights are unchanged, so another pass would fail again
         self.sampler.invalidate_weights()
         release_memory()  # frees memory for sampling
-        last = self.optimizer.param_groups[0]["lr"]
-        made = {"optim/lr": last, "optim/skipped": self.state.skipped_total}
+        made = {"optim/lr": lr * self.state.lr_scale, "optim/skipped": self.state.skipped_total}
         return metrics.as_dict(self.distributed) | made
 
     def _accumulate_gradient(
@@ -311,10 +311,6 @@ class GRPOTrainer:
             self.weights.backward(loss)
             learned.append((micro, logprobs.detach(), entropy, sums))
         return learned
-
-    def _set_learning_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * self.state.lr_scale
 
     def _optimizer_step(self) -> float:
         """Clip the gradient, make an optimizer step, and return the gradient norm.

@@ -295,7 +295,6 @@ class MixedPrecisionAdapter:
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
-        self._scales = policy.dtype == torch.float16
         self.good_updates = 0  # number of finite updates in a row
         if policy.dtype != torch.float32:
             self.master_weights = {
@@ -353,7 +352,7 @@ class MixedPrecisionAdapter:
         if at_fault:
             self.loss_scale /= 2
         self.good_updates = 0 if skipped else self.good_updates + 1
-        if self._scales and self.good_updates >= GOOD_UPDATES:
+        if self.policy.dtype == torch.float16 and self.good_updates >= GOOD_UPDATES:
             self.loss_scale, self.good_updates = min(2 * self.loss_scale, MAX_LOSS_SCALE), 0
         return at_fault
 
