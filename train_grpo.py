@@ -204,7 +204,7 @@ class GRPOTrainer:
                 batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
                     learn_metrics = self._learn(run, batches, step)
-                self.state.restore_if_diverged(run.directory, step)
+                self.state.restore_if_diverged(run.directory)
 
                 metrics = {"step": step} | step_metrics(
                     groups, rewards, penalties, kept, seconds, algorithm.advantage
@@ -279,7 +279,7 @@ class GRPOTrainer:
                 metrics.add(update, micro, logprobs, entropy, sums)
                 if source == "first pass" and update == 0:
                     micro.keep("old_logprobs", logprobs, rollouts)  # for further passes
-            metrics.grad_norms.append(self._optimizer_step())
+            metrics.grad_norms.append(self._optimizer_step(step))
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are unchanged, so another pass would fail again
         self.sampler.invalidate_weights()
@@ -312,7 +312,7 @@ class GRPOTrainer:
             learned.append((micro, logprobs.detach(), entropy, sums))
         return learned
 
-    def _optimizer_step(self) -> float:
+    def _optimizer_step(self, step: int) -> float:
         """Clip the gradient, make an optimizer step, and return the gradient norm.
 
         The optimizer step is skipped if the gradient norm is not finite.
@@ -326,7 +326,7 @@ class GRPOTrainer:
         if not math.isfinite(norm):
             terminal.line(f"gradient norm is {norm}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
-        self.state.count_update(skipped=not math.isfinite(norm))
+        self.state.count_update(step, skipped=not math.isfinite(norm))
         return norm
 
     def prepare(self, dataset: Iterable, eval_dataset: Iterable | None) -> TrainingData:

@@ -555,13 +555,11 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
     """Otherwise a run could go back to bad weights whose next step had no signal."""
     config = a_config(tmp_path)
     state = a_trainer(model_dir, config).state
-    state.count_update(skipped=False)
-    state.restore_if_diverged(None, 1)
+    state.count_update(1, skipped=False)
+    state.restore_if_diverged(None)
     assert state.last_finite == 1
-    state.restore_if_diverged(None, 2)
-    assert state.last_finite == 1
-    state.count_update(skipped=True)
-    state.restore_if_diverged(None, 3)
+    state.count_update(3, skipped=True)  # step 2 made no update
+    state.restore_if_diverged(None)
     assert (state.last_finite, state.consecutive_skips) == (1, 1)
 
 
@@ -573,12 +571,12 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     scale = state.weights.loss_scale
     assert scale == 2.0**14
     for halvings in range(1, 5):  # more than end a run in fp32
-        state.count_update(skipped=True)
+        state.count_update(0, skipped=True)
         assert state.weights.loss_scale == scale / 2**halvings
     assert state.consecutive_skips == 0
     assert state.skipped_total == 4
     for _ in range(203):
-        state.count_update(skipped=False)
+        state.count_update(0, skipped=False)
     with RunDirectory(config.run_dir, resume=False) as run:
         state.begin(run, config, PROBLEMS, ())
         again = a_trainer(model_dir, config, device=fp16).state
@@ -592,10 +590,10 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     assert (again.weights.loss_scale, again.weights.good_updates) == (scale / 2**3, 3)
     assert (in_fp32.weights.loss_scale, in_fp32.weights.good_updates) == (1, 0)
     for _ in range(3000):
-        state.count_update(skipped=False)
+        state.count_update(0, skipped=False)
     assert state.weights.loss_scale == 2.0**16
     for _ in range(16 + 2):
-        state.count_update(skipped=True)
+        state.count_update(0, skipped=True)
     assert (state.weights.loss_scale, state.consecutive_skips) == (1, 2)
 
 

@@ -23,10 +23,9 @@ class LossSums:
     policy: float  # the policy loss, without the KL term
     kl: float  # Σ weight · KL estimate: the KL term of the loss, before multiplying by kl_weight
     kl_total: float  # Σ KL estimate, without weights
-    clipped_low: float  # number of tokens whose ratio is clipped at the lower bound
-    # Number of tokens whose ratio is clipped at the upper bound. With "tapered", these are tokens
-    # with A < 0 and a ratio above 1, whose weight is limited to 1.
-    clipped_high: float
+    # Number of tokens whose ratio is clipped. With "tapered", these are tokens with A < 0 and a
+    # ratio above 1, whose weight is limited to 1.
+    clipped: float
     tokens: int
 
 
@@ -131,9 +130,9 @@ def policy_loss(
     if batch.ref_logprobs is not None:
         estimate = kl_estimate(logprobs, batch.ref_logprobs)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
-    low = ((rho < lowest) & (advantage < 0)) * mask
+    low = (rho < lowest) & (advantage < 0)
     bounded = advantage < 0 if algorithm.objective == "tapered" else advantage > 0
-    high = ((rho > highest) & bounded) * mask
-    sums = (policy, kl, kl_total, low.sum(), high.sum())
+    high = (rho > highest) & bounded
+    sums = (policy, kl, kl_total, ((low | high) * mask).sum())
     counted = LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))
     return policy + kl_weight * kl, counted

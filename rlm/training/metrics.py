@@ -177,7 +177,7 @@ class LearnMetrics:
             "loss/kl": sum(s.kl_total for s in sums) / tokens,
             "loss/kl_weighted": sum(s.kl for s in sums) / self.mini_batches,  # as in the loss
             "policy/entropy": sum(entropy) / tokens,
-            "policy/clip_fraction": sum(s.clipped_low + s.clipped_high for s in sums) / tokens,
+            "policy/clip_fraction": sum(s.clipped for s in sums) / tokens,
             "optim/grad_norm": sum(norms) / len(norms),  # the same in all processes
             "sampler/logprob_gap_mean": sum(gap) / sum(compared),
             "sampler/logprob_gap_max": max(gap_max),

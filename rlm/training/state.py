@@ -70,7 +70,6 @@ class TrainingState:
     last_finite: int = 0  # the last step with a finite gradient, whose initial weights are good
     updates: int = 0  # number of updates so far, for the warm-up
     keep: int = 2  # number of newest checkpoints to keep
-    updated: bool = False  # whether the current step has changed the weights
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # the config and the data of the run
     inputs: dict[str, str] = field(default_factory=dict)  # further inputs of a recipe → their hash
@@ -146,8 +145,8 @@ class TrainingState:
                 f"({'; '.join(changes)}): start all processes with the same options and files"
             )
 
-    def count_update(self, *, skipped: bool) -> None:
-        """Count an update, and adapt the loss scale.
+    def count_update(self, step: int, *, skipped: bool) -> None:
+        """Count an update of a step, and adapt the loss scale.
 
         `consecutive_skips` stays the same if the loss scale may have caused the overflow.
 
@@ -158,9 +157,10 @@ class TrainingState:
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
             self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
-        self.updated |= not skipped
+        if not skipped:  # so the weights before this step are good
+            self.last_finite = step
 
-    def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
+    def restore_if_diverged(self, run: RunDirectory) -> None:
         """Restore the last good checkpoint if MAX_CONSECUTIVE_SKIPS updates in a row were skipped.
 
         The learning rate is halved. A checkpoint is good if a finite update was made from its
@@ -170,8 +170,6 @@ class TrainingState:
         Raises:
             UsageError: there is no good checkpoint, or a checkpoint was already restored before.
         """
-        if self.updated:  # a step without an update does not show that its weights are good
-            self.last_finite, self.updated = step, False
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
         loaded = self._load_checkpoint(run, at_most=self.last_finite, set_aside=False)

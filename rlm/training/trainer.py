@@ -104,7 +104,7 @@ class StepScorer(Protocol):
 
 
 class Trainer(Protocol):
-    """The attributes of a `GRPOTrainer` that the classes of this package read."""
+    """The attributes of a `GRPOTrainer` that this package reads."""
 
     config: GRPOConfig
     tokenizer: PreTrainedTokenizerBase

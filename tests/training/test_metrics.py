@@ -88,8 +88,8 @@ def test_the_metrics_of_learning_by_hand():
     long, short = micro_batch([[-1.0, -2.0], [-3.0, 0.0]], 2, 1), micro_batch([[-1.0]], 1)
     logprobs = torch.tensor([[-1.5, -2.0], [-3.0, -9.0]]), torch.tensor([[-3.0]])
     entropy = torch.tensor([[0.5, 0.25], [0.25, 0.0]]), torch.tensor([[2.0]])
-    first = LossSums(9.0, 9.0, 9.0, 9, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, 9, tokens=1)
-    last = LossSums(0.5, 0.25, 2.0, 1, 0, tokens=3), LossSums(-0.25, 0.5, 1.0, 0, 1, tokens=1)
+    first = LossSums(9.0, 9.0, 9.0, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, tokens=1)
+    last = LossSums(0.5, 0.25, 2.0, 1, tokens=3), LossSums(-0.25, 0.5, 1.0, 1, tokens=1)
     learned = LearnMetrics(grad_norms=[0.9, 0.7])
     mine, other = (LearnMetrics(grad_norms=[0.9, 0.7]) for _ in range(2))  # two processes
     for update, sums in enumerate((first, last)):
