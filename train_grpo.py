@@ -417,9 +417,9 @@ def main(config: GRPOConfig) -> int:
 
         return run_doctor(trainer, problems)
     if config.plan:
-        from rlm.training import DryRun
+        from rlm.training import show_plan
 
-        DryRun(trainer, trainer.prepare(problems, validation)).show()
+        show_plan(trainer, trainer.prepare(problems, validation))
         return 0
     summary_card(config, trainer.train(problems, validation))
     return 0

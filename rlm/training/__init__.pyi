@@ -18,7 +18,7 @@ from .batches import shard_rollouts as shard_rollouts
 from .config import GRPOConfig as GRPOConfig
 from .distributed import Distributed as Distributed
 from .doctor import run_doctor as run_doctor
-from .dry_run import DryRun as DryRun
+from .dry_run import show_plan as show_plan
 from .logprobs import OldLogprobs as OldLogprobs
 from .logprobs import old_logprobs_source as old_logprobs_source
 from .logprobs import reference_logprobs as reference_logprobs
