@@ -45,7 +45,7 @@ MAY_CHANGE = {
     *("max_num_seqs", "sampler", "server", "train_batch_size"),
 }
 # Fields of TrainingState that a checkpoint stores as JSON and restores.
-SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
+SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "updates")
 Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # trains here or on a server
 GOOD_UPDATES = 200  # number of finite updates after which the loss scale is doubled
 MAX_LOSS_SCALE = 2.0**16
@@ -227,11 +227,10 @@ class TrainingState:
         self.weights.fetch()
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
+        state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
         state["validations"] = self.validations.to_dict()
         state["learner"] = self.weights.state_dict()
-        protect = self.last_finite
-        run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
+        run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory) -> int:
         """Load the newest checkpoint and return the step to continue with."""
@@ -246,19 +245,19 @@ class TrainingState:
         run.truncate(state["step"])
         for name in SAVED:
             setattr(self, name, state[name])
-        self._seconds_before, self.updates = state["seconds"], state["updates"]
+        self._seconds_before = state["seconds"]
         self._load(tensors, state)
         saved = Validations.from_dict(state["validations"])
-        if saved.measure != self.validations.measure:  # another reward, passed from Python
+        if saved.measure == self.validations.measure:
+            self.validations = saved
+            self.best = {
+                k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
+            }
+        else:  # another reward, passed from Python
             terminal.line(
                 "earlier validations are not compared with later ones: they measured the "
                 f"{saved.measure}, not the {self.validations.measure}"
             )
-            return state["step"]
-        self.validations = saved
-        self.best = {
-            k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
-        }
         return state["step"]
 
     def _load_checkpoint(
