@@ -40,15 +40,18 @@ from torch import Tensor
 
 from rlm.cli import required, terminal
 from rlm.data import FORMATS, Problem, render_problem
+from rlm.evaluation import Evaluation, evaluate
 from rlm.model import (
     Device,
     base_model_hash,
+    check_output,
     load_tokenizer,
     prepare_process,
     release_memory,
 )
 from rlm.ops import use_fused_layers
 from rlm.rewards import RewardFunction, Scorer, as_reward, load_reward
+from rlm.runs import RunDirectory
 from rlm.sampling import SamplingParams
 from rlm.tools import Tool
 from rlm.training import (
@@ -62,7 +65,6 @@ from rlm.training import (
     TrainingData,
     TrainingRun,
     TrainingState,
-    Validator,
     check_arguments,
     copies_above_mean,
     draw_problems,
@@ -74,7 +76,6 @@ from rlm.training import (
     mean_metrics,
     mini_batches,
     old_logprobs_source,
-    open_directory,
     overlong_penalties,
     policy_loss,
     resolve_start,
@@ -176,9 +177,12 @@ class GRPOTrainer:
             )
         data = self.prepare(dataset, eval_dataset)
         config, algorithm = self.config, self.config.resolved_algorithm
-        with open_directory(config, self.distributed) as directory, closing(self.sampler):
-            parts = self.state, self.sampler, self.tokenizer, directory, self.validation_scores
-            self.run = run = TrainingRun(config, data, *parts)
+        is_main = self.distributed.is_main
+        if is_main:
+            check_output(config.output)  # before RunDirectory, which moves an earlier run away
+        directory = RunDirectory(config.run_dir, resume=config.resume, writes=is_main)
+        with directory, closing(self.sampler):
+            self.run = run = TrainingRun(self, data, directory)
             for step in range(run.first_step, run.steps):
                 seconds: dict[str, float] = {}
                 # 1. sample G completions of each of P problems, 2. score them
@@ -200,18 +204,16 @@ class GRPOTrainer:
                 batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
                     learn_metrics = self._learn(run, batches, step)
-                self.state.restore_if_diverged(run.directory, step)
+                self.state.restore_if_diverged(run.directory)
 
                 metrics = {"step": step} | step_metrics(
                     groups, rewards, penalties, kept, seconds, algorithm.advantage
                 )
                 metrics |= reward_metrics | learn_metrics
                 metrics |= run.start_metrics if step == 0 else {}
-                control = self.state.control_after(step, config)
-                if control.should_evaluate:
-                    metrics |= run.validate(step + 1)
+                metrics |= run.validate_if_due(step)
                 self.log(run, metrics, groups, advantages)
-                if run.save_or_stop(step, control):
+                if run.save_or_stop(step):
                     break
             return run.export()
 
@@ -266,23 +268,23 @@ class GRPOTrainer:
                 set_constant_logprobs, self.policy, score, config, source, split, rollouts
             )
 
-        self._set_learning_rate(config.learning_rate_at(step, self.state.updates))
+        lr = config.learning_rate_at(step, self.state.updates)  # of a step without an update
         for update in range(count := len(updates) * config.updates_per_batch):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
-            self._set_learning_rate(lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * self.state.lr_scale
             rollouts = updates[update % len(updates)]
             learned = run.repeat_if_out_of_memory(self._accumulate_gradient, run, rollouts, source)
             for micro, logprobs, entropy, sums in learned:
                 metrics.add(update, micro, logprobs, entropy, sums)
                 if source == "first pass" and update == 0:
                     micro.keep("old_logprobs", logprobs, rollouts)  # for further passes
-            metrics.grad_norms.append(self._optimizer_step())
+            metrics.grad_norms.append(self._optimizer_step(step))
             if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
                 break  # the weights are unchanged, so another pass would fail again
         self.sampler.invalidate_weights()
         release_memory()  # frees memory for sampling
-        last = self.optimizer.param_groups[0]["lr"]
-        made = {"optim/lr": last, "optim/skipped": self.state.skipped_total}
+        made = {"optim/lr": lr * self.state.lr_scale, "optim/skipped": self.state.skipped_total}
         return metrics.as_dict(self.distributed) | made
 
     def _accumulate_gradient(
@@ -310,11 +312,7 @@ class GRPOTrainer:
             learned.append((micro, logprobs.detach(), entropy, sums))
         return learned
 
-    def _set_learning_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * self.state.lr_scale
-
-    def _optimizer_step(self) -> float:
+    def _optimizer_step(self, step: int) -> float:
         """Clip the gradient, make an optimizer step, and return the gradient norm.
 
         The optimizer step is skipped if the gradient norm is not finite.
@@ -328,26 +326,37 @@ class GRPOTrainer:
         if not math.isfinite(norm):
             terminal.line(f"gradient norm is {norm}: update skipped")
         self.optimizer.zero_grad(set_to_none=True)
-        self.state.count_update(skipped=not math.isfinite(norm))
+        self.state.count_update(step, skipped=not math.isfinite(norm))
         return norm
 
     def prepare(self, dataset: Iterable, eval_dataset: Iterable | None) -> TrainingData:
         """Read the data, set the number of steps, and print an overview of the run."""
-        data = TrainingData.read(
-            self.config, self.policy, self.render, self.scorer, dataset, eval_dataset
-        )
+        data = TrainingData.read(self, dataset, eval_dataset)
         self.answer_types = data.answer_types
         asked = replace(self.config, steps=self._asked_steps)
         self.config = replace(asked, steps=asked.steps_for(len(data.problems)))
-        self.state.validations.measure = self.validator.measure
-        data.announce(self.config, self.weights, self.sampler)
+        self.state.validations.measure = data.measure
+        data.announce(self)
         return data
 
-    @property
-    def validator(self) -> Validator:
-        """The `Validator` that samples and scores for validation and --doctor."""
-        return Validator(
-            self.config, self.sampler, self.tokenizer, self.format, self.scorer, self.answer_types
+    def evaluate(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> Evaluation:
+        """Sample k completions of each problem in the same way as training does, and grade them.
+
+        Args:
+            advance: callback that is called after each completion.
+        """
+        return evaluate(
+            self.sampler,
+            self.tokenizer,
+            problems,
+            self.format,
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=self.config.temperature,
+            k=k,
+            seed=self.config.seed,
+            on_finish=advance,
         )
 
     def validation_scores(
@@ -355,10 +364,20 @@ class GRPOTrainer:
     ) -> Mapping[str, ProblemScores]:
         """Return the mean score of each problem over k completions, for "accuracy" or "reward".
 
+        The scores contain the strict accuracy, unless all answers are open, and the mean reward if
+        the reward selects the adapter to export.
+
         Args:
             advance: callback that is called after each completion.
         """
-        return self.validator.scores(problems, k, advance)
+        drawn = self.evaluate(problems, k, advance)
+        scores: dict[str, ProblemScores] = {}
+        if drawn.comparable:
+            scores["accuracy"] = drawn.per_problem(strict=True)
+        if self.state.validations.measure == "reward":
+            scored = replace(drawn, rewards=drawn.score(self.scorer))
+            scores["reward"] = scored.reward_per_problem()
+        return scores
 
     def log(
         self,
@@ -394,15 +413,13 @@ def main(config: GRPOConfig) -> int:
     model = required(config.model, "--model")
     trainer = GRPOTrainer(model, config, load_reward(config.reward, problems))
     if config.doctor:
-        from rlm.training import Doctor
+        from rlm.training import run_doctor
 
-        return Doctor(trainer.validator, trainer.weights, trainer.render).run(problems)
+        return run_doctor(trainer, problems)
     if config.plan:
-        from rlm.training import DryRun
+        from rlm.training import show_plan
 
-        data = trainer.prepare(problems, validation)
-        parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-        DryRun(trainer.config, data, *parts).show()
+        show_plan(trainer, trainer.prepare(problems, validation))
         return 0
     summary_card(config, trainer.train(problems, validation))
     return 0

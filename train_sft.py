@@ -19,7 +19,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli import check_command_line, run_main
@@ -131,7 +130,7 @@ def train(
         "answer_types": list(answer_types(problems)),
         "questions": example_questions(problems),
     }
-    history = learn(config, tokenizer, examples, held_out, about, len(problems) - len(examples))
+    history = learn(config, tokenizer, examples, about, held_out, len(problems) - len(examples))
     summary_card(config, history)
     return history
 
@@ -140,8 +139,8 @@ def learn(
     config: SFTConfig,
     tokenizer: PreTrainedTokenizerBase,
     examples: list[Example],
+    about: Mapping[str, object],
     held_out: Sequence[Example] = (),
-    about: Mapping[str, object] = MappingProxyType({}),
     left_out: int = 0,
 ) -> dict[str, Any]:
     """Train on tokenized examples, write the adapter, and return the contents of run.json.

@@ -399,7 +399,7 @@ def test_validation_gives_a_reward_the_same_columns_as_training(model_dir, tmp_p
 
 def test_validation_draws_as_training_does(model_dir, tmp_path):
     trainer = a_trainer(model_dir, a_config(tmp_path, temperature=0.7, seed=5))
-    drawn = trainer.validator.sample(PROBLEMS[:4], 4, lambda: None).groups
+    drawn = trainer.evaluate(PROBLEMS[:4], 4, lambda: None).groups
     prompts = [trainer.render(problem) for problem in PROBLEMS[:4]]
     seeds = [prompt_seed(5, problem.id) for problem in PROBLEMS[:4]]
     expected = trainer.sampler.sample(prompts, 4, SamplingParams(6, temperature=0.7), seeds)
@@ -555,13 +555,11 @@ def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path
     """Otherwise a run could go back to bad weights whose next step had no signal."""
     config = a_config(tmp_path)
     state = a_trainer(model_dir, config).state
-    state.count_update(skipped=False)
-    state.restore_if_diverged(None, 1)
+    state.count_update(1, skipped=False)
+    state.restore_if_diverged(None)
     assert state.last_finite == 1
-    state.restore_if_diverged(None, 2)
-    assert state.last_finite == 1
-    state.count_update(skipped=True)
-    state.restore_if_diverged(None, 3)
+    state.count_update(3, skipped=True)  # step 2 made no update
+    state.restore_if_diverged(None)
     assert (state.last_finite, state.consecutive_skips) == (1, 1)
 
 
@@ -573,12 +571,12 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     scale = state.weights.loss_scale
     assert scale == 2.0**14
     for halvings in range(1, 5):  # more than end a run in fp32
-        state.count_update(skipped=True)
+        state.count_update(0, skipped=True)
         assert state.weights.loss_scale == scale / 2**halvings
     assert state.consecutive_skips == 0
     assert state.skipped_total == 4
     for _ in range(203):
-        state.count_update(skipped=False)
+        state.count_update(0, skipped=False)
     with RunDirectory(config.run_dir, resume=False) as run:
         state.begin(run, config, PROBLEMS, ())
         again = a_trainer(model_dir, config, device=fp16).state
@@ -592,10 +590,10 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     assert (again.weights.loss_scale, again.weights.good_updates) == (scale / 2**3, 3)
     assert (in_fp32.weights.loss_scale, in_fp32.weights.good_updates) == (1, 0)
     for _ in range(3000):
-        state.count_update(skipped=False)
+        state.count_update(0, skipped=False)
     assert state.weights.loss_scale == 2.0**16
     for _ in range(16 + 2):
-        state.count_update(skipped=True)
+        state.count_update(0, skipped=True)
     assert (state.weights.loss_scale, state.consecutive_skips) == (1, 2)
 
 
@@ -791,8 +789,8 @@ def test_a_pass_over_the_problems_becomes_steps(model_dir, tmp_path, capsys):
     for steps in (None, 2):
         again = a_config(tmp_path, resume=True, steps=steps, batch_size=20)
         resumed, _ = train(model_dir, again)
-        assert resumed.run.config.steps == 2
-    report.announce_run(config, 1, "merged", 40, 0)
+        assert resumed.config.steps == 2
+    resumed.run.data.announce(resumed)
     assert "steps: 2 (" in " ".join(capsys.readouterr().out.split())
 
 

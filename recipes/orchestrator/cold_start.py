@@ -99,7 +99,7 @@ def train_start_adapter(
     )
     about = {"stage": "orchestrator_start", "dataset": config.dataset, "config": to_dict(config)}
     try:
-        history = learn(sft, tokenizer, examples, about=about)
+        history = learn(sft, tokenizer, examples, about)
     except Interrupted as stopped:
         terminal.line("stopped during the cold start: run the same command to start it again")
         raise Interrupted(stopped.number, "") from None

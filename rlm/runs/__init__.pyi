@@ -24,7 +24,6 @@ from .checkpoints import writing_beside as writing_beside
 from .directory import RunDirectory as RunDirectory
 from .directory import git_commit as git_commit
 from .plots import BLUE as BLUE
-from .plots import GREY as GREY
 from .plots import ORANGE as ORANGE
 from .plots import accuracy_bars as accuracy_bars
 from .plots import accuracy_over_time as accuracy_over_time

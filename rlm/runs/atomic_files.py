@@ -65,12 +65,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
-        for line in stream:  # do not use splitlines(), because a completion may contain U+2028
-            try:
-                row = dict(json.loads(line))
-            except (ValueError, TypeError):
-                row = {}
-            yield row if "step" in row else {}
+        # Do not use splitlines(), because a completion may contain U+2028.
+        yield from map(parse_row, stream)
+
+
+def parse_row(line: str | bytes) -> dict[str, Any]:
+    """Parse a row of a log; return {} if the row is damaged."""
+    try:
+        row = dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}
+    return row if "step" in row else {}
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -245,20 +245,15 @@ def run_origin(
         start_weights: the weights file of the adapter from which training starts.
         data: a map from the split to the `data_id` of its rows.
     """
+    specs = {f"the file of --{name} {spec}": spec for name in CODE if (spec := config.get(name))}
+    files = {w: Path(str(s).rpartition(":")[0]).expanduser() for w, s in specs.items()}
     return {
         "config": dict(config),
         "base_hash": base_hash,
         "start": None if start_weights is None else file_hash(start_weights),
         "data": data,
-        "inputs": _code_hashes(config),
+        "inputs": {what: file_hash(file) for what, file in files.items() if file.is_file()},
     }
-
-
-def _code_hashes(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the hash of the file that each option in CODE names, by a description of the file."""
-    specs = {f"the file of --{name} {spec}": spec for name in CODE if (spec := config.get(name))}
-    files = {w: Path(str(s).rpartition(":")[0]).expanduser() for w, s in specs.items()}
-    return {what: file_hash(file) for what, file in files.items() if file.is_file()}
 
 
 def changed_inputs(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -122,6 +122,8 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
     shown = [key for key, (_, values) in measured.items() if values]
     columns = min(3, max(1, len(shown)))
     rows = max(1, math.ceil(len(shown) / columns))
+    last = max((row["step"] + 1 for row in metrics), default=0)
+    margin = 0.02 * last or 0.5
     figure = new_figure(3.7 * columns, 2.8 * rows)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left", parse_math=False)  # a path may have a $
     for axes, key in zip_longest(figure.subplots(rows, columns, squeeze=False).flat, shown):
@@ -133,7 +135,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
             steps, values = series(with_start(metrics), key)
             bounds = _draw_band(axes, metrics, key, 1 if by_reward else 100)
         _draw_metric(axes, panels[key], steps, values, bounds, running_mean=key == "reward/mean")
-        axes.set_xlim(*_step_range(metrics))
+        axes.set_xlim(-margin, last + margin)
     save_figure(figure, path)
 
 
@@ -218,13 +220,6 @@ def recent_means(values: Sequence[float]) -> tuple[list[float], list[float]]:
     std = math.sqrt(sum(between) / len(between) / 2)
     means = [sum(window) / len(window) for window in windows]
     return means, [1.96 * std / math.sqrt(len(window)) for window in windows]
-
-
-def _step_range(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the range of the x-axis, which is the same for all panels."""
-    steps = [0, *(row["step"] + 1 for row in rows)]
-    margin = 0.02 * (max(steps) - min(steps)) or 0.5
-    return min(steps) - margin, max(steps) + margin
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlm.grading import has_wrong_equation
-from rlm.runs.atomic_files import LOCK, read_log
+from rlm.runs.atomic_files import LOCK, parse_row, read_log
 from rlm.runs.plots import recent_means, series, with_start
 
 PAGE = Path(__file__).parent / "view_page"
@@ -97,10 +97,9 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
         content = stream.read()
     rows = []
     for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):  # a crash has damaged this line; a resumed run rewrites it
+        if not (row := parse_row(line)):  # damaged by a crash; a resumed run rewrites it
             break
+        rows.append(row)
         start += len(line)
     with log.open("rb") as stream:
         return rows, f"{start:x}.{_checksum(stream, start):x}", again

@@ -44,7 +44,9 @@ def main(config: ViewConfig) -> int:
     if config.follow:
         return serve_runs(paths, config.port)
     for path in paths:
-        check_rollouts(path)
+        if not read_log(path / "samples.jsonl"):
+            others = _runs_in(path) or "pass the directory of a GRPO run"
+            raise UsageError(f"{path}/samples.jsonl contains no rollouts; {others}")
     runs = [read_run(path) for path in paths]
     output = config.output or config.run / "rollouts.html"
     try:
@@ -55,18 +57,6 @@ def main(config: ViewConfig) -> int:
     size = output.stat().st_size / 1e6
     terminal.line(f"written: {output} ({count} rollouts, {size:.1f} MB); open it in a browser")
     return 0
-
-
-def check_rollouts(path: Path) -> None:
-    """Check that a run has samples.
-
-    Raises:
-        UsageError: the run has no samples. The message lists runs in the directory with samples.
-    """
-    if read_log(path / "samples.jsonl"):
-        return
-    others = _runs_in(path) or "pass the directory of a GRPO run"
-    raise UsageError(f"{path}/samples.jsonl contains no rollouts; {others}")
 
 
 def _runs_in(path: Path) -> str:

@@ -17,8 +17,8 @@ from .batches import rollout_seeds as rollout_seeds
 from .batches import shard_rollouts as shard_rollouts
 from .config import GRPOConfig as GRPOConfig
 from .distributed import Distributed as Distributed
-from .doctor import Doctor as Doctor
-from .dry_run import DryRun as DryRun
+from .doctor import run_doctor as run_doctor
+from .dry_run import show_plan as show_plan
 from .logprobs import OldLogprobs as OldLogprobs
 from .logprobs import old_logprobs_source as old_logprobs_source
 from .logprobs import reference_logprobs as reference_logprobs
@@ -27,7 +27,6 @@ from .logprobs import set_constant_logprobs as set_constant_logprobs
 from .logprobs import token_logprobs as token_logprobs
 from .loss import LossSums as LossSums
 from .loss import policy_loss as policy_loss
-from .memory_plan import micro_batch_tokens as micro_batch_tokens
 from .memory_plan import plan_memory as plan_memory
 from .metrics import LearnMetrics as LearnMetrics
 from .metrics import mean_metrics as mean_metrics
@@ -36,7 +35,6 @@ from .metrics import summary_card as summary_card
 from .metrics import timer as timer
 from .resolve import KEPT_AS as KEPT_AS
 from .resolve import check_output_place as check_output_place
-from .resolve import choose_max_new_tokens as choose_max_new_tokens
 from .resolve import follow_adapter as follow_adapter
 from .resolve import resolve as resolve
 from .sft import CheckpointCallback as CheckpointCallback
@@ -52,18 +50,15 @@ from .sft_examples import mask_prompt as mask_prompt
 from .sft_examples import show_counts as show_counts
 from .sft_examples import show_example as show_example
 from .sft_examples import to_examples as to_examples
-from .state import Learner as Learner
 from .state import MixedPrecisionAdapter as MixedPrecisionAdapter
 from .state import TrainingState as TrainingState
 from .trainer import StepScorer as StepScorer
 from .trainer import TrainingData as TrainingData
 from .trainer import TrainingRun as TrainingRun
-from .trainer import Validator as Validator
 from .trainer import check_arguments as check_arguments
 from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
 from .trainer import make_engine as make_engine
-from .trainer import open_directory as open_directory
 from .trainer import resolve_start as resolve_start
 from .validation import ProblemScores as ProblemScores
 from .validation import choose_export as choose_export

@@ -367,7 +367,16 @@ class GRPOConfig:
         length = values["max_new_tokens"]
         if length is None:
             length = choose_max_new_tokens(values["dataset"])
-        return follow_algorithm({**values, "max_new_tokens": length})
+        made = {**values, "max_new_tokens": length}
+        if made["algorithm"] not in ALGORITHMS:  # `check_values` raises
+            return made
+        algorithm = ALGORITHMS[made["algorithm"]]
+        names = (*SETTINGS, "learning_rate", "warmup_steps")
+        decided: dict[str, Any] = {name: getattr(algorithm, name) for name in names}
+        size = algorithm.mini_batch_size
+        decided["mini_batch_size"] = size and min(size, made["batch_size"])
+        decided["overlong_buffer"] = int(algorithm.overlong_share * length)
+        return made | {name: value for name, value in decided.items() if made[name] is None}
 
     @classmethod
     def from_preset(cls, name: str, **options: Any) -> GRPOConfig:
@@ -474,21 +483,6 @@ class GRPOConfig:
         height = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
         share = LAST_RATE + (1 - LAST_RATE) * height[self.lr_schedule]
         return self.learning_rate * share
-
-
-def follow_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a GRPOConfig, with None replaced by the defaults of the algorithm."""
-    if values["algorithm"] not in ALGORITHMS:  # `check_values` raises
-        return dict(values)
-    algorithm = ALGORITHMS[values["algorithm"]]
-    size = algorithm.mini_batch_size
-    decided = {
-        **{name: getattr(algorithm, name) for name in (*SETTINGS, "learning_rate", "warmup_steps")},
-        "overlong_buffer": int(algorithm.overlong_share * values["max_new_tokens"]),
-        "mini_batch_size": size and min(size, values["batch_size"]),
-    }
-    missing = {name: value for name, value in decided.items() if values[name] is None}
-    return {**values, **missing}
 
 
 def start_info(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from transformers import PreTrainedTokenizerBase
@@ -24,15 +24,14 @@ from rlm.data import (
     longest_prompts,
     render_prompt,
 )
-from rlm.evaluation import Evaluation, Graded
+from rlm.evaluation import Evaluation
 from rlm.grading import find_equations, parse_number
 from rlm.model import context_window
 from rlm.rewards import Scorer, check_columns
 from rlm.training.advantages import has_signal, reward_tensor
 from rlm.training.config import LORA_RATES, USUAL_RATES, GRPOConfig, judge_learning_rate
 from rlm.training.memory_plan import plan_memory
-from rlm.training.state import Learner
-from rlm.training.trainer import Render, StepScorer, Validator
+from rlm.training.trainer import StepScorer, Trainer
 
 PROBLEMS = 32  # number of problems to sample
 NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # thresholds above which a finding is a note or a fault
@@ -54,114 +53,100 @@ class Finding:
     fault: bool = True
 
 
-@dataclass(frozen=True)
-class Example:
-    """A completion to show to the user, with its reward.
+def run_doctor(trainer: Trainer, problems: Sequence[Problem]) -> int:
+    """Diagnose the model, the data, the reward and the options, and print the findings.
 
-    Attributes:
-        name: best, typical or worst; or first, second or third if all rewards are equal.
+    Returns:
+        The exit code: 1 if a finding is a fault, otherwise 0.
     """
-
-    name: str
-    problem: Problem
-    graded: Graded
-    reward: float | None
-
-    def show(self) -> None:
-        reward = "no verdict" if self.reward is None else f"reward {self.reward:g}"
-        verdict = self.graded.strict.reason.replace("_", " ")
-        said = f"{self.name}: {reward}, {verdict}, reference answer {self.problem.answer}"
-        terminal.sample(self.problem.question, self.graded.text, said)
-
-
-class Doctor:
-    """Diagnoses problems with the model, the data, the reward and the options before training."""
-
-    def __init__(self, validator: Validator, weights: Learner, render: Render) -> None:
-        self.validator, self.weights, self.render = validator, weights, render
-        self.config, self.format, self.scorer = validator.config, validator.format, validator.scorer
-
-    def run(self, problems: Sequence[Problem]) -> int:
-        """Run the diagnosis, and print the findings.
-
-        Returns:
-            The exit code: 1 if a finding is a fault, otherwise 0.
-        """
-        config, render = self.config, cache(self.render)  # renders each prompt only once
-        window = context_window(self.weights.policy)
-        problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
-        if isinstance(self.scorer, Scorer):
-            check_columns(self.scorer.reward, problems)
-        longest = longest_prompts(render, problems)
-        plan_memory(config, self.weights, self.validator.sampler, longest, 0)
-        metrics, findings, examples = self.diagnose(problems)
-        shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
-        terminal.table(
-            f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
-            {**shown, "learning rate": f"{config.learning_rate:g}"},
-        )
-        for example in examples:
-            example.show()
-        for finding in findings:
-            terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
-            terminal.line(f"       -> {finding.advice}")
-        if not findings:
-            terminal.line("ready to train")
-        return int(any(finding.fault for finding in findings))
-
-    def diagnose(
-        self, problems: Sequence[Problem]
-    ) -> tuple[dict[str, float], list[Finding], list[Example]]:
-        """Sample and score completions of the first problems.
-
-        Returns:
-            The metrics, the findings, and three example completions.
-        """
-        config, problems = self.config, list(problems[:PROBLEMS])
-        with terminal.progress("sampling", len(problems) * config.group_size) as advance:
-            drawn = self.validator.sample(problems, config.group_size, advance)
-        rewards = drawn.score(self.scorer)
-        metrics = _metrics(drawn, rewards, config.advantage)
-        teach = self._teach_the_format(problems)
-        of_reward = list(_reward(self.scorer, self.format, problems[0], metrics, rewards))
-        ignored = any(finding.fault for finding in of_reward)
-        findings = [
-            *_template(self.validator.tokenizer, self.format),
-            *_kind(drawn, teach),
-            *_parsing(drawn, self.format, metrics, teach),
-            *of_reward,
-            *(() if ignored else _signal(metrics, config, teach)),
-            *_options(metrics, config),
-        ]
-        return metrics, findings, _examples(drawn, rewards)
-
-    def _teach_the_format(self, problems: Sequence[Problem]) -> str:
-        """Return advice on how to teach the format to the model with SFT.
-
-        The advice is the SFT command. If the data has no solutions, the advice is to write some
-        first.
-        """
-        config = self.config
-        data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
-        command = command_of("train_sft", model=config.model, **data)
-        write = (
-            "" if any(p.has_steps for p in problems) else "write `solution` for a dozen rows, then "
-        )
-        return f"{write}{command}"
+    config = trainer.config
+    render = cache(trainer.render)  # renders each prompt only once
+    window = context_window(trainer.policy)
+    problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
+    if isinstance(trainer.scorer, Scorer):
+        check_columns(trainer.scorer.reward, problems)
+    longest = longest_prompts(render, problems)
+    plan_memory(config, trainer.weights, trainer.sampler, longest, 0)
+    metrics, findings, examples = diagnose(trainer, problems)
+    shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
+    terminal.table(
+        f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
+        {**shown, "learning rate": f"{config.learning_rate:g}"},
+    )
+    for example in examples:
+        terminal.sample(*example)
+    for finding in findings:
+        terminal.line(f"{'FAULT' if finding.fault else 'note'}  {finding.name}: {finding.text}")
+        terminal.line(f"       -> {finding.advice}")
+    if not findings:
+        terminal.line("ready to train")
+    return int(any(finding.fault for finding in findings))
 
 
-def _examples(drawn: Evaluation, rewards: Sequence[Sequence[float | None]]) -> list[Example]:
-    """Return the completions with the highest, the median and the lowest reward."""
+def diagnose(
+    trainer: Trainer, problems: Sequence[Problem]
+) -> tuple[dict[str, float], list[Finding], list[tuple[str, str, str]]]:
+    """Sample and score completions of the first problems.
+
+    Returns:
+        The metrics, the findings, and three example completions (see `_examples`).
+    """
+    config, scorer, format = trainer.config, trainer.scorer, trainer.format
+    problems = list(problems[:PROBLEMS])
+    with terminal.progress("sampling", len(problems) * config.group_size) as advance:
+        drawn = trainer.evaluate(problems, config.group_size, advance)
+    rewards = drawn.score(scorer)
+    metrics = _metrics(drawn, rewards, config.advantage)
+    teach = _teach_the_format(config, problems)
+    of_reward = list(_reward(scorer, format, problems[0], metrics, rewards))
+    ignored = any(finding.fault for finding in of_reward)
+    findings = [
+        *_template(trainer.tokenizer, format),
+        *_kind(drawn, teach),
+        *_parsing(drawn, format, metrics, teach),
+        *of_reward,
+        *(() if ignored else _signal(metrics, config, teach)),
+        *_options(metrics, config),
+    ]
+    return metrics, findings, _examples(drawn, rewards)
+
+
+def _teach_the_format(config: GRPOConfig, problems: Sequence[Problem]) -> str:
+    """Return advice on how to teach the format to the model with SFT.
+
+    The advice is the SFT command. If the data has no solutions, the advice is to write some first.
+    """
+    data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
+    command = command_of("train_sft", model=config.model, **data)
+    write = "" if any(p.has_steps for p in problems) else "write `solution` for a dozen rows, then "
+    return f"{write}{command}"
+
+
+def _examples(
+    drawn: Evaluation, rewards: Sequence[Sequence[float | None]]
+) -> list[tuple[str, str, str]]:
+    """Choose the completions with the highest, the median and the lowest reward.
+
+    Returns:
+        The question, the text and a line with the reward and the verdict of each completion.
+    """
     rows = [
-        (-math.inf if reward is None else reward, Example("", problem, graded, reward))
+        (problem, graded, reward)
         for problem, group, of_group in zip(drawn.problems, drawn.groups, rewards, strict=True)
         for graded, reward in zip(group, of_group, strict=True)
     ]
-    rows.sort(key=lambda row: row[0], reverse=True)
+    rows.sort(key=lambda row: -math.inf if row[2] is None else row[2], reverse=True)
     places = {"best": 0, "typical": len(rows) // 2, "worst": -1}
-    if rows[0][0] == rows[-1][0]:  # if all rewards are equal, no completion is the best
+    if rows[0][2] == rows[-1][2]:  # if all rewards are equal, no completion is the best
         places = {"first": 0, "second": len(rows) // 2, "third": -1}
-    return [replace(rows[place][1], name=name) for name, place in places.items()]
+    examples = []
+    for name, place in places.items():
+        problem, graded, reward = rows[place]
+        earned = "no verdict" if reward is None else f"reward {reward:g}"
+        verdict = graded.strict.reason.replace("_", " ")
+        said = f"{name}: {earned}, {verdict}, reference answer {problem.answer}"
+        examples.append((problem.question, graded.text, said))
+    return examples
 
 
 def _metrics(

@@ -14,26 +14,20 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from rlm.cli import required, terminal
 from rlm.data import Problem
-from rlm.model import Device, model_download, pick_device, set_gradient_checkpointing
+from rlm.model import Device, model_download, pick_device
 from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
-from rlm.training.distributed import Distributed
 from rlm.training.logprobs import reference_logprobs, token_logprobs
 from rlm.training.loss import policy_loss
-from rlm.training.memory_plan import plan_memory
+from rlm.training.memory_plan import MemoryPlan
 from rlm.training.metrics import remaining
-from rlm.training.state import Learner
-from rlm.training.trainer import Render, TrainingData
-
-if TYPE_CHECKING:
-    from rlm.sampling import RolloutSampler
+from rlm.training.trainer import Trainer, TrainingData
 
 PROBE_TOKENS = 16  # number of tokens that are timed after the first token of each completion
 PROBE_SECONDS = 1.5  # time limit of a measurement
@@ -56,117 +50,96 @@ class SamplingTime:
         return math.ceil(completions / self.max_num_seqs) * (self.first + (tokens - 1) * self.next)
 
 
-class DryRun:
-    """Times one step of a run, and prints an estimate for the whole run."""
+def show_plan(trainer: Trainer, data: TrainingData) -> None:
+    """Time one step of a run, and print an estimate for the whole run."""
+    sampler, config, policy = trainer.sampler, trainer.config, trainer.policy
+    assert isinstance(sampler, Sampler)  # GRPOConfig rejects --plan with a server's sampler
+    plan, shard = data.plan_memory(trainer), trainer.distributed.shard
+    drawn = shard(problems_for_step(data.problems, 0, config.batch_size, config.seed))
+    tokens = config.max_new_tokens
+    speed = time_sampling(sampler, config, [trainer.render(problem) for problem in drawn])
+    sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
+    learning, micro_batches = time_learning(trainer, plan, drawn)
+    count = len(data.eval_problems)
+    evaluated = len(shard(data.eval_problems)) * config.eval_group_size_for(count)
+    a_step, validation = sampling + learning, speed.of(evaluated, tokens)
+    steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
+    place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.dtype)
+    if dtype != sampler.dtype:
+        dtype, why = policy.dtype, "as in learning: no merged copy"
+    limit, model = "", required(config.model, "--model")
+    if steps != config.steps:
+        limit = f", where --max-minutes {config.max_minutes:g} ends it"
+    terminal.table(
+        "Plan: estimated, nothing was trained",
+        {
+            "model": "; ".join(filter(None, [model, model_download(model)])),
+            "sampling": Device(place, dtype, why),
+            "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
+            "max_num_seqs": f"{speed.max_num_seqs} completions at a time",
+            "micro-batches": f"{len(micro_batches)} of {len(micro_batches[0].lengths)} "
+            f"completions ({micro_batches[0].input_ids.numel()} tokens with prompts), gradient "
+            f"checkpointing {'on' if plan.checkpointing else 'off'}",
+            "a step": f"{a_step:.1f} s: sampling {sampling:.1f}, learning {learning:.1f}",
+            "a validation": f"{validation:.1f} s",
+            "total": terminal.duration(validation + seconds)
+            + f" for {steps} of {config.steps} steps{limit}",
+            "assumed": f"{tokens} tokens in each completion, the maximum (half as many take "
+            "about half as long); different rewards in each group; no time for the reward",
+        },
+    )
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        data: TrainingData,
-        weights: Learner,
-        sampler: RolloutSampler,
-        render: Render,
-        distributed: Distributed,
-    ) -> None:
-        """Plan the memory of the run.
 
-        Args:
-            config: the config of the run, with its number of steps set.
-        """
-        assert isinstance(sampler, Sampler)  # GRPOConfig rejects --plan with a server's sampler
-        self.config, self.data, self.render = config, data, render
-        self.weights, self.policy, self.sampler = weights, weights.policy, sampler
-        self.distributed = distributed
-        plan = plan_memory(config, weights, sampler, data.longest_prompts, len(data.eval_problems))
-        self.memory_plan = distributed.broadcast(plan)
-        set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
+def time_learning(
+    trainer: Trainer, plan: MemoryPlan, problems: Sequence[Problem]
+) -> tuple[float, list[MicroBatch]]:
+    """Time the largest micro-batch of a step, and extrapolate the time to the whole step.
 
-    def show(self) -> None:
-        """Time a step, and print the estimates."""
-        config, policy, shard = self.config, self.policy, self.distributed.shard
-        drawn = shard(problems_for_step(self.data.problems, 0, config.batch_size, config.seed))
-        tokens = config.max_new_tokens
-        speed = time_sampling(self.sampler, config, [self.render(problem) for problem in drawn])
-        sampling = config.sampling_rounds * speed.of(len(drawn) * config.group_size, tokens)
-        learning, micro_batches = self.time_learning(drawn)
-        count = len(self.data.eval_problems)
-        evaluated = len(shard(self.data.eval_problems)) * config.eval_group_size_for(count)
-        a_step, validation = sampling + learning, speed.of(evaluated, tokens)
-        steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
-        place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.dtype)
-        if dtype != self.sampler.dtype:
-            dtype, why = policy.dtype, "as in learning: no merged copy"
-        limit, model = "", required(config.model, "--model")
-        if steps != config.steps:
-            limit = f", where --max-minutes {config.max_minutes:g} ends it"
-        terminal.table(
-            "Plan: estimated, nothing was trained",
-            {
-                "model": "; ".join(filter(None, [model, model_download(model)])),
-                "sampling": Device(place, dtype, why),
-                "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
-                "max_num_seqs": f"{speed.max_num_seqs} completions at a time",
-                "micro-batches": f"{len(micro_batches)} of {len(micro_batches[0].lengths)} "
-                f"completions ({micro_batches[0].input_ids.numel()} tokens with prompts), gradient "
-                f"checkpointing {'on' if self.memory_plan.checkpointing else 'off'}",
-                "a step": f"{a_step:.1f} s: sampling {sampling:.1f}, learning {learning:.1f}",
-                "a validation": f"{validation:.1f} s",
-                "total": terminal.duration(validation + seconds)
-                + f" for {steps} of {config.steps} steps{limit}",
-                "assumed": f"{tokens} tokens in each completion, the maximum (half as many take "
-                "about half as long); different rewards in each group; no time for the reward",
-            },
-        )
+    The time is assumed to be proportional to the number of tokens, including padding.
 
-    def time_learning(self, problems: Sequence[Problem]) -> tuple[float, list[MicroBatch]]:
-        """Time the largest micro-batch of a step, and extrapolate the time to the whole step.
+    Returns:
+        The seconds for the training passes of the step, and the micro-batches of the step, with
+        the largest micro-batch first.
+    """
+    config, length = trainer.config, trainer.config.max_new_tokens
+    rollouts = [
+        Rollout(i, trainer.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
+        for i, p in enumerate(problems)
+        for j in range(config.group_size)
+    ]
+    size = config.group_size * (config.mini_batch_size or len(problems))
+    limits = config.train_batch_size or size, plan.train_batch_tokens
+    micro_batches = [
+        micro
+        for i in range(0, len(rollouts), size)
+        for micro in make_micro_batches(rollouts[i : i + size], *limits, trainer.policy.device.type)
+    ]
+    micro_batches.sort(key=lambda micro: -micro.input_ids.numel())
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first pass warms up
+        began = time.monotonic()
+        _forward_and_backward(trainer, micro_batches[0])
+        times.append(time.monotonic() - began)
+    tokens = [micro.input_ids.numel() for micro in micro_batches]
+    return config.updates_per_batch * min(times) * sum(tokens) / tokens[0], micro_batches
 
-        The time is assumed to be proportional to the number of tokens, including padding.
 
-        Returns:
-            The seconds for the training passes of the step, and the micro-batches of the step, with
-            the largest micro-batch first.
-        """
-        config, length = self.config, self.config.max_new_tokens
-        rollouts = [
-            Rollout(i, self.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
-            for i, p in enumerate(problems)
-            for j in range(config.group_size)
-        ]
-        size = config.group_size * (config.mini_batch_size or len(problems))
-        limits = config.train_batch_size or size, self.memory_plan.train_batch_tokens
-        micro_batches = [
-            micro
-            for i in range(0, len(rollouts), size)
-            for micro in make_micro_batches(
-                rollouts[i : i + size], *limits, self.policy.device.type
-            )
-        ]
-        micro_batches.sort(key=lambda micro: -micro.input_ids.numel())
-        times: list[float] = []
-        while len(times) < 3 and sum(times) < PROBE_SECONDS:  # the first pass warms up
-            began = time.monotonic()
-            self._forward_and_backward(micro_batches[0])
-            times.append(time.monotonic() - began)
-        tokens = [micro.input_ids.numel() for micro in micro_batches]
-        return config.updates_per_batch * min(times) * sum(tokens) / tokens[0], micro_batches
-
-    def _forward_and_backward(self, micro: MicroBatch) -> None:
-        """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and discard it."""
-        config = self.config
-        logprobs, _ = token_logprobs(self.policy, micro, config.temperature)
-        micro.old_logprobs = logprobs.detach()
-        if config.kl_weight:
-            micro.ref_logprobs = reference_logprobs(self.policy, micro, config)
-        loss, _ = policy_loss(
-            logprobs,
-            micro,
-            config.resolved_algorithm,
-            correct_sampler=not self.sampler.matches_trainer,
-            kl_weight=config.kl_weight,
-        )
-        gradient, *_ = torch.autograd.grad(loss, [*self.weights.model_weights.values()])
-        gradient.sum().item()  # synchronizes a GPU
+def _forward_and_backward(trainer: Trainer, micro: MicroBatch) -> None:
+    """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and discard it."""
+    config = trainer.config
+    logprobs, _ = token_logprobs(trainer.policy, micro, config.temperature)
+    micro.old_logprobs = logprobs.detach()
+    if config.kl_weight:
+        micro.ref_logprobs = reference_logprobs(trainer.policy, micro, config)
+    loss, _ = policy_loss(
+        logprobs,
+        micro,
+        config.resolved_algorithm,
+        correct_sampler=not trainer.sampler.matches_trainer,
+        kl_weight=config.kl_weight,
+    )
+    gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
+    gradient.sum().item()  # synchronizes a GPU
 
 
 def time_sampling(

@@ -23,10 +23,9 @@ class LossSums:
     policy: float  # the policy loss, without the KL term
     kl: float  # Σ weight · KL estimate: the KL term of the loss, before multiplying by kl_weight
     kl_total: float  # Σ KL estimate, without weights
-    clipped_low: float  # number of tokens whose ratio is clipped at the lower bound
-    # Number of tokens whose ratio is clipped at the upper bound. With "tapered", these are tokens
-    # with A < 0 and a ratio above 1, whose weight is limited to 1.
-    clipped_high: float
+    # Number of tokens whose ratio is clipped. With "tapered", these are tokens with A < 0 and a
+    # ratio above 1, whose weight is limited to 1.
+    clipped: float
     tokens: int
 
 
@@ -67,17 +66,12 @@ def policy_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, of: str) 
     return log_ratio.exp()
 
 
-def policy_loss(
-    logprobs: Tensor,
-    batch: MicroBatch,
-    algorithm: Algorithm,
-    *,
-    correct_sampler: bool = False,
-    kl_weight: float = 0.0,
-) -> tuple[Tensor, LossSums]:
-    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch with the settings of the algorithm.
+def token_losses(
+    objective: str, logprobs: Tensor, rho: Tensor, clipped: Tensor, advantage: Tensor
+) -> Tensor:
+    """Return the loss l of each token, (n, T), for an objective of `Algorithm`.
 
-    The objective of the algorithm determines l, with ρ = `policy_ratio`:
+    In the formulas, ρ is the `policy_ratio` and A the advantage.
 
     "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A). If the old log-probabilities equal the
     current ones, the value is -A and the gradient is -A ∇logprob, as in REINFORCE with a group
@@ -90,8 +84,26 @@ def policy_loss(
     good completion does not shrink, however likely the completion has become. The gradient of a bad
     token shrinks as the token becomes less likely than when it was sampled (TOPR, arXiv 2503.14286,
     but with a ratio per token).
+    """
+    if objective == "ppo":
+        return -torch.minimum(rho * advantage, clipped * advantage)
+    weight = clipped.detach()
+    if objective == "tapered":
+        weight = torch.where(advantage > 0, 1.0, weight)
+    return -weight * advantage * logprobs
 
-    TRL's default multiplies the KL term by ρ; this loss does not.
+
+def policy_loss(
+    logprobs: Tensor,
+    batch: MicroBatch,
+    algorithm: Algorithm,
+    *,
+    correct_sampler: bool = False,
+    kl_weight: float = 0.0,
+) -> tuple[Tensor, LossSums]:
+    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch, where l are the `token_losses`.
+
+    TRL's default multiplies the KL term by the ratio; this loss does not.
 
     Args:
         logprobs: the log-probabilities of the current policy, (n, T).
@@ -110,24 +122,17 @@ def policy_loss(
     rho = policy_ratio(logprobs, old_logprobs, mask, algorithm.ratio)  # (n, T), or (n, 1)
     lowest, highest = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     clipped = rho.clamp(lowest, highest)
-    if algorithm.objective == "ppo":
-        per_token = -torch.minimum(rho * advantage, clipped * advantage)
-    else:
-        weight = clipped.detach()
-        if algorithm.objective == "tapered":
-            weight = torch.where(advantage > 0, 1.0, weight)
-        per_token = -weight * advantage * logprobs
+    per_token = token_losses(algorithm.objective, logprobs, rho, clipped, advantage)
     if correct_sampler:
         per_token = per_token * importance_weights(old_logprobs, batch.sampler_logprobs)
     policy = (per_token * scale).sum()
-    loss = policy
     kl = kl_total = torch.zeros(())
     if batch.ref_logprobs is not None:
         estimate = kl_estimate(logprobs, batch.ref_logprobs)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
-        loss = policy + kl_weight * kl
-    low = ((rho < lowest) & (advantage < 0)) * mask
+    low = (rho < lowest) & (advantage < 0)
     bounded = advantage < 0 if algorithm.objective == "tapered" else advantage > 0
-    high = ((rho > highest) & bounded) * mask
-    sums = (policy, kl, kl_total, low.sum(), high.sum())
-    return loss, LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))
+    high = (rho > highest) & bounded
+    sums = (policy, kl, kl_total, ((low | high) * mask).sum())
+    counted = LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))
+    return policy + kl_weight * kl, counted

@@ -178,7 +178,8 @@ def fit_micro_batch(
     """
     set_gradient_checkpointing(policy, False)
     per_token = activation_bytes(policy)
-    largest = tokens or micro_batch_tokens(policy)
+    on_cpu = CPU_MICRO_BATCH.get(policy.dtype, min(CPU_MICRO_BATCH.values()))
+    largest = tokens or (GPU_MICRO_BATCH if policy.device.type == "cuda" else on_cpu)
     for twice in (False, True):
         learning = partial(_learning_bytes, policy, per_token, twice, longest_sequence)
         size = largest
@@ -187,13 +188,6 @@ def fit_micro_batch(
         if learning(size) <= room:
             break
     return size, twice, learning(size)
-
-
-def micro_batch_tokens(model: PreTrainedModel | PeftModel) -> int:
-    """Return the number of tokens in a micro-batch if memory is not the limit."""
-    if model.device.type == "cuda":
-        return GPU_MICRO_BATCH
-    return CPU_MICRO_BATCH.get(model.dtype, min(CPU_MICRO_BATCH.values()))
 
 
 def _learning_bytes(

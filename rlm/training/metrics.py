@@ -11,82 +11,27 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from rlm.cli import command_of, required, terminal
-from rlm.model import parameter_count, pick_device
 from rlm.training.advantages import Group, has_signal
 from rlm.training.batches import MicroBatch
-from rlm.training.config import GPU_DEFAULTS, USUAL_RATES, GRPOConfig, judge_learning_rate
+from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
-from rlm.training.resolve import LARGE, LARGE_MODEL
 from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
 RECENT_STEPS = 5  # number of steps over which a rule averages, and that estimate the time left
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
-LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
 FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat
 FLAT_CEILING = 0.9  # a higher reward is not reported, because it cannot rise much further
-
-
-def announce_run(
-    config: GRPOConfig, trainable: int, sampler: str, problems: int, validation: int
-) -> None:
-    """Print an overview of a run.
-
-    Args:
-        trainable: the number of trainable parameters.
-        sampler: the description of the sampler.
-        problems, validation: the numbers of training problems and of validation problems.
-    """
-    limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
-    few = ""
-    if config.group_size < 8:
-        few = " (fewer than 8: the group's mean is noisy, and more groups teach nothing)"
-    values = {option: getattr(config, option.name) for option in fields(config)}
-    usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
-    changed = {o.name: v for o, v in values.items() if v not in (o.default, getattr(usual, o.name))}
-    terminal.table(
-        "Stage 2: GRPO",
-        {
-            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
-            "device": pick_device(config.dtype) if config.backend == "local" else "the server's",
-            "data": f"{config.dataset or 'from Python'}: {problems} problems, {validation} to "
-            "validate on",
-            "trainable": f"{trainable:,} parameters",
-            "sampler": sampler,
-            "algorithm": f"{config.algorithm}: {config.formula}",
-            "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
-            "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
-            "steps": f"{config.steps_for(problems)}{limit} (the first step's line says "
-            "how long they take)",
-            "signal": "share of groups whose rewards differ; the other groups teach nothing",
-            "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
-            **(
-                {}
-                if config.plan
-                else {
-                    "run": f"{config.run_dir} (all options: config.json)",
-                    "watch it learn": f"rlm view {config.run_dir} --follow (in another terminal)",
-                }
-            ),
-        },
-    )
-    if problem := judge_learning_rate(config.learning_rate, config.warmup_steps):
-        terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; use {USUAL_RATES}")
-    elif config.learning_rate >= LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
-        terminal.line(
-            f"warning: learning rate {config.learning_rate:g} is usual for a model of 135M "
-            f"parameters; {LARGE}, start with {GPU_DEFAULTS['learning_rate']:g}"
-        )
 
 
 def summary_card(config: GRPOConfig, summary: Mapping[str, Any]) -> None:
@@ -232,7 +177,7 @@ class LearnMetrics:
             "loss/kl": sum(s.kl_total for s in sums) / tokens,
             "loss/kl_weighted": sum(s.kl for s in sums) / self.mini_batches,  # as in the loss
             "policy/entropy": sum(entropy) / tokens,
-            "policy/clip_fraction": sum(s.clipped_low + s.clipped_high for s in sums) / tokens,
+            "policy/clip_fraction": sum(s.clipped for s in sums) / tokens,
             "optim/grad_norm": sum(norms) / len(norms),  # the same in all processes
             "sampler/logprob_gap_mean": sum(gap) / sum(compared),
             "sampler/logprob_gap_max": max(gap_max),
@@ -284,10 +229,12 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
         left: the remaining seconds of the run.
     """
     seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
-    parts = [
-        f"step {metrics['step'] + 1}/{steps}",
-        f"reward {metrics['reward/mean']:.3f}",
-        *_exact(metrics),
+    reward = metrics["reward/mean"]
+    parts = [f"step {metrics['step'] + 1}/{steps}", f"reward {reward:.3f}"]
+    right = metrics.get("reason/correct", reward)  # the share of right answers
+    if abs(right - reward) >= 1e-6:
+        parts.append(f"right {right:.0%}")
+    parts += [
         f"signal {1 - metrics['reward/zero_signal_share']:.0%}",
         f"length {metrics['completion/length_mean']:.0f}",
         f"truncated {metrics['completion/truncated_rate']:.0%}",
@@ -311,48 +258,31 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     return "  ".join(parts)
 
 
-def _exact(metrics: Mapping[str, float]) -> list[str]:
-    """Format the share of right answers, if this share differs from the mean reward."""
-    right = metrics.get("reason/correct", metrics["reward/mean"])
-    return [] if abs(right - metrics["reward/mean"]) < 1e-6 else [f"right {right:.0%}"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Warns if `bad` is true for the mean of `metric` over the window."""
-
-    metric: str
-    bad: Callable[[float], bool]
-    advice: str  # the placeholder {:…} is replaced by the mean
-
-
-RULES = (
-    Rule(
-        "reward/zero_signal_share",
+# Metric → (whether its mean over the last steps is bad, the advice). The mean replaces {:…}.
+RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "reward/zero_signal_share": (
         lambda share: share >= 0.8,
         "in {:.0%} of the groups, all rewards are equal, so these groups give no training signal: "
         "try problems closer to the model's ability, a larger --group-size, or a higher "
         "--temperature",
     ),
-    Rule(
-        "policy/entropy",  # nats per token; 0.1 to 0.3 is usual for a model trained on one format
+    # In nats per token; 0.1 to 0.3 is usual for a model trained on one format.
+    "policy/entropy": (
         lambda nats: nats < 0.02,
         "the entropy has fallen to {:.3f} nats per token, so the model explores little: "
         "lower --learning-rate, raise --clip-eps-high or --temperature",
     ),
-    Rule(
-        "loss/kl",  # nats per token, relative to the initial adapter
+    "loss/kl": (  # nats per token, relative to the initial adapter
         lambda nats: nats > 1,
         "the policy is {:.2g} nats per token away from where it started: lower --learning-rate or "
         "raise --kl-weight, and read samples.jsonl",
     ),
-    Rule(
-        "sampler/logprob_gap_mean",  # nats per token
+    "sampler/logprob_gap_mean": (  # nats per token
         lambda nats: nats > 0.1,
         "sampler and trainer disagree by {:.2g} nats per token: try --sampler unmerged, or check "
         "that the server serves this model",
     ),
-)
+}
 NO_REWARD = (
     "no completion of the last {} steps earned a reward: see samples.jsonl for the reasons; "
     "try easier problems, a larger --group-size, or SFT first"
@@ -391,10 +321,10 @@ def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
     if len(recent) < RECENT_STEPS:
         return cut_off
     found = cut_off | _reward_without_difference(recent)
-    for rule in RULES:
-        values = [row[rule.metric] for row in recent if rule.metric in row]
-        if len(values) == RECENT_STEPS and rule.bad(fmean(values)):
-            found[rule.metric] = rule.advice.format(fmean(values))
+    for metric, (is_bad, advice) in RULES.items():
+        values = [row[metric] for row in recent if metric in row]
+        if len(values) == RECENT_STEPS and is_bad(fmean(values)):
+            found[metric] = advice.format(fmean(values))
     if "reward" in found:
         # The alert "reward" already reports this problem, more precisely.
         found.pop("reward/zero_signal_share", None)

@@ -151,11 +151,13 @@ def check_start(
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
-    """Complete a config that was made in Python with `resolve`."""
-    options = {option.name: getattr(config, option.name) for option in fields(config)}
-    unset = {option.name for option in fields(config) if options[option.name] == option.default}
-    unset -= {"quantize", "tool"}  # their default "none" is a value, not "unset"
-    given = {name: value for name, value in options.items() if name not in unset}
+    """Complete a config that was made in Python with `resolve`.
+
+    An option that equals its default counts as unset, so the rank of a start adapter replaces the
+    default rank. The default "none" of --quantize and --tool is a value.
+    """
+    usual = {o.name: o.default for o in fields(config) if o.name not in ("quantize", "tool")}
+    given = {n: v for n, v in vars(config).items() if n not in usual or v != usual[n]}
     return replace(config, **resolve(given, start))
 
 

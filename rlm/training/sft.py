@@ -290,8 +290,8 @@ class CheckpointCallback(TrainerCallback):
         return total / done
 
     def on_train_begin(self, *arguments: Any, **parts: Any) -> None:
-        self._optimizer, self._scheduler = parts["optimizer"], parts["lr_scheduler"]
-        optimizer, scheduler = self._optimizer, self._scheduler
+        optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]
+        self._optimizer, self._scheduler = optimizer, scheduler
         if self._loaded:
             restore_tensors(self._loaded, self.adapter, optimizer)
             scheduler.load_state_dict(self._schedule)

@@ -28,7 +28,7 @@ from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
-from rlm.training.validation import ProblemScores, Validations
+from rlm.training.validation import Validations
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -45,22 +45,10 @@ MAY_CHANGE = {
     *("max_num_seqs", "sampler", "server", "train_batch_size"),
 }
 # Fields of TrainingState that a checkpoint stores as JSON and restores.
-SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale")
+SAVED = ("skipped_total", "consecutive_skips", "last_finite", "lr_scale", "updates")
 Learner: TypeAlias = "MixedPrecisionAdapter | TinkerEngine"  # trains here or on a server
 GOOD_UPDATES = 200  # number of finite updates after which the loss scale is doubled
 MAX_LOSS_SCALE = 2.0**16
-
-
-@dataclass(frozen=True)
-class StepControl:
-    """The actions that are due at the end of a step, like transformers' TrainerControl.
-
-    The values are the same in all processes.
-    """
-
-    should_evaluate: bool
-    should_save: bool
-    should_stop: bool
 
 
 @dataclass
@@ -82,7 +70,6 @@ class TrainingState:
     last_finite: int = 0  # the last step with a finite gradient, whose initial weights are good
     updates: int = 0  # number of updates so far, for the warm-up
     keep: int = 2  # number of newest checkpoints to keep
-    updated: bool = False  # whether the current step has changed the weights
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # the config and the data of the run
     inputs: dict[str, str] = field(default_factory=dict)  # further inputs of a recipe → their hash
@@ -158,19 +145,8 @@ class TrainingState:
                 f"({'; '.join(changes)}): start all processes with the same options and files"
             )
 
-    def control_after(self, step: int, config: GRPOConfig) -> StepControl:
-        """Decide which actions are due after a step, by its number and the time limit."""
-        done = step + 1
-        out_of_time = config.max_minutes is not None and self.minutes >= config.max_minutes
-        last = self.distributed.broadcast(out_of_time) or done == config.steps
-
-        def due(every: int) -> bool:
-            return last or (every > 0 and done % every == 0)
-
-        return StepControl(due(config.eval_every), due(config.save_every), last)
-
-    def count_update(self, *, skipped: bool) -> None:
-        """Count an update, and adapt the loss scale.
+    def count_update(self, step: int, *, skipped: bool) -> None:
+        """Count an update of a step, and adapt the loss scale.
 
         `consecutive_skips` stays the same if the loss scale may have caused the overflow.
 
@@ -181,9 +157,10 @@ class TrainingState:
         self.skipped_total += skipped
         if not self.weights.adapt_loss_scale(skipped=skipped):
             self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
-        self.updated |= not skipped
+        if not skipped:  # so the weights before this step are good
+            self.last_finite = step
 
-    def restore_if_diverged(self, run: RunDirectory, step: int) -> None:
+    def restore_if_diverged(self, run: RunDirectory) -> None:
         """Restore the last good checkpoint if MAX_CONSECUTIVE_SKIPS updates in a row were skipped.
 
         The learning rate is halved. A checkpoint is good if a finite update was made from its
@@ -193,8 +170,6 @@ class TrainingState:
         Raises:
             UsageError: there is no good checkpoint, or a checkpoint was already restored before.
         """
-        if self.updated:  # a step without an update does not show that its weights are good
-            self.last_finite, self.updated = step, False
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
         loaded = self._load_checkpoint(run, at_most=self.last_finite, set_aside=False)
@@ -229,13 +204,10 @@ class TrainingState:
             )
         return fall
 
-    def keep_validation(
-        self, step: int, scores: ProblemScores, accuracy: ProblemScores | None
-    ) -> None:
-        """Record a validation, and keep a copy of the adapter if it is the best so far."""
-        if self.validations.add(step, scores, accuracy):
-            self.weights.fetch()
-            self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
+    def keep_best(self) -> None:
+        """Keep a copy of the adapter, which is the best so far."""
+        self.weights.fetch()
+        self.best = {name: tensor.detach().clone() for name, tensor in self.adapter.items()}
 
     @torch.no_grad()
     def put_on_model(self, adapter: Mapping[str, Tensor]) -> None:
@@ -255,11 +227,10 @@ class TrainingState:
         self.weights.fetch()
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds", "updates")}
+        state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
         state["validations"] = self.validations.to_dict()
         state["learner"] = self.weights.state_dict()
-        protect = self.last_finite
-        run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=protect)
+        run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=self.last_finite)
 
     def restore(self, run: RunDirectory) -> int:
         """Load the newest checkpoint and return the step to continue with."""
@@ -274,19 +245,19 @@ class TrainingState:
         run.truncate(state["step"])
         for name in SAVED:
             setattr(self, name, state[name])
-        self._seconds_before, self.updates = state["seconds"], state["updates"]
+        self._seconds_before = state["seconds"]
         self._load(tensors, state)
         saved = Validations.from_dict(state["validations"])
-        if saved.measure != self.validations.measure:  # another reward, passed from Python
+        if saved.measure == self.validations.measure:
+            self.validations = saved
+            self.best = {
+                k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
+            }
+        else:  # another reward, passed from Python
             terminal.line(
                 "earlier validations are not compared with later ones: they measured the "
                 f"{saved.measure}, not the {self.validations.measure}"
             )
-            return state["step"]
-        self.validations = saved
-        self.best = {
-            k.removeprefix("best/"): t for k, t in tensors.items() if k.startswith("best/")
-        }
         return state["step"]
 
     def _load_checkpoint(
@@ -321,7 +292,6 @@ class MixedPrecisionAdapter:
         self.model_weights = adapter_tensors(policy)
         self.master_weights = self.model_weights
         self.loss_scale = 2.0**14 if policy.dtype == torch.float16 else 1.0
-        self._scales = policy.dtype == torch.float16
         self.good_updates = 0  # number of finite updates in a row
         if policy.dtype != torch.float32:
             self.master_weights = {
@@ -379,7 +349,7 @@ class MixedPrecisionAdapter:
         if at_fault:
             self.loss_scale /= 2
         self.good_updates = 0 if skipped else self.good_updates + 1
-        if self._scales and self.good_updates >= GOOD_UPDATES:
+        if self.policy.dtype == torch.float16 and self.good_updates >= GOOD_UPDATES:
             self.loss_scale, self.good_updates = min(2 * self.loss_scale, MAX_LOSS_SCALE), 0
         return at_fault
 

@@ -1,15 +1,14 @@
-"""Supporting code for the training loop in train_grpo.py: components, data, validation, runs.
+"""Supporting code for the training loop in train_grpo.py: components, data and runs.
 
-`TrainingRun` represents one call of `GRPOTrainer.train`; it manages the run directory, the memory
-plan, the validations, the logs and the export. `Validator` samples as training does, for validation
-and for --doctor.
+`TrainingRun` represents one call of `GRPOTrainer.train`; it manages the memory plan, the
+validations, the logs and the export.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from rlm.cli import UsageError, command_of, required, terminal, to_dict
 from rlm.data import (
-    FORMATS,
     Format,
     Problem,
     answer_types,
@@ -32,7 +30,7 @@ from rlm.data import (
     plain_question,
     stop_token_ids,
 )
-from rlm.evaluation import Evaluation, evaluate
+from rlm.evaluation import Evaluation
 from rlm.model import (
     HOW_TO_TRAIN_SFT,
     AdapterInfo,
@@ -43,12 +41,12 @@ from rlm.model import (
     announce_local_window,
     check_adapter,
     check_base,
-    check_output,
     context_window,
     load_adapter,
     load_base,
     model_directory,
     new_adapter,
+    parameter_count,
     peak_memory_gb,
     pick_device,
     release_memory,
@@ -61,12 +59,18 @@ from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches
-from rlm.training.config import DEFAULT_SFT_ADAPTER, GRPOConfig
+from rlm.training.config import (
+    DEFAULT_SFT_ADAPTER,
+    GPU_DEFAULTS,
+    USUAL_RATES,
+    GRPOConfig,
+    judge_learning_rate,
+)
 from rlm.training.distributed import Distributed
-from rlm.training.memory_plan import plan_memory
-from rlm.training.metrics import announce_run, new_alerts, step_line, time_left, timer
-from rlm.training.resolve import KEPT_AS, follow_adapter
-from rlm.training.state import Learner, MixedPrecisionAdapter, StepControl, TrainingState
+from rlm.training.memory_plan import MemoryPlan, plan_memory
+from rlm.training.metrics import new_alerts, step_line, time_left, timer
+from rlm.training.resolve import KEPT_AS, LARGE, LARGE_MODEL, follow_adapter
+from rlm.training.state import Learner, MixedPrecisionAdapter, TrainingState
 from rlm.training.validation import (
     ProblemScores,
     Validation,
@@ -84,10 +88,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Render = Callable[[Problem], list[int]]  # renders the prompt of a problem as token ids
-# (problems, k, callback) → the mean score of each problem over k completions, for "accuracy" or
-# "reward". The callback is called after each completion.
-ScoreProblems = Callable[[Sequence[Problem], int, Callable[[], None]], Mapping[str, ProblemScores]]
+LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 
 
 class StepScorer(Protocol):
@@ -100,6 +101,30 @@ class StepScorer(Protocol):
         truncated: Sequence[Sequence[bool]] | None = None,
         token_ids: Sequence[Sequence[list[int]]] | None = None,
     ) -> Scores: ...
+
+
+class Trainer(Protocol):
+    """The attributes of a `GRPOTrainer` that this package reads."""
+
+    config: GRPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    policy: PeftModel
+    weights: Learner
+    sampler: RolloutSampler
+    scorer: StepScorer
+    format: Format
+    state: TrainingState
+    distributed: Distributed
+
+    def render(self, problem: Problem) -> list[int]: ...
+
+    def evaluate(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> Evaluation: ...
+
+    def validation_scores(
+        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
+    ) -> Mapping[str, ProblemScores]: ...
 
 
 # --- components of a trainer ----------------------------------------------------------------------
@@ -253,27 +278,26 @@ class TrainingData:
     eval_problems: list[Problem]
     longest_prompts: list[list[int]]  # the token ids of the longest prompts
     answer_types: tuple[AnswerType, ...]  # types of the training problems, most frequent first
+    measure: str  # the score that selects the adapter to export: "accuracy" or "reward"
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
     def read(
         cls,
-        config: GRPOConfig,
-        policy: PeftModel,
-        render: Render,
-        scorer: StepScorer,
+        trainer: Trainer,
         dataset: Iterable[Problem | Mapping[str, Any]],
         eval_dataset: Iterable[Problem | Mapping[str, Any]] | None,
     ) -> TrainingData:
         """Load the problems, and leave out those that do not fit into the context window."""
-        problems, render = as_problems(dataset), cache(render)  # renders each prompt only once
+        config, scorer = trainer.config, trainer.scorer
+        problems, render = as_problems(dataset), cache(trainer.render)  # renders each prompt once
         if isinstance(eval_dataset, Sized) and not len(eval_dataset):
             eval_dataset = None
         eval_problems = []
         if eval_dataset is not None:
             eval_problems = as_problems(eval_dataset, "eval_dataset")
-        announce_local_window(policy)
-        room = context_window(policy), config.max_new_tokens
+        announce_local_window(trainer.policy)
+        room = context_window(trainer.policy), config.max_new_tokens
         problems = drop_long_prompts(problems, render, *room)
         if eval_problems:
             what = "validation problems"
@@ -287,11 +311,9 @@ class TrainingData:
                 "the accuracy on these problems does not measure how well new problems are solved; "
                 "remove these problems from one of the two sets"
             )
-        tags = required(config.reasoning_format, "--reasoning-format")
-        format = FORMATS[tags].with_prompt(config.system_prompt)
         if isinstance(scorer, Scorer):
             check_columns(scorer.reward, problems)
-            if other_forms := describe_other_forms(problems, format):
+            if other_forms := describe_other_forms(problems, trainer.format):
                 warnings.append(other_forms)
             if isinstance(scorer.reward, CorrectnessReward) and config.sft_adapter is None:
                 warnings.append(
@@ -301,129 +323,100 @@ class TrainingData:
                     "(in Python: reward_fn=[FormatReward(), CorrectnessReward()])"
                 )
         kinds = answer_types(problems)
-        return cls(problems, eval_problems, longest, kinds, warnings)
+        is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
+        measure = "reward" if is_own or "open" in kinds else "accuracy"
+        return cls(problems, eval_problems, longest, kinds, measure, warnings)
 
-    def announce(self, config: GRPOConfig, weights: Learner, sampler: RolloutSampler) -> None:
-        """Print an overview of the run, and the warnings about its data."""
-        trainable = sum(tensor.numel() for tensor in weights.master_weights.values())
-        counts = len(self.problems), len(self.eval_problems)
-        announce_run(config, trainable, sampler.description, *counts)
+    def announce(self, trainer: Trainer) -> None:
+        """Print an overview of the run, and warnings about its data and its learning rate."""
+        config = trainer.config
+        limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
+        few = ""
+        if config.group_size < 8:
+            few = " (fewer than 8: the group's mean is noisy, and more groups teach nothing)"
+        values = {option: getattr(config, option.name) for option in fields(config)}
+        usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
+        changed = {
+            o.name: v for o, v in values.items() if v not in (o.default, getattr(usual, o.name))
+        }
+        trainable = sum(tensor.numel() for tensor in trainer.weights.master_weights.values())
+        shown = {
+            "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
+            "device": pick_device(config.dtype) if config.backend == "local" else "the server's",
+            "data": f"{config.dataset or 'from Python'}: {len(self.problems)} problems, "
+            f"{len(self.eval_problems)} to validate on",
+            "trainable": f"{trainable:,} parameters",
+            "sampler": trainer.sampler.description,
+            "algorithm": f"{config.algorithm}: {config.formula}",
+            "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
+            "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
+            "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
+            "signal": "share of groups whose rewards differ; the other groups teach nothing",
+            "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
+        }
+        if not config.plan:
+            shown["run"] = f"{config.run_dir} (all options: config.json)"
+            shown["watch it learn"] = f"rlm view {config.run_dir} --follow (in another terminal)"
+        terminal.table("Stage 2: GRPO", shown)
+        rate = config.learning_rate
+        if problem := judge_learning_rate(rate, config.warmup_steps):
+            terminal.line(f"warning: learning rate {problem[0]}: {problem[1]}; use {USUAL_RATES}")
+        elif rate >= LARGE_RATE and parameter_count(str(config.model)) > LARGE_MODEL:
+            terminal.line(
+                f"warning: learning rate {rate:g} is usual for a model of 135M parameters; "
+                f"{LARGE}, start with {GPU_DEFAULTS['learning_rate']:g}"
+            )
         for warning in self.warnings:
             terminal.line(f"warning: {warning}")
 
+    def plan_memory(self, trainer: Trainer) -> MemoryPlan:
+        """Plan the memory of the run, and turn gradient checkpointing on if the plan needs it.
 
-# --- validation -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Validator:
-    """Samples completions in the same way as training does, and grades and scores them."""
-
-    config: GRPOConfig
-    sampler: RolloutSampler
-    tokenizer: PreTrainedTokenizerBase
-    format: Format
-    scorer: StepScorer
-    answer_types: Sequence[AnswerType]
-
-    @property
-    def measure(self) -> str:
-        """The score that selects the adapter to export.
-
-        The score is "reward" for a custom reward function or open answers, otherwise "accuracy".
+        The plan is the same in all processes.
         """
-        is_own = isinstance(self.scorer, Scorer) and not is_built_in(self.scorer.reward)
-        return "reward" if is_own or "open" in self.answer_types else "accuracy"
-
-    def sample(
-        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
-    ) -> Evaluation:
-        """Sample and grade k completions of each problem; call `advance` after each completion."""
-        return evaluate(
-            self.sampler,
-            self.tokenizer,
-            problems,
-            self.format,
-            max_new_tokens=self.config.max_new_tokens,
-            temperature=self.config.temperature,
-            k=k,
-            seed=self.config.seed,
-            on_finish=advance,
+        plan = plan_memory(
+            trainer.config,
+            trainer.weights,
+            trainer.sampler,
+            self.longest_prompts,
+            len(self.eval_problems),
         )
-
-    def scores(
-        self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
-    ) -> dict[str, ProblemScores]:
-        """Sample completions, and return the scores of each problem by the name of the score.
-
-        The scores contain the strict accuracy, unless all answers are open, and the mean reward if
-        the reward selects the adapter to export.
-        """
-        drawn = self.sample(problems, k, advance)
-        scores: dict[str, ProblemScores] = {}
-        if drawn.comparable:
-            scores["accuracy"] = drawn.per_problem(strict=True)
-        if self.measure == "reward":
-            scores["reward"] = replace(drawn, rewards=drawn.score(self.scorer)).reward_per_problem()
-        return scores
+        plan = trainer.distributed.broadcast(plan)
+        set_gradient_checkpointing(trainer.policy, plan.checkpointing)
+        return plan
 
 
 # --- one run --------------------------------------------------------------------------------------
-
-
-def open_directory(config: GRPOConfig, distributed: Distributed) -> RunDirectory:
-    """Open --run-dir, after checking --output.
-
-    Inside the context of the directory, signals take effect only at the end of a step.
-    """
-    if distributed.is_main:
-        check_output(config.output)  # must precede RunDirectory, which moves an old run away
-    return RunDirectory(config.run_dir, resume=config.resume, writes=distributed.is_main)
 
 
 class TrainingRun:
     """One call of `GRPOTrainer.train`: its directory, memory plan, validations, logs and export.
 
     Attributes:
-        config: the config of the run, with its number of steps set.
         first_step: 0, or the step at which a resumed run continues.
         start_metrics: the metrics of the validation before training.
         memory_plan: the memory of the run, and the size of its micro-batches.
     """
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        data: TrainingData,
-        state: TrainingState,
-        sampler: RolloutSampler,
-        tokenizer: PreTrainedTokenizerBase,
-        directory: RunDirectory,
-        score_problems: ScoreProblems,
-    ) -> None:
+    def __init__(self, trainer: Trainer, data: TrainingData, directory: RunDirectory) -> None:
         """Write the first checkpoint or load the newest one, plan the memory, and validate.
 
         The validation before training is skipped if the run is resumed after its first step.
         """
-        self.config, self.data, self.state = config, data, state
-        self.sampler, self.tokenizer, self.directory = sampler, tokenizer, directory
-        self.policy, self.distributed = state.weights.policy, state.distributed
+        self.trainer, self.data, self.directory = trainer, data, directory
+        config, state, distributed = trainer.config, trainer.state, trainer.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
-        self._score_problems = score_problems
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         self.steps_run = self.first_step  # including those before the run was resumed
         # The reason for stopping early, or "". A run that was killed after an early stop, but
         # before the end of its export, starts with a reason and only exports.
         self._stopped = state.early_stopping_reason(self.first_step)
         self.steps = self.first_step if self._stopped else required(config.steps, "--steps")
-        plan = plan_memory(
-            config, state.weights, sampler, data.longest_prompts, len(data.eval_problems)
-        )
-        self.memory_plan = self.distributed.broadcast(plan)
+        self.memory_plan = data.plan_memory(trainer)
         self._largest = self.memory_plan.train_batch_tokens  # of the micro-batches made last
-        set_gradient_checkpointing(self.policy, self.memory_plan.checkpointing)
+        self._is_last = False  # whether the run ends after the current step
         self.start_metrics = self.validate(0) if self.first_step == 0 else {}
-        directory.raise_if_interrupted(self.distributed.any(directory.interrupted))
+        directory.raise_if_interrupted(distributed.any(directory.interrupted))
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate the adapter after `step` steps, and keep a copy if it is the best so far.
@@ -433,38 +426,57 @@ class TrainingRun:
         Returns:
             The metrics of the validation; empty if there are no validation problems.
         """
-        problems, validations = self.data.eval_problems, self.state.validations
+        trainer, problems = self.trainer, self.data.eval_problems
+        state, distributed = trainer.state, trainer.distributed
         if not problems:
             return {}
-        mine, k = self.distributed.shard(problems), self.config.eval_group_size_for(len(problems))
+        mine, k = distributed.shard(problems), trainer.config.eval_group_size_for(len(problems))
         seconds: dict[str, float] = {}
         shown = terminal.progress("evaluating", k * len(mine))
         with timer(seconds, "time/evaluate"), shown as advance:
-            measured = self._score_problems(mine, k, advance) if mine else {}
-        self.sampler.release()
+            measured = trainer.validation_scores(mine, k, advance) if mine else {}
+        trainer.sampler.release()
         metrics: dict[str, float] = {}
         scores: dict[str, ProblemScores] = {}
         start = "" if step else "start_"
-        for name in self.distributed.broadcast(list(measured)):  # never empty in the main process
-            scores[name] = self.distributed.gather(measured.get(name, []))
+        for name in distributed.broadcast(list(measured)):  # never empty in the main process
+            scores[name] = distributed.gather(measured.get(name, []))
             found = Validation(step, scores[name]).summary(name)
             metrics[f"eval/{start}{name}"] = found["mean"]
             metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
-        if (measure := validations.measure) in scores:
-            self.state.keep_validation(step, scores[measure], scores.get("accuracy"))
+        if (measure := state.validations.measure) in scores:
+            if state.validations.add(step, scores[measure], scores.get("accuracy")):
+                state.keep_best()
             if step == 0:
                 mean = describe_mean(metrics[f"eval/start_{measure}"], measure)
                 samples = sample_count(k, len(problems))
                 terminal.line(f"start: validation {measure} {mean}, {samples}")
         return metrics | seconds
 
+    def validate_if_due(self, step: int) -> dict[str, float]:
+        """Decide whether the run ends after a step, and validate if --eval-every asks for it.
+
+        The decision is the same in all processes.
+
+        Returns:
+            The metrics of the validation; empty if the adapter is not validated.
+        """
+        config, minutes = self.trainer.config, self.trainer.state.minutes
+        out_of_time = config.max_minutes is not None and minutes >= config.max_minutes
+        self._is_last = self.trainer.distributed.broadcast(out_of_time) or step + 1 == config.steps
+        return self.validate(step + 1) if self._is_due(config.eval_every, step) else {}
+
+    def _is_due(self, every: int, step: int) -> bool:
+        """Return whether an action is due after a step: every `every` steps and at the end."""
+        return self._is_last or (every > 0 and (step + 1) % every == 0)
+
     def micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
         """Split rollouts into micro-batches that fit into memory."""
         made = make_micro_batches(
             rollouts,
-            max_rows=self.config.train_batch_size or len(rollouts),
+            max_rows=self.trainer.config.train_batch_size or len(rollouts),
             max_tokens=self.memory_plan.train_batch_tokens,
-            device=next(iter(self.state.adapter.values())).device.type,
+            device=next(iter(self.trainer.state.adapter.values())).device.type,
         )
         self._largest = max((micro.input_ids.numel() for micro in made), default=0)
         return made
@@ -486,12 +498,12 @@ class TrainingRun:
             if self.memory_plan.halved:
                 raise
         # This is outside of `except`, because the exception keeps tensors alive.
-        weights = self.state.weights
+        weights = self.trainer.weights
         for tensor in (*weights.model_weights.values(), *weights.master_weights.values()):
             tensor.grad = None
         release_memory()
         self.memory_plan = self.memory_plan.halve(self._largest)
-        set_gradient_checkpointing(self.policy, True)
+        set_gradient_checkpointing(self.trainer.policy, True)
         terminal.line(
             "out of GPU memory: the computation is repeated in micro-batches of "
             f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
@@ -510,11 +522,11 @@ class TrainingRun:
         Args:
             advantages: the advantage of each rollout, (P, G).
         """
-        directory, config = self.directory, self.config
+        directory, config = self.directory, self.trainer.config
         directory.log(metrics)
         if directory.writes:
             rows = directory.metrics()
-            left = time_left(rows, config, self.state.minutes)
+            left = time_left(rows, config, self.trainer.state.minutes)
             terminal.line(step_line(metrics, self.steps, left))
             for warning in new_alerts(rows):
                 terminal.line(f"warning: {warning}")
@@ -552,24 +564,24 @@ class TrainingRun:
         """Return the character ranges of each completion that a tool wrote, for samples.jsonl."""
         if not any(completion.tool_mask for completion in group.completions):
             return {}
-        return {"tool_calls": [tool_spans(self.tokenizer, c) for c in group.completions]}
+        return {"tool_calls": [tool_spans(self.trainer.tokenizer, c) for c in group.completions]}
 
     def _draw_curves(self, rows: Sequence[Mapping[str, float]]) -> None:
-        title = f"GRPO of {self.config.model} on {self.config.dataset}, {len(rows)} steps"
-        path = self.directory.path / "curves.png"
+        config, path = self.trainer.config, self.directory.path / "curves.png"
         with writing(path):
+            title = f"GRPO of {config.model} on {config.dataset}, {len(rows)} steps"
             learning_curves(rows, path, title)
 
-    def save_or_stop(self, step: int, control: StepControl) -> bool:
+    def save_or_stop(self, step: int) -> bool:
         """Save a checkpoint if one is due, and return whether the run ends at this step."""
-        self.steps_run = step + 1
-        if control.should_evaluate:
-            self._stopped = self.state.early_stopping_reason(step + 1)
+        trainer, self.steps_run = self.trainer, step + 1
+        if self._is_due(trainer.config.eval_every, step):
+            self._stopped = trainer.state.early_stopping_reason(step + 1)
         # This is asked here, because a signal may arrive during the validation.
-        interrupted = self.distributed.any(self.directory.interrupted)
-        if control.should_save or self._stopped or interrupted:
-            self.state.save(self.directory, step + 1)
-        if control.should_stop or self._stopped:
+        interrupted = trainer.distributed.any(self.directory.interrupted)
+        if self._is_due(trainer.config.save_every, step) or self._stopped or interrupted:
+            trainer.state.save(self.directory, step + 1)
+        if self._is_last or self._stopped:
             return True
         self.directory.raise_if_interrupted(interrupted)
         return False
@@ -579,13 +591,46 @@ class TrainingRun:
 
         The best adapter and the last adapter are also saved in --run-dir.
         """
-        rows = self.distributed.broadcast(self.directory.metrics())
-        metrics_after = {row["step"] + 1: row for row in rows}  # a damaged log may lack steps
-        config, state, data = self.config, self.state, self.data
-        validations, last_step = state.validations, self.steps_run
+        trainer, state = self.trainer, self.trainer.state
+        rows = trainer.distributed.broadcast(self.directory.metrics())
+        summary = self._summary(rows)
+        # The accuracy after each validated step; a damaged log may lack steps.
+        accuracies = {row["step"] + 1: row.get("eval/accuracy") for row in rows}
+        accuracies[0] = summary["start_accuracy"]
+        last = {name: tensor.detach().clone() for name, tensor in state.adapter.items()}
+        found: dict[str, tuple[int, Mapping[str, Tensor]]] = {"last": (self.steps_run, last)}
+        if state.validations.best:
+            found["best"] = state.validations.best.step, state.best
+
+        def save(name: str, path: Path, keep_previous: bool) -> dict[str, Any]:
+            step, tensors = found[name]
+            state.put_on_model(tensors)
+            trainer.sampler.invalidate_weights()  # a recipe may sample with the exported adapter
+            of_step = summary | {"step": step, "accuracy": accuracies.get(step)}
+            if trainer.distributed.is_main:
+                save_adapter(
+                    trainer.policy, trainer.tokenizer, path, of_step, keep_previous=keep_previous
+                )
+            return of_step
+
+        for name in found:
+            save(name, trainer.config.run_dir / KEPT_AS[name], keep_previous=False)
+        if trainer.distributed.is_main and rows:
+            self.directory.write_csv(rows)
+            self._draw_curves(rows)
+        return save(summary["exported"], trainer.config.output, keep_previous=True)
+
+    def _summary(self, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Return the contents of run.json that are the same for the best and the last adapter.
+
+        Args:
+            rows: the metrics of the logged steps.
+        """
+        config, state, data = self.trainer.config, self.trainer.state, self.data
         validated_on = len(data.eval_problems)
-        exported, reason = choose_export(validations, last_step, self._stopped)
-        summary: dict[str, Any] = {
+        exported, reason = choose_export(state.validations, self.steps_run, self._stopped)
+        first = next((row for row in rows if row["step"] == 0), {})
+        return {
             "stage": "grpo",
             "base_model": config.model,
             "base_hash": state.base_hash or None,
@@ -596,38 +641,14 @@ class TrainingRun:
             "dataset": config.dataset,
             "answer_types": list(data.answer_types),
             "questions": example_questions(data.eval_problems or data.problems),
-            "start_accuracy": metrics_after.get(1, {}).get("eval/start_accuracy"),
+            "start_accuracy": first.get("eval/start_accuracy"),
             "validated_on": validated_on,
-            "validation": validations.summary(config.eval_group_size_for(validated_on)),
+            "validation": state.validations.summary(config.eval_group_size_for(validated_on)),
             "exported": exported,
             "reason": reason,
-            "steps_run": last_step,
+            "steps_run": self.steps_run,
             "commit": git_commit(),
             "seconds": state.seconds,
             "peak_memory_gb": peak_memory_gb(),
             "config": to_dict(config),
         }
-        last = {name: tensor.detach().clone() for name, tensor in state.adapter.items()}
-        found: dict[str, tuple[int, Mapping[str, Tensor]]] = {"last": (last_step, last)}
-        if validations.best:
-            found["best"] = validations.best.step, state.best
-
-        def save(name: str, path: Path, keep_previous: bool) -> dict[str, Any]:
-            step, tensors = found[name]
-            state.put_on_model(tensors)
-            self.sampler.invalidate_weights()  # a recipe may sample with the exported adapter
-            metrics = metrics_after.get(step, {})
-            accuracy = metrics.get("eval/accuracy") if step else summary["start_accuracy"]
-            of_step = summary | {"step": step, "accuracy": accuracy}
-            if self.distributed.is_main:
-                save_adapter(
-                    self.policy, self.tokenizer, path, of_step, keep_previous=keep_previous
-                )
-            return of_step
-
-        for name in found:
-            save(name, config.run_dir / KEPT_AS[name], keep_previous=False)
-        if self.distributed.is_main and rows:
-            self.directory.write_csv(rows)
-            self._draw_curves(rows)
-        return save(exported, config.output, keep_previous=True)

@@ -47,7 +47,7 @@ from rlm.training import (
     rollout_seeds,
     token_logprobs,
 )
-from rlm.training.doctor import Doctor
+from rlm.training.doctor import run_doctor
 from tests.test_train_grpo import CPU, likes_letters
 from train_grpo import GRPOTrainer
 
@@ -359,7 +359,7 @@ def test_the_doctor_samples_there(sdk, model_dir, tmp_path, capsys):
     trainer = GRPOTrainer(
         str(model_dir), a_config(tmp_path, "http://there", doctor=True), reward_fn=likes_letters
     )
-    found = Doctor(trainer.validator, trainer.weights, trainer.render).run(PROBLEMS)
+    found = run_doctor(trainer, PROBLEMS)
     said = capsys.readouterr().out
     assert "reward, mean" in said
     assert found == ("FAULT" in said)

@@ -124,8 +124,8 @@ def test_a_warning_is_printed_when_it_begins_and_not_again(tmp_path, capsys):
     with RunDirectory(tmp_path / "run", resume=False) as run:
         made = TrainingRun.__new__(TrainingRun)  # only the attributes that log_step reads
         made.directory, made.steps = run, 20
-        made.config = GRPOConfig(steps=20, eval_every=0)
-        made.state = SimpleNamespace(minutes=0.0)
+        config = GRPOConfig(steps=20, eval_every=0)
+        made.trainer = SimpleNamespace(config=config, state=SimpleNamespace(minutes=0.0))
         for step in range(1, RECENT_STEPS + 3):  # no sample is printed in these steps
             metrics = GOOD | times | {"completion/length_mean": 9.0, "optim/grad_norm": 1.0}
             metrics |= {"step": step, "completion/truncated_rate": 0.75}

@@ -13,7 +13,7 @@ from rlm.rewards import FormatReward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig, judge_learning_rate
-from rlm.training.doctor import Doctor, _reward, _signal
+from rlm.training.doctor import _reward, _signal, diagnose, run_doctor
 from tests.test_scripts import run
 from tests.test_train_grpo import CPU, PROBLEMS
 
@@ -70,12 +70,11 @@ def look(
     )  # fmt: skip
     trainer = train_grpo.GRPOTrainer(str(model_dir), config, reward, device=CPU)
     trainer.sampler = Scripted(trainer.tokenizer, text, truncated)
-    doctor = Doctor(trainer.validator, trainer.weights, trainer.render)
-    return doctor, *doctor.diagnose(problems)[:2]
+    return trainer, *diagnose(trainer, problems)[:2]
 
 
 def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
-    doctor, metrics, findings = look(model_dir, tmp_path)
+    trainer, metrics, findings = look(model_dir, tmp_path)
     assert findings == []
     assert metrics == {
         "reward, mean": 0.5,
@@ -88,7 +87,7 @@ def test_a_sound_set_up_gets_no_advice(model_dir, tmp_path, capsys):
         "answer anywhere": 1.0,
         "truncated": 0.0,
     }
-    assert doctor.run(PROBLEMS) == 0
+    assert run_doctor(trainer, PROBLEMS) == 0
     out = capsys.readouterr().out
     assert "ready to train" in out
     for name, reward, verdict in (

@@ -8,7 +8,7 @@ import torch
 from rlm.sampling import Token
 from rlm.training import dry_run
 from rlm.training.config import GRPOConfig
-from rlm.training.dry_run import DryRun, SamplingTime, time_sampling
+from rlm.training.dry_run import SamplingTime, show_plan, time_learning, time_sampling
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer, force_checkpointing
 
 
@@ -22,19 +22,13 @@ def state_of(trainer):
     return copies | {"random": torch.get_rng_state()}
 
 
-def dry_run_of(trainer, *problems):
-    data = trainer.prepare(*problems)
-    parts = trainer.weights, trainer.sampler, trainer.render, trainer.distributed
-    return DryRun(trainer.config, data, *parts)
-
-
 @pytest.mark.parametrize("options", [{}, {"kl_weight": 0.1, "sampler": "unmerged"}])
 def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatch):
     if options:
         force_checkpointing(monkeypatch)
     trainer = a_trainer(model_dir, a_config(tmp_path, plan=True, **options))
     before = state_of(trainer)
-    dry_run_of(trainer, PROBLEMS, PROBLEMS[:3]).show()
+    show_plan(trainer, trainer.prepare(PROBLEMS, PROBLEMS[:3]))
     after = state_of(trainer)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in after)
@@ -59,7 +53,7 @@ def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
     model_dir, tmp_path, capsys, monkeypatch, rate, warns
 ):
     """The learning rate of a config made in Python does not depend on the size of the model."""
-    monkeypatch.setattr("rlm.training.metrics.LARGE_MODEL", 1000)
+    monkeypatch.setattr("rlm.training.trainer.LARGE_MODEL", 1000)
     a_trainer(model_dir, a_config(tmp_path, learning_rate=rate)).prepare(PROBLEMS, PROBLEMS[:3])
     said = "warning: learning rate 0.0003 is usual for a model of 135M parameters"
     assert (said in capsys.readouterr().out) == warns
@@ -114,10 +108,11 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
         clock.now += seconds[len(timed)]
         timed.append(micro)
 
-    monkeypatch.setattr(DryRun, "_forward_and_backward", pass_of)
+    monkeypatch.setattr(dry_run, "_forward_and_backward", pass_of)
     options = {"train_batch_size": 2, "updates_per_batch": 3, "max_new_tokens": 5}
     trainer = a_trainer(model_dir, a_config(tmp_path, **options))
-    found, micro_batches = dry_run_of(trainer, PROBLEMS, None).time_learning(PROBLEMS[8:12])
+    plan = trainer.prepare(PROBLEMS, None).plan_memory(trainer)
+    found, micro_batches = time_learning(trainer, plan, PROBLEMS[8:12])
     assert [micro.lengths for micro in micro_batches] == [[5, 5]] * 8
     assert all(micro is micro_batches[0] for micro in timed)
     assert len(timed) == 3
@@ -133,9 +128,9 @@ def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
     """
     micro = SimpleNamespace(lengths=[6], input_ids=torch.zeros(1, 9))
     monkeypatch.setattr(dry_run, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
-    monkeypatch.setattr(DryRun, "time_learning", lambda *_: (3.0, [micro]))
+    monkeypatch.setattr(dry_run, "time_learning", lambda *_: (3.0, [micro]))
     trainer = a_trainer(model_dir, a_config(tmp_path, algorithm="dapo"))
-    dry_run_of(trainer, PROBLEMS, PROBLEMS[:3]).show()
+    show_plan(trainer, trainer.prepare(PROBLEMS, PROBLEMS[:3]))
     said = capsys.readouterr().out
     assert "a step: 75.0 s: sampling 72.0, learning 3.0" in said
     assert "a validation: 18.0 s" in said

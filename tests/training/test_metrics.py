@@ -18,13 +18,12 @@ from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 from rlm.training.metrics import (
     LearnMetrics,
-    announce_run,
     remaining,
     step_metrics,
     time_left,
 )
 from rlm.training.state import TrainingState
-from rlm.training.trainer import TrainingRun
+from rlm.training.trainer import TrainingData, TrainingRun
 
 
 def completion(length, reason="stop"):
@@ -89,8 +88,8 @@ def test_the_metrics_of_learning_by_hand():
     long, short = micro_batch([[-1.0, -2.0], [-3.0, 0.0]], 2, 1), micro_batch([[-1.0]], 1)
     logprobs = torch.tensor([[-1.5, -2.0], [-3.0, -9.0]]), torch.tensor([[-3.0]])
     entropy = torch.tensor([[0.5, 0.25], [0.25, 0.0]]), torch.tensor([[2.0]])
-    first = LossSums(9.0, 9.0, 9.0, 9, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, 9, tokens=1)
-    last = LossSums(0.5, 0.25, 2.0, 1, 0, tokens=3), LossSums(-0.25, 0.5, 1.0, 0, 1, tokens=1)
+    first = LossSums(9.0, 9.0, 9.0, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, tokens=1)
+    last = LossSums(0.5, 0.25, 2.0, 1, tokens=3), LossSums(-0.25, 0.5, 1.0, 1, tokens=1)
     learned = LearnMetrics(grad_norms=[0.9, 0.7])
     mine, other = (LearnMetrics(grad_norms=[0.9, 0.7]) for _ in range(2))  # two processes
     for update, sums in enumerate((first, last)):
@@ -137,7 +136,10 @@ def test_gather_loses_nothing_whoever_has_more(monkeypatch, first, second, expec
 @pytest.mark.parametrize("size", [7, 8])
 def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys):
     config = GRPOConfig(model="m", dataset="d", group_size=size, steps=20, max_minutes=3.0)
-    announce_run(config, 32, "merged", 9, 4)
+    data = TrainingData([None] * 9, [None] * 4, [], ("number",), "accuracy")
+    weights = SimpleNamespace(master_weights={"lora_A": torch.zeros(32)})
+    sampler = SimpleNamespace(description="merged")
+    data.announce(SimpleNamespace(config=config, weights=weights, sampler=sampler))
     said = capsys.readouterr().out
     for text in (
         "d: 9 problems, 4 to validate on",
@@ -186,8 +188,12 @@ def test_the_time_that_is_left_by_hand(options, expected):
 def test_the_limit_of_a_run_is_in_minutes():
     state = TrainingState(None, None, "", _began=time.monotonic() - 90)
     for limit, over in ((1, True), (60, False)):
-        config = GRPOConfig(steps=9, max_minutes=limit)
-        assert state.control_after(0, config).should_stop is over
+        made = TrainingRun.__new__(TrainingRun)  # only the attributes that this reads
+        made.data = TrainingData([], [], [], (), "accuracy")
+        config = GRPOConfig(steps=9, max_minutes=limit, save_every=0)
+        made.trainer = SimpleNamespace(config=config, state=state, distributed=Distributed())
+        assert made.validate_if_due(0) == {}
+        assert made._is_last is over
 
 
 def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
@@ -202,8 +208,8 @@ def test_samples_hold_the_strict_verdict_and_what_was_cut(tmp_path):
     config = GRPOConfig(steps=1, reasoning_format="deepseek")
     with RunDirectory(tmp_path / "run", resume=False) as run:
         made = TrainingRun.__new__(TrainingRun)  # only the attributes that log_step reads
-        made.directory, made.config, made.steps = run, config, 1
-        made.state = SimpleNamespace(minutes=0.0)
+        made.directory, made.steps = run, 1
+        made.trainer = SimpleNamespace(config=config, state=SimpleNamespace(minutes=0.0))
         made.log_step(metrics, [group], none)
     (row,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").open())
     assert row["truncated"] == [False, True]
