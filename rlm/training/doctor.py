@@ -98,7 +98,8 @@ def diagnose(
     rewards = drawn.score(scorer)
     metrics = _metrics(drawn, rewards, config.advantage)
     teach = _teach_the_format(config, problems)
-    of_reward = list(_reward(scorer, format, problems[0], metrics, rewards))
+    solved = next((problem for problem in problems if problem.has_steps), problems[0])
+    of_reward = list(_reward(scorer, format, solved, metrics, rewards))
     ignored = any(finding.fault for finding in of_reward)
     findings = [
         *_template(trainer.tokenizer, format),
@@ -258,7 +259,9 @@ def _reward(
     """Detect a reward that does not prefer right answers, by scoring right and wrong texts."""
     if problem.answer_type == "open":  # open answers have no reference
         return
-    right = tags.completion("It follows.", problem.answer)
+    # A reward may also check the reasoning, and then pays only for a worked solution.
+    brief = "It follows."
+    right = [tags.completion(text, problem.answer) for text in (brief, problem.solution or brief)]
     worthless = {
         "an empty completion": "",
         "empty tags": tags.completion("", ""),
@@ -266,9 +269,10 @@ def _reward(
         "the question": problem.question,
         "a wrong answer": tags.completion("It follows.", f"{problem.answer}7"),
     }
-    asked = [right, *worthless.values()]
+    asked = [*right, *worthless.values()]
     (found,) = scorer([problem], [asked], [[False] * len(asked)]).rewards
-    best, *others = [-1e9 if r is None else r for r in found]
+    without_steps, with_steps, *others = [-1e9 if r is None else r for r in found]
+    best = max(without_steps, with_steps)
     given, share = {r for row in rewards for r in row}, metrics["pass@1, strict"]
     if len(given) == 1 and 0 < share < 1:
         yield Finding(

@@ -7,9 +7,10 @@ import pytest
 from conftest import byte_tokenizer, tiny_model
 
 import train_grpo
+from examples import roman
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
-from rlm.rewards import FormatReward
+from rlm.rewards import FormatReward, Scorer, as_reward
 from rlm.rewards.scorer import Scores
 from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig, judge_learning_rate
@@ -223,9 +224,19 @@ def test_a_reward_may_be_below_zero_but_not_the_same_for_all():
         asked = (lambda *_: Scores([scores])), FORMATS["deepseek"], problem
         return [finding.name for finding in _reward(*asked, figures, rewards)]
 
-    better = [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    better = [1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     assert found(better, [[1.0, -1.0, -1.0]]) == []
     assert found(better, [[-1.0, -1.0], [-1.0]]) == ["the reward ignores correctness"]
+
+
+def test_a_reward_may_ask_for_steps():
+    def found(solution):
+        problem = Problem("a", "Write 14.", "XIV", solution, answer_type="text")
+        asked = Scorer(as_reward(roman.reward), "deepseek"), FORMATS["deepseek"], problem
+        return [finding.name for finding in _reward(*asked, {"pass@1, strict": 0.5}, [[1.0, 0.0]])]
+
+    assert found("10 is X\n4 is IV") == []
+    assert found("10 is X\n4 is V") == ["a wrong answer is rewarded"]
 
 
 @pytest.mark.parametrize(("share", "faults"), [(0.4, []), (0.9, [False]), (0.98, [True])])
