@@ -148,12 +148,10 @@ def parse_rows(
             row = _decode(row) if isinstance(row, bytes) else row
             renamed = {} if isinstance(row, Problem) else rename_columns(row, columns or {})
             made = [row] if isinstance(row, Problem) else parse(renamed, f"{prefix}-{number}")
-            new: dict[str, Problem] = {}
-            for problem in made:
-                if problem.id in problems or problem.id in new:
-                    raise ValueError(f"duplicate id: {problem.id!r}")
-                new[problem.id] = problem
-            problems |= new
+            ids = [problem.id for problem in made]
+            if repeated := [each for each in ids if each in problems or ids.count(each) > 1]:
+                raise ValueError(f"duplicate id: {repeated[0]!r}")
+            problems |= zip(ids, made, strict=True)
             used += 1
             if seen and isinstance(row, Mapping):  # a user's list may hold Problems
                 seen.add(row, renamed)
