@@ -1,12 +1,10 @@
 from .flags import Flag as Flag
-from .flags import always as always
 from .flags import by_field as by_field
 from .flags import check_values as check_values
 from .flags import find_choice as find_choice
 from .flags import flag as flag
 from .flags import print_once as print_once
 from .flags import print_stderr as print_stderr
-from .flags import spelling as spelling
 from .flags import takes_aliases as takes_aliases
 from .main import CONSOLE as CONSOLE
 from .main import check_command_line as check_command_line

@@ -8,7 +8,6 @@ The error for an unknown name suggests the option with the most similar name.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import io
@@ -162,32 +161,6 @@ def flag(default: Any, help: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
-def spelling(kind: type, becomes: Callable[[Any], Mapping[str, Any]], **about: Any) -> Flag:
-    """Declare an alias that has its own values, which set other fields.
-
-    Args:
-        kind: type of the values.
-        becomes: returns the fields that a value sets.
-        about: the other fields of `Flag`.
-    """
-    return Flag(kind=kind, becomes=becomes, hidden=True, **about)
-
-
-def always(value: object, reason: str, **about: Any) -> Flag:
-    """Declare an option that accepts only one value, because other programs have this option.
-
-    Args:
-        reason: the error message for any other value.
-    """
-
-    def refuse_others(given: object) -> Mapping[str, Any]:
-        if given != value:
-            raise ValueError(reason)
-        return {}
-
-    return spelling(type(value), refuse_others, default=value, **about)
-
-
 @cache  # resolving the annotations takes milliseconds, and each config is checked several times
 def flags_of(cls: type) -> Sequence[Flag]:
     """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS."""
@@ -207,7 +180,7 @@ def flags_of(cls: type) -> Sequence[Flag]:
         )
         for field, flag in flags
     ]
-    named += [dataclasses.replace(flag, name=name) for name, flag in spellings.items()]
+    named += [dataclasses.replace(f, name=name, hidden=True) for name, f in spellings.items()]
     return tuple(
         dataclasses.replace(flag, aliases=(*flag.aliases, *others.get(flag.name, ())))
         for flag in named
@@ -227,7 +200,8 @@ def takes_aliases(cls: type[T]) -> type[T]:
     @wraps(make)
     def init(self: T, *args: Any, **options: Any) -> None:
         given = by_field(cls, dict(zip(names, args, strict=False)) | options)
-        values = defaults | normalised(cls, given)
+        flags = {flag.name: flag for flag in flags_of(cls)}
+        values = defaults | {name: flags[name].normalised(given[name]) for name in given}
         complete = getattr(cls, "complete", None)
         make(self, **(complete(values) if complete else values))
 
@@ -278,16 +252,6 @@ def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def normalised(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values to the form that a config stores.
-
-    A choice in another spelling (Dr.GRPO) becomes the choice, and a string becomes a Path if the
-    field is one.
-    """
-    flags = {flag.name: flag for flag in flags_of(cls)}
-    return {name: flags[name].normalised(value) for name, value in values.items()}
-
-
 def check_values(config: object) -> None:
     """Check the values of a config against the choices and bounds of their flags; None is valid.
 
@@ -321,7 +285,7 @@ def replace_unencodable(stream: IO[str]) -> None:
     Python's stderr needs no such change, because it escapes these characters.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-        with contextlib.suppress(OSError):  # the reader has gone, so the stream cannot be flushed
+        with suppress(OSError):  # the reader has gone, so the stream cannot be flushed
             stream.reconfigure(errors="replace")
 
 

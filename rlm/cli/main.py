@@ -156,10 +156,9 @@ def _what_takes_less(cls: type) -> str:
     """Return advice on the options of a script that reduce its memory use."""
     options = {field.name for field in dataclasses.fields(cls)}
     lower = ("train_batch_size", "micro_batch", "max_num_seqs", "max_length", "max_new_tokens")
-    use = {"quantize": "--quantize 4bit", "model": "--model"}
-    named = " or ".join("--" + name.replace("_", "-") for name in lower if name in options)
+    use = {"quantize": "--quantize 4bit", "model": "a smaller --model"}
+    named = " or ".join(with_dashes(name) for name in lower if name in options)
     used = ", ".join(text for name, text in use.items() if name in options)
-    used = used.replace("--model", "a smaller --model")
     return "; ".join(filter(None, [named and f"lower {named}", used and f"use {used}"])) or "--help"
 
 

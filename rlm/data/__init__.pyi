@@ -5,7 +5,6 @@ from .experiences import apply_experiences as apply_experiences
 from .experiences import experience_block as experience_block
 from .experiences import load_experiences as load_experiences
 from .experiences import similarity as similarity
-from .experiences import with_experiences as with_experiences
 from .loaders import OwnFile as OwnFile
 from .loaders import check_dataset as check_dataset
 from .loaders import data_files as data_files

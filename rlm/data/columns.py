@@ -171,7 +171,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     renamed = rename_columns(row, columns)
     chat = next((name for name in CHAT_FIELDS if renamed.get(name) is not None), None)
     question = chat or question_column(names)
-    if chat is None and _ends_with_reply(renamed):
+    if chat is None and _reply(renamed) is not None:
         chat = question
     worked = chat or names.get("completion", solution)
     answer = _first(names, ANSWER_FIELDS) or (_verl_answer(row) and "reward_model.ground_truth")
@@ -194,23 +194,21 @@ def question_column(columns: Mapping[str, str]) -> str | None:
     return _first(columns, QUESTION_FIELDS)
 
 
-def unread_texts(row: Row, columns: Mapping[str, str]) -> list[str]:
+def unread_texts(row: Row, renamed: Row) -> list[str]:
     """Return the columns of a row with a text of several words that is not shown to the model.
 
-    >>> unread_texts({"question": "Is it?", "passage": "Ice is cold water.", "answer": True}, {})
+    Args:
+        renamed: the row after `rename_columns`.
+
+    >>> row = {"question": "Is it?", "passage": "Ice is cold water.", "answer": True}
+    >>> unread_texts(row, row)
     ['passage']
     """
-    if _chat(renamed := rename_columns(row, columns)) is not None:
+    if _chat(renamed) is not None:
         return []
     read = {*FIELDS, *QUESTION_FIELDS, *ANSWER_FIELDS, *CHOICE_FIELDS, *_lettered(renamed)}
     rest = ((name, renamed[name]) for name in row if name in renamed and name not in read)
     return [name for name, text in rest if isinstance(text, str) and text.count(" ") > 2]
-
-
-def _ends_with_reply(row: Row) -> bool:
-    """Return whether a chat in the row ends with an assistant message."""
-    chat = _chat(row)
-    return chat is not None and _messages(chat)[-1][0] == "assistant"
 
 
 def has_system_message(row: Row) -> bool:

@@ -258,23 +258,20 @@ class OwnFile:
                 f"--split {selection.rows}: a file has one split, train; pass for example "
                 "train[:500]"
             )
-        found = read_file(self.path)
         bounds = cut if selection.rows else bounds
-        if bounds != WHOLE:
-            found = cut_rows(list(found), bounds)
-        told = {"quiet": role == "validation", "columns": parse_columns(selection.columns)}
-        problems = parse_rows(found, str(self), self.path.stem, parse_row, **told)
+        problems = self.read(selection.columns, bounds, quiet=role == "validation")
         problems = hold_out(problems, role, str(self))
         return shuffle_train(problems, split, selection.seed)[: selection.max_samples]
 
-    def peek(self, columns: str | None, rows: str | None) -> list[Problem]:
-        """Return all problems, or [] if the file is too large to be read twice."""
-        _, bounds = split_slice(rows or "train")
-        if self.path.stat().st_size > SMALL_FILE:
-            return []
-        told = {"quiet": True, "columns": parse_columns(columns)}
-        found = cut_rows(list(read_file(self.path)), bounds)
-        return parse_rows(found, str(self), self.path.stem, parse_row, **told)
+    def read(
+        self, columns: str | None = None, bounds: Bounds = WHOLE, quiet: bool = False
+    ) -> list[Problem]:
+        """Return the problems between two bounds, in the order of the file."""
+        rows = read_file(self.path)
+        if bounds != WHOLE:
+            rows = cut_rows(list(rows), bounds)
+        names = parse_columns(columns)
+        return parse_rows(rows, str(self), self.path.stem, parse_row, quiet=quiet, columns=names)
 
 
 @dataclass(frozen=True)
@@ -495,8 +492,11 @@ def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[P
     Raises:
         UsageError: a file contains too many invalid rows.
     """
-    files = (part for part in parse_dataset(dataset) if isinstance(part, OwnFile))
-    return [problem for file in files for problem in file.peek(columns, rows)]
+    problems: list[Problem] = []
+    for part in parse_dataset(dataset):
+        if isinstance(part, OwnFile) and part.path.stat().st_size <= SMALL_FILE:
+            problems += part.read(columns, split_slice(rows or "train")[1], quiet=True)
+    return problems
 
 
 def own_files(dataset: str) -> set[Path]:
@@ -557,8 +557,7 @@ def load_jsonl(path: str | Path) -> list[Problem]:
     Raises:
         UsageError: the file cannot be read, has no valid line, or has more than 5 % invalid lines.
     """
-    file = Path(path)
-    return parse_rows(read_file(file), str(file), file.stem, parse_row, columns={})
+    return OwnFile(Path(path)).read()
 
 
 def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:

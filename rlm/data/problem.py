@@ -148,12 +148,10 @@ def parse_rows(
             row = _decode(row) if isinstance(row, bytes) else row
             renamed = {} if isinstance(row, Problem) else rename_columns(row, columns or {})
             made = [row] if isinstance(row, Problem) else parse(renamed, f"{prefix}-{number}")
-            new: dict[str, Problem] = {}
-            for problem in made:
-                if problem.id in problems or problem.id in new:
-                    raise ValueError(f"duplicate id: {problem.id!r}")
-                new[problem.id] = problem
-            problems |= new
+            ids = [problem.id for problem in made]
+            if repeated := [each for each in ids if each in problems or ids.count(each) > 1]:
+                raise ValueError(f"duplicate id: {repeated[0]!r}")
+            problems |= zip(ids, made, strict=True)
             used += 1
             if seen and isinstance(row, Mapping):  # a user's list may hold Problems
                 seen.add(row, renamed)
@@ -193,7 +191,7 @@ class _SeenColumns:
     def add(self, row: Row, renamed: Row) -> None:
         """Count a row, and the same row with its columns renamed."""
         self.layout = self.layout or describe_layout(row, self.columns)
-        self.unread |= dict.fromkeys(unread_texts(row, self.columns))
+        self.unread |= dict.fromkeys(unread_texts(row, renamed))
         self.asked = question_column({**{name: name for name in row}, **self.columns}) or self.asked
         self.with_system += has_system_message(renamed)
 
@@ -286,13 +284,12 @@ def _by_reason(bad: Sequence[tuple[int, Exception]]) -> list[str]:
     for number, error in bad:
         reason, colon, detail = str(error).partition(": ")
         places.setdefault(reason, []).append(f"line {number}{colon}{detail}")
-    shown = {reason: found[:BAD_LINES_SHOWN] for reason, found in places.items()}
-    more = {reason: len(found) - len(shown[reason]) for reason, found in places.items()}
-    return [
-        f"{len(found)} {reason} ({'; '.join(shown[reason])}"
-        + (f"; and {more[reason]} more)" if more[reason] else ")")
-        for reason, found in places.items()
-    ]
+    parts = []
+    for reason, found in places.items():
+        shown, more = found[:BAD_LINES_SHOWN], len(found) - BAD_LINES_SHOWN
+        shown += [f"and {more} more"] if more > 0 else []
+        parts.append(f"{len(found)} {reason} ({'; '.join(shown)})")
+    return parts
 
 
 def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list[Problem]:

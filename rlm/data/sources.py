@@ -122,12 +122,12 @@ def _read_whole(data: bytes) -> list[Row] | None:
         found = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    parts = list(found.values()) if _is_object(found) else []
+    parts = list(found.values()) if isinstance(found, dict) else []
     if len(parts) > 1 and _is_rows(parts) and len({tuple(part) for part in parts}) == 1:
         if not all(number.isdecimal() for number in parts[0]):
             return parts
         return [{name: column[n] for name, column in found.items()} for n in parts[0]]
-    lists = [value for value in found.values() if _is_rows(value)] if _is_object(found) else [found]
+    lists = list(filter(_is_rows, parts)) if isinstance(found, dict) else [found]
     if len(lists) == len(parts) > 1 and not {*CHAT_FIELDS} & found.keys():
         raise ValueError(f"it contains several datasets ({', '.join(found)}): save each as a file")
     if len(lists) != 1 or not _is_rows(lists[0]):
@@ -135,12 +135,8 @@ def _read_whole(data: bytes) -> list[Row] | None:
     return lists[0]
 
 
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
 def _is_rows(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_object, value))
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
@@ -240,10 +236,8 @@ def read_dataset(
     import datasets
 
     with _reaching_hub(name, arguments["path"]):
-        if _is_saved(arguments["path"]):
-            rows = _saved_splits(arguments["path"])[arguments["split"]]
-        else:
-            rows = datasets.load_dataset(**arguments)
+        saved = _saved_splits(arguments["path"])
+        rows = saved[arguments["split"]] if saved else datasets.load_dataset(**arguments)
         if choose is None:
             yield from enumerate(rows, 1)
         else:
@@ -255,19 +249,18 @@ def split_names(name: str, path: str, config: str | None) -> list[str]:
     import datasets
 
     with _reaching_hub(name, path):
-        if _is_saved(path):
-            return [*_saved_splits(path)]
-        return datasets.get_dataset_split_names(path, config)
-
-
-def _is_saved(path: str) -> bool:
-    """Return whether `path` is a directory that the `save_to_disk` method of a dataset wrote."""
-    return any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
+        return [*_saved_splits(path)] or datasets.get_dataset_split_names(path, config)
 
 
 def _saved_splits(path: str) -> dict[str, Any]:
+    """Return the splits that the `save_to_disk` method of a dataset wrote to `path`, by name.
+
+    The result is empty if `path` is not a directory that this method wrote.
+    """
     import datasets
 
+    if not any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return {}
     found = datasets.load_from_disk(path)
     splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
     return {str(name): split for name, split in splits.items()}

@@ -134,7 +134,8 @@ def read_text(text: str) -> str | None:
     text = _DEGREES.sub("°", text)
     text = _ROOT.sub(lambda found: f"√{found[1] or found[2]}", text)
     text = _SCRIPTS.sub(lambda found: ("^" if found["up"] else "_") + found[0], text)
-    plain = _BRACED.sub(r"\1", _folded(text))
+    folded = unicodedata.normalize("NFKC", text).translate(_TYPOGRAPHIC).casefold()
+    plain = _BRACED.sub(r"\1", " ".join(folded.split()))
     if intervals := _INTERVALS.fullmatch(plain.strip(" .,;:!?\"'`*_$")):
         return _SPACED.sub(r"\1", intervals[0])
     # In a longer text or after a large number, ! ends the sentence.
@@ -146,11 +147,6 @@ def read_text(text: str) -> str | None:
             if number is not None:
                 return str(number)
     return _SPACED.sub(r"\1", plain) or None
-
-
-def _folded(text: str) -> str:
-    plain = unicodedata.normalize("NFKC", text).translate(_TYPOGRAPHIC)
-    return " ".join(plain.casefold().split())
 
 
 # The function that reads each answer type. It returns a key that is the same for equal answers, or

@@ -29,7 +29,6 @@ from .base import check_context_window as check_context_window
 from .base import context_window as context_window
 from .base import decoder_and_head as decoder_and_head
 from .base import load_base as load_base
-from .base import load_empty_base as load_empty_base
 from .base import load_tokenizer as load_tokenizer
 from .base import local_window as local_window
 from .base import model_directory as model_directory

@@ -44,7 +44,7 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
         below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
         if below:
             how_to_make = f"name the folder in it: {', '.join(below)}"
-        elif output := _config(path).get("output"):  # a run directory
+        elif output := _settings(path / "config.json").get("output"):  # a run directory
             how_to_make = f"it is the directory of a run, whose adapter is saved in {output}"
         elif (path / "adapter_model.bin").is_file():
             how_to_make = (
@@ -72,17 +72,19 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 
 def _is_base(path: Path) -> bool:
     """Return whether a path without an adapter is a base model: its folder, or its hub id."""
+    if "model_type" in _settings(path / "config.json"):
+        return True
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
-    return "model_type" in _config(path) or bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
+    return bool(is_hub_id and path.parts[0] not in OUR_FOLDERS)
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """Return the config.json of a base model or of a run directory, or {} if there is none."""
+def _settings(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if the file contains none."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ class AdapterInfo:
             UsageError: the file cannot be read, it or its config is not a JSON object, or one of
                 its values is unknown or of a wrong type.
         """
-        file, made_for = path / "run.json", _peft_settings(path).get("base_model_name_or_path")
+        file = path / "run.json"
+        made_for = _settings(path / ADAPTER_FILES[0]).get("base_model_name_or_path")
         made_for = made_for if isinstance(made_for, str) and made_for else None
         if not file.exists():
             return cls(path, made_for)
@@ -222,7 +225,7 @@ class AdapterInfo:
         Raises:
             UsageError: the user set one of the two options to another value.
         """
-        settings = _peft_settings(self.path)
+        settings = _settings(self.path / ADAPTER_FILES[0])
         own = {"lora_r": settings.get("r"), "lora_alpha": settings.get("lora_alpha")}
         for name, value in own.items():
             if value is not None and given.get(name, value) != value:
@@ -248,17 +251,6 @@ class AdapterInfo:
                 "FILE.py:NAME, or leave it out with --tool none"
             )
         return self.tool
-
-
-def _peft_settings(path: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json, or {} if the file cannot be read.
-
-    Loading the adapter reports the error.
-    """
-    try:
-        return dict(json.loads((path / "adapter_config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def public_dataset(dataset: str) -> str:

@@ -189,36 +189,11 @@ def load_base(
         place = {"": torch.cuda.current_device()}
     elif packed or torch.cuda.is_available():  # weights stored in 4 bits would go to the GPU
         place = {"": device.type}
-    _check_downloaded(name)
-    if not Path(model_directory(name)).is_dir():
-        _download_weights(name)
-    directory, where = _hub_arguments(name)
     # An explicit None would override the quantization in the config of weights stored quantized.
     quantized = {"quantization_config": packed} if packed else {}
-    try:
-        model, found = cast(
-            "Any",  # the stub leaves out `output_loading_info`
-            AutoModelForCausalLM.from_pretrained(
-                directory,
-                **where,
-                **quantized,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with the name of a tensor
-                dtype=device.dtype,
-                use_safetensors=True,
-                device_map=place,
-                attn_implementation=attn,
-            ),
-        )
-    except LOADING_ERRORS as error:
-        raise UsageError(_cannot_load(name, error)) from error
-    # transformers fills these tensors with random values.
-    if random := sorted(found["missing_keys"] | {key for key, *_ in found["mismatched_keys"]}):
-        raise UsageError(
-            f"--model {name}: {len(random)} tensors that its config.json describes are not in its "
-            f"weight files, or have another size there ({random[0]}{' …' * (len(random) > 1)}): "
-            "download or convert the model again"
-        )
+    model = _read_model(
+        name, **quantized, dtype=device.dtype, device_map=place, attn_implementation=attn
+    )
     if any(p.dtype in FLOAT8 for p in model.parameters()):
         raise UsageError(f"--model {name} is stored in fp8: use the model without quantization")
     if packed or getattr(model, "is_quantized", False):
@@ -235,6 +210,36 @@ def load_base(
         reason = f"{device.reason}, and the model overflows in fp16"
         wide = Device("cuda", torch.float32, reason)
         return load_base(name, wide, quantize=quantize, attn=attn)
+    return model
+
+
+def _read_model(name: str, **options: Any) -> PreTrainedModel:
+    """Load a model with these options of `from_pretrained`; its files must contain all tensors."""
+    _check_downloaded(name)
+    if not Path(model_directory(name)).is_dir():
+        _download_weights(name)
+    directory, where = _hub_arguments(name)
+    try:
+        model, found = cast(
+            "Any",  # the stub leaves out `output_loading_info`
+            AutoModelForCausalLM.from_pretrained(
+                directory,
+                **where,
+                **options,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with the name of a tensor
+                use_safetensors=True,
+            ),
+        )
+    except LOADING_ERRORS as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    # transformers fills these tensors with random values.
+    if random := sorted(found["missing_keys"] | {key for key, *_ in found["mismatched_keys"]}):
+        raise UsageError(
+            f"--model {name}: {len(random)} tensors that its config.json describes are not in its "
+            f"weight files, or have another size there ({random[0]}{' …' * (len(random) > 1)}): "
+            "download or convert the model again"
+        )
     return model
 
 

@@ -84,7 +84,7 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
         BuildError: the library cannot be compiled or loaded; the message has one line.
     """
     compiler, command = _command(macros)
-    kept = _cached_file(compiler, command)
+    kept = _cached_file(macros)
     if kept and kept.exists():
         with suppress(OSError):  # if a full disk truncated the file, compile it again
             return ctypes.CDLL(str(kept))
@@ -101,19 +101,15 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
             if kept and is_writable:
                 library.replace(kept)  # atomic: other processes see a complete file
             return loaded
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.splitlines() or ["no reason given"]
-        first = next((line for line in lines if "error" in line), lines[0])
-        _remember_failure()
-        raise BuildError(f"{compiler[0]} failed: {first}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        _remember_failure()
-        raise BuildError(str(error)) from error
-
-
-def _remember_failure() -> None:
-    with suppress(OSError, subprocess.SubprocessError):
-        _failed.add(_digest(*_command(())))
+    except (OSError, subprocess.SubprocessError) as error:
+        with suppress(OSError, subprocess.SubprocessError):
+            _failed.add(_digest(()))
+        reason = str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            lines = error.stderr.splitlines() or ["no reason given"]
+            first = next((line for line in lines if "error" in line), lines[0])
+            reason = f"{compiler[0]} failed: {first}"
+        raise BuildError(reason) from error
 
 
 def kernels_digest() -> str:
@@ -123,7 +119,7 @@ def kernels_digest() -> str:
     compiler, or if a build has failed in this process.
     """
     try:
-        digest = _digest(*_command(()))
+        digest = _digest(())
         return "none" if digest in _failed else digest
     except (OSError, subprocess.SubprocessError):
         return "none"
@@ -147,7 +143,8 @@ def _command(macros: Sequence[str]) -> tuple[list[str], list[str]]:
     return compiler, [*compiler, *flags, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
 
 
-def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:
+def _digest(macros: Sequence[str]) -> str:
+    compiler, command = _command(macros)
     version = subprocess.run(
         [*compiler, "--version"], check=True, capture_output=True, timeout=10
     ).stdout
@@ -157,8 +154,8 @@ def _digest(compiler: Sequence[str], command: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None:
-    """Return the path of the cached library for this compiler, command, source code and CPU.
+def _cached_file(macros: Sequence[str]) -> Path | None:
+    """Return the path of the cached library for these macros, and this compiler, source and CPU.
 
     The result is None if the path cannot be determined, or if another user could write to its
     folder.
@@ -169,7 +166,7 @@ def _cached_file(compiler: Sequence[str], command: Sequence[str]) -> Path | None
         about = folder.stat()
         if about.st_uid != os.getuid() or about.st_mode & 0o022:
             return None
-        return folder / f"{_digest(compiler, command)}.so"
+        return folder / f"{_digest(macros)}.so"
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -209,9 +209,8 @@ def _attention(
     if hasattr(self, "q_norm"):  # Qwen3 normalises each head
         q, k = self.q_norm(q), self.k_norm(k)
     q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = block_attention(q, k, v, attention_mask, self.scaling, kernels)
-    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+    out = _CompiledAttention.apply(q, k, v, attention_mask, self.scaling, kernels)
+    return self.o_proj(out.flatten(2)), None
 
 
 class _Rotation(torch.autograd.Function):
@@ -292,31 +291,11 @@ class _Gating(torch.autograd.Function):
         return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, by_out.contiguous()), None
 
 
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernels: Kernels | None = None
-) -> Tensor:
-    """Compute softmax(scale · q kᵀ + mask) v, with the softmax in fp32; q, k and v get gradients.
-
-    Args:
-        q: (B, H·Q, S, D).
-        k: (B, H, S, D); v has the same shape.
-        mask: (B or 1, 1, S, S) of the same dtype: 0 for a visible key, the dtype's minimum for a
-            hidden key.
-        kernels: the compiled code for these shapes, if any.
-
-    Returns:
-        The output (B, H·Q, S, D), stored in memory as (B, S, H·Q, D).
-    """
-    if kernels is None:
-        return _BlockAttention.apply(q, k, v, mask, scale)
-    by_token = (part.transpose(1, 2) for part in (q, k, v))
-    return _CompiledAttention.apply(*by_token, mask, scale, kernels).transpose(1, 2)
-
-
 class _CompiledAttention(torch.autograd.Function):
-    """Attention computed by attention.c.
+    """Attention computed by attention.c: softmax(scale · q kᵀ + mask) v, with the softmax in fp32.
 
-    The tensors have the heads after the tokens, as the projections return them.
+    The tensors have the heads after the tokens, as the projections return them. The mask is
+    (B or 1, 1, S, S), of the same dtype: 0 for a visible key, the dtype's minimum for a hidden key.
     """
 
     @staticmethod
@@ -356,6 +335,12 @@ def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _BlockAttention(torch.autograd.Function):
+    """The attention of `_CompiledAttention`, computed by torch.
+
+    The tensors have the heads before the tokens, as transformers passes them: q and the result are
+    (B, H·Q, S, D), k and v are (B, H, S, D).
+    """
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v)
@@ -458,7 +443,8 @@ def attention_forward(
     if dropout or attention_mask is None:
         raise UsageError("attention with dropout or without a mask is not supported")
     scale = softmax_scale(query, scaling, options)
-    return block_attention(query, key, value, attention_mask, scale).transpose(1, 2), None
+    out = _BlockAttention.apply(query, key, value, attention_mask, scale)
+    return out.transpose(1, 2), None
 
 
 def softmax_scale(query: Tensor, scaling: float | None, options: Mapping[str, object]) -> float:

@@ -143,6 +143,7 @@ class Kernels:
     """The functions of the C files, for tensors on the CPU."""
 
     description = "kernels compiled"
+    new_store = staticmethod(torch.empty)  # allocates a cache; rows read only what they wrote
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, head_shape: tuple[int, int]
@@ -216,10 +217,6 @@ class Kernels:
         if missing := -len(part) % self._columns:
             part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
         return part.unflatten(0, (-1, self._columns))
-
-    def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an uninitialized key or value cache; only entries written by rows are read."""
-        return torch.empty(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
         self, stores: Sequence[Store], slots: Sequence[int], tokens: int, prefix: int

@@ -42,6 +42,8 @@ class DecoderLayer(Protocol):
 class TorchOps:
     """Matmuls, attention, sampling and scoring in torch."""
 
+    # Allocates a cache. Matmuls also read masked entries, and 0 · NaN would be NaN.
+    new_store = staticmethod(torch.zeros)
     has_linear = False  # whether our own matmuls run, in which rows are independent
     logit_bytes = 3 * 4  # bytes per logit in sampling: fp32 logits, exponentials, running sums
 
@@ -80,13 +82,6 @@ class TorchOps:
     ) -> LinearFunction:
         """Build the function of a linear layer; see `Kernels.linear`."""
         return packed_linear(weights, biases, epsilon, self.rms_norm)
-
-    def new_store(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a key or value cache of zeros.
-
-        Matmuls also read masked entries, and 0 · NaN would be NaN.
-        """
-        return torch.zeros(*shape, dtype=dtype, device=device)
 
     def prefill_attention(
         self, stores: Sequence[Store], slots: Sequence[int], tokens: int, prefix: int

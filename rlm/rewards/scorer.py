@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Problem
-from rlm.grading import grade
 from rlm.rewards.base import (
     REWARD_ERRORS,
     PerCompletionReward,
@@ -110,10 +109,9 @@ class Scorer:
         truncated = truncated or [[False] * len(group) for group in groups]
         token_ids = token_ids or [[[] for _ in group] for group in groups]
         verdicts = []  # each completion is graded once, for rewards, metrics and samples.jsonl
-        tags = FORMATS[self.reasoning_format].tags
         for problem, texts in zip(problems, groups, strict=True):
-            gold, kind = problem.answer, problem.answer_type
-            verdicts.append([grade(text, gold, strict=True, kind=kind, **tags) for text in texts])
+            format = FORMATS[self.reasoning_format].with_answer_type(problem.answer_type)
+            verdicts.append([format.grade(text, problem.answer, strict=True) for text in texts])
         parts = zip(problems, groups, truncated, token_ids, verdicts, strict=True)
         # A column that a row lacks is None, so that a reward may name it in its signature.
         missing = dict.fromkeys(name for problem in problems for name in problem.columns)

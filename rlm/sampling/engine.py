@@ -8,8 +8,8 @@ number of rows; `batch_note` reports when these matmuls are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -143,18 +143,16 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Generate the group of completions of each request."""
         groups = [[Completion([], []) for _ in range(request.n)] for request in requests]
-        with self._running(requests) as places:
-            while self.has_unfinished_requests():
-                for token in self.step():
-                    place = places[token.request]
-                    completion = groups[place][token.row]
-                    completion.token_ids.append(token.id)
-                    completion.logprobs.append(token.logprob)
-                    if requests[place].force_tokens:
-                        completion.tool_mask.append(not token.forced)
-                    completion.finish_reason = token.finish_reason
-                    if token.finish_reason:
-                        on_finish()
+        with closing(self._tokens(requests)) as tokens:
+            for place, token in tokens:
+                completion = groups[place][token.row]
+                completion.token_ids.append(token.id)
+                completion.logprobs.append(token.logprob)
+                if requests[place].force_tokens:
+                    completion.tool_mask.append(not token.forced)
+                completion.finish_reason = token.finish_reason
+                if token.finish_reason:
+                    on_finish()
         return groups
 
     def stream(self, requests: Sequence[Request]) -> Generator[Token, None, None]:
@@ -162,20 +160,16 @@ class Sampler:
 
         The field `request` of each token is an index into `requests`.
         """
-        # The context also exits if the caller closes the generator.
-        with self._running(requests) as places:
-            while self.has_unfinished_requests():
-                for token in self.step():
-                    yield replace(token, request=places[token.request])
+        for place, token in self._tokens(requests):
+            yield replace(token, request=place)
 
-    @contextmanager
-    def _running(self, requests: Sequence[Request]) -> Iterator[dict[int, int]]:
-        """Allocate the cache for a batch, queue its requests, and yield a map from id to index.
+    def _tokens(self, requests: Sequence[Request]) -> Generator[tuple[int, Token], None, None]:
+        """Yield each token as soon as it is sampled, with the index of its request.
 
-        On exit, the requests that are still running are dropped and the cache is freed.
+        When the generator ends or is closed, the requests that are still running are dropped and
+        the cache is freed.
         """
         if not requests:
-            yield {}
             return
         prompts = [request.prompt for request in requests]
         prefix = prompts[0][: common_prefix_length(prompts)]
@@ -190,7 +184,9 @@ class Sampler:
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
         places = {self.add_request(requests[i]): i for i in order}
         try:
-            yield places
+            while self.has_unfinished_requests():
+                for token in self.step():
+                    yield places[token.request], token
         finally:
             for request_id in places:
                 self.abort_request(request_id)

@@ -88,8 +88,8 @@ class KVCache:
             """Allocate keys (L, slots, H, D, T) and values (L, slots, H, T, D)."""
             shape = layers, slots, heads
             return (
-                ops.new_store((*shape, width, tokens), dtype, device),
-                ops.new_store((*shape, tokens, width), dtype, device),
+                ops.new_store((*shape, width, tokens), dtype=dtype, device=device),
+                ops.new_store((*shape, tokens, width), dtype=dtype, device=device),
             )
 
         self._prefix = store(1, cache_config.prefix_tokens)

@@ -208,14 +208,8 @@ class MergedWeights:
     The dtype of the copy may differ from the dtype of the model.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel | PeftModel,
-        ops: Ops,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._model, self.dtype = model, dtype or model.dtype
-        self._ops = ops
+    def __init__(self, model: PreTrainedModel | PeftModel, ops: Ops, dtype: torch.dtype) -> None:
+        self._model, self._ops, self.dtype = model, ops, dtype
         decoder, head = decoder_and_head(model)
         self._decoder = cast("LlamaModel", decoder)
         # Adapters do not change the LM head, so it is copied only once.

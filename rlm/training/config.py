@@ -11,13 +11,11 @@ from typing import Any, ClassVar
 from rlm.cli import (
     Flag,
     UsageError,
-    always,
     by_field,
     check_values,
     find_choice,
     flag,
     required,
-    spelling,
     takes_aliases,
 )
 from rlm.data import FORMATS
@@ -59,7 +57,16 @@ SETTINGS = ("advantage", "aggregation", "clip_eps_low", "clip_eps_high", "dynami
 
 def switch(field: str, on: str) -> Flag:
     """Make an alias of an option: a boolean flag that sets `field` to `on` or "none"."""
-    return spelling(bool, lambda is_on: {field: on if is_on else "none"}, default=False)
+    return Flag(kind=bool, becomes=lambda is_on: {field: on if is_on else "none"}, default=False)
+
+
+def _only_lora(wanted: bool) -> dict[str, Any]:
+    """Reject --no-use-lora; other programs have this option."""
+    if not wanted:
+        raise ValueError(
+            "--no-use-lora is not supported: only LoRA adapters are trained, never the base model"
+        )
+    return {}
 
 
 # Flags of other programs' command lines (docs/reference/names.md), mapped to our config fields.
@@ -83,13 +90,10 @@ class GRPOConfig:
 
     OTHER_SPELLINGS: ClassVar = {
         **SWITCHES,
-        "clip_eps": spelling(
-            float, lambda bound: {"clip_eps_low": bound, "clip_eps_high": bound}, min=0, max=1
+        "clip_eps": Flag(
+            kind=float, becomes=lambda x: {"clip_eps_low": x, "clip_eps_high": x}, min=0, max=1
         ),
-        "use_lora": always(
-            True,
-            "--no-use-lora is not supported: only LoRA adapters are trained, never the base model",
-        ),
+        "use_lora": Flag(kind=bool, becomes=_only_lora, default=True),
     }
 
     model: str | None = flag(

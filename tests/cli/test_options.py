@@ -22,7 +22,7 @@ from recipes.experience.select import SelectConfig
 from recipes.orchestrator import evaluate as orchestrator_evaluate
 from recipes.orchestrator.ask import AskConfig
 from recipes.orchestrator.config import OrchestratorConfig
-from rlm.cli.flags import FIRST, GROUPS, always, check_values, flag, flags_of, spelling
+from rlm.cli.flags import FIRST, GROUPS, Flag, check_values, flag, flags_of
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError, parse, read_options, resolve_config, to_dict
 from rlm.evaluation import EvaluateConfig
@@ -32,14 +32,21 @@ from server import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 
+
+def only_one(value: float) -> dict[str, object]:
+    if value != 1:
+        raise ValueError("--top-p must be 1")
+    return {}
+
+
 PRESETS = {"tiny": {"batch_size": 1, "learning_rate": 0.5}, "big": {"batch_size": 64}}
 
 
 @dataclass
 class Config:
     OTHER_SPELLINGS: ClassVar = {
-        "fp32": spelling(bool, lambda is_on: {"dtype": "fp32" if is_on else "bf16"}),
-        "top_p": always(1.0, "--top-p must be 1"),
+        "fp32": Flag(kind=bool, becomes=lambda is_on: {"dtype": "fp32" if is_on else "bf16"}),
+        "top_p": Flag(kind=float, becomes=only_one),
     }
 
     question: str | None = flag(None, "ask this", positional=True)

@@ -37,7 +37,11 @@ def test_attention_and_its_gradients_equal_torchs(
     ours = inputs(dtype, heads, shared, width)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask, scale = attention_mask(SEGMENTS, dtype), 0.6 * width**-0.5
-    out = fused_layers.block_attention(*ours, mask, scale, made)
+    if is_compiled:
+        by_token = [part.transpose(1, 2) for part in ours]
+        out = fused_layers._CompiledAttention.apply(*by_token, mask, scale, made).transpose(1, 2)
+    else:
+        out = fused_layers._BlockAttention.apply(*ours, mask, scale)
     # The results of padding are never read, so they are not compared.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
@@ -69,7 +73,7 @@ def test_each_mask_has_its_own_blocks():
     one = attention_mask(SEGMENTS[:1], torch.float32)  # one mask for all sequences
     other = attention_mask(SEGMENTS.flip(0), torch.float32)
     masks = one, other, one, one.repeat(2, 1, 1, 1)
-    outs = [fused_layers.block_attention(q, k, v, mask, 0.5) for mask in masks]
+    outs = [fused_layers._BlockAttention.apply(q, k, v, mask, 0.5) for mask in masks]
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[0], outs[3])
     assert not torch.equal(outs[0], outs[1])

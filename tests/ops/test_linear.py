@@ -203,7 +203,7 @@ def test_in_bf16_the_merged_weights_are_as_near_to_fp32_as_the_model(family, kin
     wanted = UnmergedWeights(model).forward(ids, positions, attention_of_one)
     model.to(BF16)
     itself = UnmergedWeights(model).forward(ids, positions, attention_of_one)
-    weights = MergedWeights(model, kernels(kind))
+    weights = MergedWeights(model, kernels(kind), BF16)
     weights.refresh()
     merged = weights.forward(ids, positions, attention_of_one)
     error, usual = ((part.float() - wanted).square().mean().sqrt() for part in (merged, itself))
