@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 from rlm.cli import UsageError
 from rlm.model import check_context_window
@@ -23,9 +23,7 @@ from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
 from rlm.serving.models import Replica, ServedAdapter
 
-if TYPE_CHECKING:
-    import torch
-
+T = TypeVar("T")
 PING_SECONDS = 15.0  # seconds without text after which a stream sends a comment
 
 # Index of a completion, new reasoning text, new answer text, whether a tool wrote the text.
@@ -88,27 +86,20 @@ class RunningRequest:
         """The number of unfinished completions."""
         return sum(c.finish_reason is None for c in self.stream.completions)
 
-    def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Return the tokens that the thinking budget or the tool forces, for the sampler.
+    def guard(self, call: Callable[..., T]) -> Callable[..., T | None]:
+        """Wrap a function that the sampler calls, so that its error fails only this request.
 
-        An error is stored in `self.error`, so that it fails only this request.
+        The error is stored in `self.error`.
         """
-        try:
-            return self.stream(row, ids, token)
-        except Exception as error:  # the engine ends the request with it
-            self.error = error
-            return None
 
-    def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Return the tokens that the grammar allows, for the sampler.
+        def guarded(*arguments: Any) -> T | None:
+            try:
+                return call(*arguments)
+            except Exception as error:  # the engine ends the request with it
+                self.error = error
+                return None
 
-        An error is stored as in `force_tokens`.
-        """
-        try:
-            return self.stream.allowed_tokens(row, ids)
-        except Exception as error:  # the engine ends the request with it
-            self.error = error
-            return None
+        return guarded
 
     def put(self, output: list[Text] | HTTPProblem | None) -> None:
         """Pass new text, an error, or the end (None) to the event loop. Thread-safe."""
@@ -252,9 +243,9 @@ class Engine:
                     self._step(name)
 
     def _add(self, request: RunningRequest) -> None:
-        name, n = request.adapter.name, request.n
-        callbacks = request.force_tokens, request.allowed_tokens
-        drawn = Request(request.prompt, request.params, request.seed, n, *callbacks)
+        name, stream = request.adapter.name, request.stream
+        force, allow = request.guard(stream), request.guard(stream.allowed_tokens)
+        drawn = Request(request.prompt, request.params, request.seed, request.n, force, allow)
         try:
             handle = self._replicas[name].sampler.add_request(drawn)
         except ValueError as error:  # the request is larger than the KV cache
