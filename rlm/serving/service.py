@@ -275,6 +275,8 @@ class Service:
     ) -> tuple[GrammarMatcher | None, list[int], tuple[str, ...]]:
         """Compile the constraint on the answer, if any, and render the prompt.
 
+        The prompt begins with as many of the nearest lessons as fit into it.
+
         Args:
             deadline: the request's deadline, on the clock of `time.monotonic`.
 
@@ -286,30 +288,15 @@ class Service:
             field = "structured_outputs" if asked.structured_outputs else "response_format"
             compile = partial(self._grammars.compile, structured, format)
             grammar = await self._compiling.run(compile, field, deadline)
-        return grammar, *await self._render(asked.prompt, format, examples, system, deadline)
-
-    async def _render(
-        self,
-        question: str,
-        format: Format,
-        examples: Sequence[tuple[str, str]],
-        system: str,
-        deadline: float,
-    ) -> tuple[list[int], tuple[str, ...]]:
-        """Render the prompt with as many of the nearest lessons as fit into it.
-
-        Returns:
-            the token ids of the prompt, and the ids of the lessons in it.
-        """
         is_new = system.strip() not in ("", format.system_prompt.strip())
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
         for most in range(self._nearest if self.experiences else 0, -1, -1):
-            informed = apply_experiences(question, self.experiences, most)
+            informed = apply_experiences(asked.prompt, self.experiences, most)
             options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
             render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
             prompt = await self._rendering.run(render, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
-                return prompt, informed.used
+                return grammar, prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
 
 
