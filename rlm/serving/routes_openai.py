@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -115,8 +115,8 @@ class Message(Strict):
         if message.get("role") in ("tool", "function"):
             raise ValueError("tool messages are not supported")
         content = message.get("content")
-        kinds = [p.get("type") for p in content if isinstance(p, dict)] if _is_list(content) else []
-        for kind in kinds:
+        parts = content if isinstance(content, list) else []
+        for kind in (part.get("type") for part in parts if isinstance(part, dict)):
             if isinstance(kind, str) and kind in NOT_OFFERED:
                 raise ValueError(f"content: {NOT_OFFERED[kind]} are not supported, only text")
             if kind != "text":
@@ -132,10 +132,6 @@ class Message(Strict):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
-
-
-def _is_list(value: object) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
 
 
 class StreamOptions(Strict):
