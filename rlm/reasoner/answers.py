@@ -15,8 +15,6 @@ from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 # Matches the space after a sentence, to split reasoning that is one long line. A decimal point does
 # not match, because no space follows it.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
-
-
 # Matches a calculator annotation, such as <<4*6=24>>. The group `again` matches if the result is
 # repeated after the annotation.
 _ANNOTATION = re.compile(

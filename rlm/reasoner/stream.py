@@ -29,7 +29,6 @@ STRUCTURED_RESERVE = 0.5  # share of max_new_tokens reserved for a structured an
 # In this last share of the budget, the reasoning is closed at the end of a line or sentence.
 SOFT_SHARE = 0.25
 
-
 Status = Literal["closed", "forced", "unclosed", "absent"]
 
 
@@ -354,11 +353,9 @@ class ReasoningStream:
         phase = state.parser.phase
         if before == "start" and phase == "reasoning":
             state.opened_at = len(state.ids)
-        if phase == "reasoning" and not state.forced:
-            state.reasoning_tokens = len(state.ids) - state.opened_at
-        elif before == "reasoning" and not state.forced:
-            used = len(state.ids) - state.opened_at - self._tag_tokens
-            state.reasoning_tokens = max(0, used)
+        if "reasoning" in (before, phase) and not state.forced:
+            tag = 0 if phase == "reasoning" else self._tag_tokens
+            state.reasoning_tokens = max(0, len(state.ids) - state.opened_at - tag)
         if token.finish_reason:
             state.finish_reason = "stop" if phase == "done" else token.finish_reason
             rest = state.parser.finish(cut=state.finish_reason == "length")
