@@ -25,6 +25,7 @@ from rlm.serving.models import Replica, ServedAdapter
 
 T = TypeVar("T")
 PING_SECONDS = 15.0  # seconds without text after which a stream sends a comment
+HANG_SECONDS = 60.0  # maximum duration of a step; after it, the engine is not `alive`
 
 # Index of a completion, new reasoning text, new answer text, whether a tool wrote the text.
 Text = tuple[int, str, str, bool]
@@ -144,19 +145,12 @@ class Engine:
         state: "loading", "ready" or "dead".
     """
 
-    def __init__(
-        self,
-        load: Callable[[], dict[str, Replica]],
-        limits: Limits,
-        hang_seconds: float = 60.0,
-    ) -> None:
+    def __init__(self, load: Callable[[], dict[str, Replica]], limits: Limits) -> None:
         """
         Args:
             load: loads the replicas; it is called in the engine thread.
-            hang_seconds: the maximum duration of a step; after it, `alive` is False.
         """
         self._load, self._limits = load, limits
-        self._hang_seconds = hang_seconds
         self._replicas: dict[str, Replica] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._running: dict[str, dict[int, RunningRequest]] = {}  # by replica and handle
@@ -178,16 +172,16 @@ class Engine:
         """Abort a request; its rows are freed after the current step."""
         self._commands.put(partial(self._remove, request))
 
-    def stop(self, seconds: float = 10.0) -> None:
+    def stop(self) -> None:
         self._commands.put(None)
         if self._thread.is_alive():
-            self._thread.join(seconds)
+            self._thread.join(10.0)  # a step may hang
 
     @property
     def alive(self) -> bool:
         """Whether the engine is ready and its current step, if any, does not hang."""
         began = self._step_began
-        hung = began is not None and time.monotonic() - began > self._hang_seconds
+        hung = began is not None and time.monotonic() - began > HANG_SECONDS
         return self.state == "ready" and not hung
 
     @property
