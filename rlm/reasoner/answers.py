@@ -158,9 +158,7 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")
-    text = stream.decode(state)
-    if state.parser.phase == "done":  # remove the stop string and the text after it
-        text = state.parser.until_stop(text)
+    text = state.text if state.parser.phase == "done" else stream.decode(state)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None
     drawn = state.logprobs

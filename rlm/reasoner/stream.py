@@ -57,12 +57,13 @@ class ReasoningParser:
         self.phase = "start"  # then "reasoning", "answer", or "done" after a stop string
         self.opened = self.closed = False
         self._held = ""  # text held back: a possible tag or stop string, or trailing space
-        self._tail = ""  # the stop string that ended the answer, and the text held after it
+        self.text = ""  # the whole text, including tags, up to the stop string that ends the answer
         self._begun = False  # whether the current part contains non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add a chunk of text, and return the new (reasoning, answer) text that is certain."""
         self._held += text
+        self.text += "" if self.phase == "done" else text
         reasoning = answer = ""
         if self.phase == "start":
             rest = self._held.lstrip()
@@ -104,7 +105,11 @@ class ReasoningParser:
         starts = [at for stop in self._stop if (at := self._held.find(stop, 0, end)) >= 0]
         if not starts:
             return None
-        answer, self._tail = self._held[: min(starts)], self._held[min(starts) :]
+        answer, rest = self._held[: min(starts)], self._held[min(starts) :]
+        # The held text has lost its tags, so find its place by the characters outside the tags.
+        outside = re.finditer(f"{self._drop.pattern}|(.)", self.text, re.DOTALL)
+        places = [found.start() for found in outside if found[1]]
+        self.text = self.text[: places[-len(rest)]]
         self.phase = "done"
         return self._stripped(answer).rstrip()
 
@@ -138,23 +143,6 @@ class ReasoningParser:
             return "", stopped
         rest, self._held = self._stripped(self._held).rstrip(), ""
         return (rest, "") if self.phase == "reasoning" else ("", rest)
-
-    def until_stop(self, text: str) -> str:
-        """Return the text, including tags, up to the first stop string in the answer.
-
-        The text is parsed again character by character, because stop strings are matched in the
-        text without leading spaces and tags.
-        """
-        again, end = ReasoningParser(self._format, self._stop), 0
-        while end < len(text) and again.phase != "done":
-            again.feed(text[end])
-            end += 1
-        if again.phase != "done":
-            again.finish()
-        if again.phase != "done":
-            return text
-        starts = range(end - 1, -1, -1)
-        return text[: next(s for s in starts if self._drop.sub("", text[s:end]) == again._tail)]
 
     @property
     def closing_begun(self) -> bool:
@@ -208,7 +196,6 @@ class CompletionState:
     parser: ReasoningParser
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of sampled tokens only
-    text: str = ""  # the whole text, including tags
     reasoning: str = ""
     answer: str = ""
     opened_at: int = 0  # number of tokens up to the end of the opening tag
@@ -219,6 +206,11 @@ class CompletionState:
     tool_calls: list[ToolCall] = field(default_factory=list)
     tool_tokens_to_come: int = 0
     by_tool: bool = False  # whether a tool wrote the last token
+
+    @property
+    def text(self) -> str:
+        """The whole text, including tags, up to a stop string."""
+        return self.parser.text
 
     @property
     def status(self) -> Status:
@@ -348,7 +340,6 @@ class ReasoningStream:
         # An end token is no text, even if the tokenizer does not mark it as special.
         piece = "" if token.id in self._stop_ids else self._next_piece(state)
         self._note_tool(state, piece)
-        state.text += piece
         parts = state.parser.feed(piece)
         phase = state.parser.phase
         if before == "start" and phase == "reasoning":

@@ -143,9 +143,7 @@ def find_agent(env: Mapping[str, str]) -> Path:
     )
 
 
-async def _connect(
-    config: conf.PyngrokConfig, options: dict[str, Any]
-) -> tuple[NgrokProcess, str]:
+async def _connect(config: conf.PyngrokConfig, options: dict[str, Any]) -> tuple[NgrokProcess, str]:
     """Start the agent and return it with the public URL, within a time limit.
 
     pyngrok's own time limit ends only when the agent writes a line.
