@@ -55,15 +55,15 @@ class Only:
             what: the name of the unsupported feature in the message.
             instead: a field with the same purpose, which is supported.
         """
-        self.values, self.what, self.instead = values, what, instead
+        self.values, self.what, self.instead = (*values, None), what, instead
 
     def check(self, value: object) -> None:
         is_neutral = any(
             value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-            for allowed in (*self.values, None)
+            for allowed in self.values
         )
         if not is_neutral:
-            allowed = " or ".join(json.dumps(allowed) for allowed in (*self.values, None))
+            allowed = " or ".join(map(json.dumps, self.values))
             advice = f"use {self.instead}" if self.instead else f"send {allowed}"
             raise ValueError(f"{self.what} is not supported: {advice}")
 
@@ -75,7 +75,7 @@ class Only:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [*self.values, None]}
+        return {"enum": [*self.values]}
 
 
 class TextPart(Strict):
