@@ -55,7 +55,7 @@ class ReasoningParser:
         self._drop = re.compile("|".join(format.answer_tags))
         self._stop, self._verbatim = tuple(stop), verbatim
         self.phase = "start"  # then "reasoning", "answer", or "done" after a stop string
-        self.opened = self.closed = False
+        self.opened = False  # whether the text begins with reasoning
         self._held = ""  # text held back: a possible tag or stop string, or trailing space
         self.text = ""  # the whole text, including tags, up to the stop string that ends the answer
         self._begun = False  # whether the current part contains non-space text
@@ -76,8 +76,7 @@ class ReasoningParser:
             before, closed, after = self._held.partition(self.closing)
             if closed:
                 reasoning = self._stripped(before).rstrip()
-                self.phase, self.closed = "answer", True
-                self._held, self._begun = after, False
+                self.phase, self._held, self._begun = "answer", after, False
             else:
                 reasoning = self._certain((self.closing,))
         if self.phase == "answer" and self._verbatim:
@@ -217,7 +216,7 @@ class CompletionState:
         """How the reasoning ended."""
         if not self.parser.opened:
             return "absent"
-        if not self.parser.closed:
+        if self.parser.phase == "reasoning":
             return "unclosed"
         return "forced" if self.forced else "closed"
 
