@@ -178,14 +178,13 @@ def made_of(
     from rlm.model import adapter_hash
     from rlm.runs import data_id
 
-    options = ("model", "quantize", "reasoning_format", "seed", "max_new_tokens")
+    options = ("model", "quantize", "reasoning_format", "system_prompt", "seed", "max_new_tokens")
     asked = [[p.id, p.question, p.answer, p.answer_type] for p in problems]
     return {
         "base": base_hash,
         "adapter": adapter_hash(adapter) if adapter else None,
         **{f"--{name.replace('_', '-')}": getattr(config, name) for name in options},
         **({} if config.tool == "none" else {"--tool": config.tool}),
-        **({} if config.system_prompt is None else {"--system-prompt": config.system_prompt}),
         "data": data_id("problems", asked),
         "shown": data_id("examples", examples),
         "device": device,
@@ -223,21 +222,19 @@ def equal_adapters(adapters: Mapping[str, Path]) -> list[list[str]]:
     return same
 
 
-def main(config: EvaluateConfig) -> int:
-    if config.audit_reward:
-        return audit_run(config.run_dir, config.output, config.max_samples)
-    model_name, dataset = required(config.model, "--model"), required(config.dataset, "--dataset")
-    split = required(config.split, "--split")
-    choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
-    problems = load_problems(dataset, split, **choice)
-    if other_forms := describe_other_forms(problems, config.format):
-        terminal.line(f"warning: {other_forms}")
-    tool, scorer = load_tool(config.tool), make_scorer(config, problems)
-    from rlm.model import (  # imports torch, so the checks above come first
-        EMBEDDED_MODEL,
+def load_models(
+    config: EvaluateConfig, model_name: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str, str]:
+    """Load the base model and the tokenizer.
+
+    An adapter that cannot be evaluated is reported here, rather than after the rows above it.
+
+    Returns:
+        The base model, the tokenizer, the hash of the base weights, and the name of the device.
+    """
+    from rlm.model import (  # imports torch, so the checks of the data come first
         base_model_hash,
         check_base,
-        context_window,
         load_adapter,
         load_base,
         load_tokenizer,
@@ -253,8 +250,24 @@ def main(config: EvaluateConfig) -> int:
     check_journal(config.output, config.resume)
     tokenizer = load_tokenizer(model_name)
     base = load_base(model_name, device, quantize=config.quantize)
-    for path in config.adapters.values():  # reports an unsuitable adapter early
+    for path in config.adapters.values():
         base = take_adapters_off(load_adapter(base, path, trainable=False))
+    return base, tokenizer, weights, str(device)
+
+
+def main(config: EvaluateConfig) -> int:
+    if config.audit_reward:
+        return audit_run(config.run_dir, config.output, config.max_samples)
+    model_name, dataset = required(config.model, "--model"), required(config.dataset, "--dataset")
+    split = required(config.split, "--split")
+    choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
+    problems = load_problems(dataset, split, **choice)
+    if other_forms := describe_other_forms(problems, config.format):
+        terminal.line(f"warning: {other_forms}")
+    tool, scorer = load_tool(config.tool), make_scorer(config, problems)
+    base, tokenizer, weights, device = load_models(config, model_name)
+    from rlm.model import EMBEDDED_MODEL, context_window, load_adapter, take_adapters_off
+
     same = equal_adapters(config.adapters)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
@@ -268,7 +281,7 @@ def main(config: EvaluateConfig) -> int:
     try:
         for name, shown, adapter in rows:
             model = load_adapter(base, adapter, trainable=False) if adapter else base
-            origin = made_of(config, weights, adapter, str(device), problems, shown)
+            origin = made_of(config, weights, adapter, device, problems, shown)
             row = (name, model, tokenizer, problems, shown, config)
             record = RowRecord(journal, name, origin)
             results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
@@ -279,12 +292,16 @@ def main(config: EvaluateConfig) -> int:
         drawn = "; ".join(journal.rows)
         raise Interrupted(signal.SIGINT, f"{journal.path} contains: {drawn}") from None
 
-    note = EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else ""
-    made_with = {"base_hash": weights, "device": str(device), "note": note}
-    made_with |= {"left_out": asked - len(problems)}  # problems that exceed the context window
-    made_with |= {"same_weights": same}
     pairs = pairs_to_compare(list(results), config.adapters)
-    write_report(results, pairs, data, {"config": to_dict(config), **made_with}, config.output)
+    about = {
+        "config": to_dict(config),
+        "base_hash": weights,
+        "device": device,
+        "note": EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else "",
+        "left_out": asked - len(problems),  # problems that exceed the context window
+        "same_weights": same,
+    }
+    write_report(results, pairs, data, about, config.output)
     return 0
 
 

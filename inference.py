@@ -31,19 +31,12 @@ from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.data import NEAREST, apply_experiences, load_experiences
 from rlm.grading import ANSWER_TYPES
 from rlm.model import ADAPTER, QUANTIZATIONS
-from rlm.reasoner import (
-    TEMPERATURE_OF_SEVERAL,
-    Reply,
-    ask,
-    load_rlm_model,
-)
+from rlm.reasoner import TEMPERATURE_OF_SEVERAL, Reply, ask, load_rlm_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlm.reasoner import ReasoningModel, StructuredOutputs
-
-GGUF_TYPES = ("f16", "q8_0")
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ class InferenceConfig:
     gguf: Path | None = flag(
         None, "write base model and adapter to this GGUF file for llama.cpp, and exit"
     )
-    gguf_type: str = flag("f16", "dtype of the GGUF file", choices=GGUF_TYPES)
+    gguf_type: str = flag("f16", "dtype of the GGUF file", choices=("f16", "q8_0"))
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -172,7 +165,8 @@ def main(config: InferenceConfig) -> int:
         write_merged(config)
         return 0
     library = load_experiences(config.experiences) if config.experiences else ()
-    schema = read_schema(config.response_format)
+    options = {"seed": config.seed, "n": config.n, "budget": config.budget}
+    options |= {"answer_type": config.answer_type, "structured": structured_outputs(config)}
     adapter, base = config.adapter, config.base
     model, tokenizer = load_rlm_model(adapter, config.model, base, config.quantize, config.tool)
     from rlm.sampling import SamplingParams  # imports torch, so as late as possible
@@ -180,9 +174,6 @@ def main(config: InferenceConfig) -> int:
     default = TEMPERATURE_OF_SEVERAL if config.n > 1 else 0.0
     temperature = default if config.temperature is None else config.temperature
     params = SamplingParams(config.max_new_tokens, temperature, config.top_p)
-    options = {"seed": config.seed, "n": config.n, "budget": config.budget}
-    options["answer_type"] = config.answer_type
-    options["structured"] = structured_outputs(config, schema)
     for question in _questions(config):
         informed = apply_experiences(question, library, config.nearest)
         asked, options["examples"] = informed.question, informed.examples
@@ -204,27 +195,25 @@ def main(config: InferenceConfig) -> int:
     return 0
 
 
-def read_schema(wanted: str | None) -> str | None:
-    """Return the value of --response-format: None, json_object, or the text of a JSON schema."""
-    if wanted is None or wanted == "json_object" or wanted.lstrip().startswith("{"):
-        return wanted
-    try:
-        return Path(wanted).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--response-format {wanted} cannot be read: {error}") from error
-
-
-def structured_outputs(config: InferenceConfig, schema: str | None) -> StructuredOutputs | None:
+def structured_outputs(config: InferenceConfig) -> StructuredOutputs | None:
     """Return the constraint that the options put on the answer, or None without one."""
-    from rlm.reasoner import StructuredOutputs
+    schema = config.response_format
+    if schema is None and config.regex is None and config.choice is None:
+        return None
+    if schema not in (None, "json_object") and not schema.lstrip().startswith("{"):
+        try:
+            schema = Path(schema).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--response-format {schema} cannot be read: {error}") from error
+    from rlm.reasoner import StructuredOutputs  # imports torch, so the file is read first
 
-    if schema == "json_object":
-        return StructuredOutputs(json_object=True)
-    if schema is not None:
-        return StructuredOutputs(json=schema)
     if config.choice is not None:
         return StructuredOutputs(choice=[c.strip() for c in config.choice.split(",")])
-    return StructuredOutputs(regex=config.regex) if config.regex is not None else None
+    if config.regex is not None:
+        return StructuredOutputs(regex=config.regex)
+    if schema == "json_object":
+        return StructuredOutputs(json_object=True)
+    return StructuredOutputs(json=schema)
 
 
 def write_merged(config: InferenceConfig) -> None:

@@ -37,7 +37,6 @@ def make_service(
     max_num_seqs: int = 4,
     pause: float = 0.0,
     tool: Tool | None = None,
-    **engine_options: object,
 ) -> tuple[Service, ScriptedSampler]:
     """A service with two adapters, `tuned` (scripted) and `base` (which says nothing but 0)."""
     prefix = prompt_prefix(tokenizer, FORMAT)
@@ -50,7 +49,7 @@ def make_service(
         ),
     }
     replicas = {name: Replica(sampler, lambda: None, prefix) for name, sampler in samplers.items()}
-    engine = Engine(lambda: replicas, limits, **engine_options)
+    engine = Engine(lambda: replicas, limits)
     adapters = {
         "base": ServedAdapter("base", None, None, "base", FORMAT),
         "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT, tool),

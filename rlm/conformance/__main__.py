@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import check_command_line, flag, load_from_file, run_main, terminal
+from rlm.cli import flag, load_from_file, run_main, terminal
 
 
 @dataclass
@@ -70,5 +70,4 @@ def markdown(result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    check_command_line(ConformanceConfig, description=__doc__)
     run_main(main, ConformanceConfig, description=__doc__)

@@ -66,15 +66,8 @@ def run_case(adapter: Adapter, case: Case) -> dict[str, Any] | None:
     """
     if case.formula == "loss":
         return _run_loss(adapter, case.given)
-    given = {name: _without_null(value) for name, value in case.given.items()}
-    answer = adapter(case.formula, SimpleNamespace(**given))
+    answer = adapter(case.formula, SimpleNamespace(**case.given))
     return None if answer is None else {"values": answer.tolist()}
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_null(item) for item in value]
-    return float("nan") if value is None else value
 
 
 def _run_loss(adapter: Adapter, given: dict[str, Any]) -> dict[str, Any] | None:

@@ -56,8 +56,8 @@ class MathVerify:
     exceeded the time limit.
     """
 
-    def __init__(self, time_limit: float = TIME_LIMIT) -> None:
-        self.time_limit, self.timeouts = time_limit, 0
+    def __init__(self) -> None:
+        self.timeouts = 0
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -76,7 +76,7 @@ class MathVerify:
         with suppress(BrokenPipeError):  # the worker died
             process.stdin.write(json.dumps([gold, text[-LONGEST:]]) + "\n")
             process.stdin.flush()
-        line = _line(process, self.time_limit) if ready else ""
+        line = _line(process, TIME_LIMIT) if ready else ""
         if not line:
             self.timeouts += 1
             self.close()

@@ -133,7 +133,8 @@ class EvaluateConfig:
             raise UsageError(
                 "no adapter to evaluate: train an adapter, or pass --base-only --model NAME"
             )
-        last = infos[-1] if infos else AdapterInfo(Path())
+        infos = infos or [AdapterInfo(Path())]  # without an adapter, the defaults apply
+        last = infos[-1]
         asked = given.get("model"), given.get("quantize", "auto")
         values["model"], values["quantize"] = last.resolve_base(*asked)
         values |= last.resolve_data(given.get("dataset"), given.get("columns"))
@@ -142,20 +143,19 @@ class EvaluateConfig:
             values["dataset"] = without_hub(values["dataset"])
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
         names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
-        prompts = {info.resolve_system_prompt(given.get("system_prompt")) for info in infos}
-        differ = "different system prompts" if len(prompts) > 1 else ""
+        prompts = [info.resolve_system_prompt(given.get("system_prompt")) for info in infos]
+        differ = "different system prompts" if len({*prompts}) > 1 else ""
         differ = f"different tags ({', '.join(names)})" if len({*names}) > 1 else differ
         if differ:
             raise UsageError(
                 f"the adapters were trained with {differ}: evaluate them one by one, with "
                 "--sft-adapter none or --adapter none"
             )
-        values["reasoning_format"] = last.resolve_format(given.get("reasoning_format"))
-        values["system_prompt"] = last.resolve_system_prompt(given.get("system_prompt"))
+        values["reasoning_format"], values["system_prompt"] = names[-1], prompts[-1]
         values["tool"] = last.resolve_tool(given.get("tool", "auto"))
-        values["reward"] = given["reward"] if "reward" in given else reward_of(infos)
+        values["reward"] = given["reward"] if "reward" in given else reward_of(last)
         trained_with = [info.run.get("config", {}).get("max_new_tokens") or 0 for info in infos]
-        values.setdefault("max_new_tokens", max(MAX_NEW_TOKENS, *trained_with, 0))
+        values.setdefault("max_new_tokens", max(MAX_NEW_TOKENS, *trained_with))
         return values
 
     @property
@@ -172,14 +172,13 @@ class EvaluateConfig:
         return {name: path for name, path in paths.items() if path}
 
 
-def reward_of(adapters: Sequence[AdapterInfo]) -> str | None:
-    """Return the built-in reward that the last adapter was trained with, or None.
+def reward_of(adapter: AdapterInfo) -> str | None:
+    """Return the built-in reward that the adapter was trained with, or None.
 
     The name of a user's own reward is only printed. Its code is not loaded, because code must not
     run merely because a file next to an adapter names it.
     """
-    trained_with = [info.run.get("config", {}).get("reward") for info in adapters[-1:]]
-    reward = next(filter(None, trained_with), None)
+    reward = adapter.run.get("config", {}).get("reward") or None
     if reward in (None, "steps"):
         return reward
     terminal.line(
@@ -220,7 +219,7 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
         return "test"
     reason = "was used for training" if is_trained else "has no test split"
     terminal.line(f"{dataset} {reason}: only its validation problems are evaluated")
-    if not is_trained and dataset not in {info.dataset for info in adapters[-1:]}:
+    if not is_trained and dataset != adapters[-1].dataset:
         return "validation"
     _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
     return f"validation{bracket}{cut}"

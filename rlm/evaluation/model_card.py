@@ -57,7 +57,7 @@ def model_card(folder: Path, info: AdapterInfo, merged: bool) -> str:
         "## Evaluation", "", _measured(run), "",
         "## Licences", "",
         f"- Base model: {licence_of(str(info.base_model)) or UNKNOWN}.",
-        *(f"- {part}: {_licence(part)}." for part in parts),
+        *(f"- {part}: {_known(part)[0]}." for part in parts),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -81,7 +81,7 @@ def _training(run: Mapping[str, Any], data: list[str]) -> list[str]:
 
 
 def _measured(run: Mapping[str, Any]) -> str:
-    """Describe the validation result with its interval.
+    """Describe the validation result that `rlm.training` records in run.json, with its interval.
 
     The text warns that the result is biased if it was used to select the adapter.
     """
@@ -89,19 +89,9 @@ def _measured(run: Mapping[str, Any]) -> str:
         return (
             "No result of these averaged weights is recorded. Run `python eval.py` to measure it."
         )
-    if (found := run.get("validation")) and run.get("exported"):
-        return _validated(found, found[run["exported"]], run)
-    return "No result is recorded. Run `python eval.py` to measure the accuracy with intervals."
-
-
-def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """Describe the validation results that `rlm.training` records in run.json.
-
-    Args:
-        found: all results: of the start, the best and the last step.
-        one: the result of the exported step.
-    """
-    is_accuracy = found["measure"] == "accuracy"
+    if not (found := run.get("validation")) or not run.get("exported"):
+        return "No result is recorded. Run `python eval.py` to measure the accuracy with intervals."
+    one, is_accuracy = found[run["exported"]], found["measure"] == "accuracy"
 
     def shown(value: float | None) -> str:
         return "unknown" if value is None else f"{value:.1%}" if is_accuracy else f"{value:.3f}"
@@ -117,13 +107,9 @@ def _validated(found: Mapping[str, Any], one: Mapping[str, Any], run: Mapping[st
     return text + (chosen if run["exported"] == "best" else "")
 
 
-def _licence(part: str) -> str:
-    return _known(part)[0] or UNKNOWN
-
-
 def _known(part: str) -> tuple[str, str]:
-    """Return the licence and the hub name of a dataset, or empty strings."""
-    return DATA_LICENCES.get(parse_dataset(part)[0].name, ("", ""))
+    """Return the licence and the hub name of a dataset; "" if it is not on the hub."""
+    return DATA_LICENCES.get(parse_dataset(part)[0].name, (UNKNOWN, ""))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 # Matches the space after a sentence, to split reasoning that is one long line. A decimal point does
 # not match, because no space follows it.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=\S)")
-
-
 # Matches a calculator annotation, such as <<4*6=24>>. The group `again` matches if the result is
 # repeated after the annotation.
 _ANNOTATION = re.compile(
@@ -160,9 +158,7 @@ def read_sample(stream: ReasoningStream, index: int) -> Sample:
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")
-    text = stream.decode(state)
-    if state.parser.phase == "done":  # remove the stop string and the text after it
-        text = state.parser.until_stop(text)
+    text = state.text if state.parser.phase == "done" else stream.decode(state)
     strict, lenient = (format.grade(text, None, strict=strict) for strict in (True, False))
     found = lenient.answer if lenient.is_answer else None
     drawn = state.logprobs

@@ -135,14 +135,14 @@ def ask(
     format = format.with_answer_type(answer_type or kind)
     grammar = model.rlm_grammars.compile(structured, format) if structured else None
     prompt = render_prompt(tokenizer, question, format, examples=examples)
-    length = params.max_new_tokens
-    check_context_window(sampler.model, len(prompt) + length)
-    limits = {"n": n, "max_new_tokens": length, "budget": budget}
+    check_context_window(sampler.model, len(prompt) + params.max_new_tokens)
     stream = ReasoningStream(
         tokenizer,
         format,
         sampler.stop_ids,
-        **limits,
+        n=n,
+        max_new_tokens=params.max_new_tokens,
+        budget=budget,
         tool_tokens=sampler.tool_tokens,
         grammar=grammar,
     )

@@ -29,7 +29,6 @@ STRUCTURED_RESERVE = 0.5  # share of max_new_tokens reserved for a structured an
 # In this last share of the budget, the reasoning is closed at the end of a line or sentence.
 SOFT_SHARE = 0.25
 
-
 Status = Literal["closed", "forced", "unclosed", "absent"]
 
 
@@ -56,14 +55,15 @@ class ReasoningParser:
         self._drop = re.compile("|".join(format.answer_tags))
         self._stop, self._verbatim = tuple(stop), verbatim
         self.phase = "start"  # then "reasoning", "answer", or "done" after a stop string
-        self.opened = self.closed = False
+        self.opened = False  # whether the text begins with reasoning
         self._held = ""  # text held back: a possible tag or stop string, or trailing space
-        self._tail = ""  # the stop string that ended the answer, and the text held after it
+        self.text = ""  # the whole text, including tags, up to the stop string that ends the answer
         self._begun = False  # whether the current part contains non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add a chunk of text, and return the new (reasoning, answer) text that is certain."""
         self._held += text
+        self.text += "" if self.phase == "done" else text
         reasoning = answer = ""
         if self.phase == "start":
             rest = self._held.lstrip()
@@ -76,8 +76,7 @@ class ReasoningParser:
             before, closed, after = self._held.partition(self.closing)
             if closed:
                 reasoning = self._stripped(before).rstrip()
-                self.phase, self.closed = "answer", True
-                self._held, self._begun = after, False
+                self.phase, self._held, self._begun = "answer", after, False
             else:
                 reasoning = self._certain((self.closing,))
         if self.phase == "answer" and self._verbatim:
@@ -105,7 +104,11 @@ class ReasoningParser:
         starts = [at for stop in self._stop if (at := self._held.find(stop, 0, end)) >= 0]
         if not starts:
             return None
-        answer, self._tail = self._held[: min(starts)], self._held[min(starts) :]
+        answer, rest = self._held[: min(starts)], self._held[min(starts) :]
+        # The held text has lost its tags, so find its place by the characters outside the tags.
+        outside = re.finditer(f"{self._drop.pattern}|(.)", self.text, re.DOTALL)
+        places = [found.start() for found in outside if found[1]]
+        self.text = self.text[: places[-len(rest)]]
         self.phase = "done"
         return self._stripped(answer).rstrip()
 
@@ -139,23 +142,6 @@ class ReasoningParser:
             return "", stopped
         rest, self._held = self._stripped(self._held).rstrip(), ""
         return (rest, "") if self.phase == "reasoning" else ("", rest)
-
-    def until_stop(self, text: str) -> str:
-        """Return the text, including tags, up to the first stop string in the answer.
-
-        The text is parsed again character by character, because stop strings are matched in the
-        text without leading spaces and tags.
-        """
-        again, end = ReasoningParser(self._format, self._stop), 0
-        while end < len(text) and again.phase != "done":
-            again.feed(text[end])
-            end += 1
-        if again.phase != "done":
-            again.finish()
-        if again.phase != "done":
-            return text
-        starts = range(end - 1, -1, -1)
-        return text[: next(s for s in starts if self._drop.sub("", text[s:end]) == again._tail)]
 
     @property
     def closing_begun(self) -> bool:
@@ -209,7 +195,6 @@ class CompletionState:
     parser: ReasoningParser
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of sampled tokens only
-    text: str = ""  # the whole text, including tags
     reasoning: str = ""
     answer: str = ""
     opened_at: int = 0  # number of tokens up to the end of the opening tag
@@ -222,11 +207,16 @@ class CompletionState:
     by_tool: bool = False  # whether a tool wrote the last token
 
     @property
+    def text(self) -> str:
+        """The whole text, including tags, up to a stop string."""
+        return self.parser.text
+
+    @property
     def status(self) -> Status:
         """How the reasoning ended."""
         if not self.parser.opened:
             return "absent"
-        if not self.parser.closed:
+        if self.parser.phase == "reasoning":
             return "unclosed"
         return "forced" if self.forced else "closed"
 
@@ -349,16 +339,13 @@ class ReasoningStream:
         # An end token is no text, even if the tokenizer does not mark it as special.
         piece = "" if token.id in self._stop_ids else self._next_piece(state)
         self._note_tool(state, piece)
-        state.text += piece
         parts = state.parser.feed(piece)
         phase = state.parser.phase
         if before == "start" and phase == "reasoning":
             state.opened_at = len(state.ids)
-        if phase == "reasoning" and not state.forced:
-            state.reasoning_tokens = len(state.ids) - state.opened_at
-        elif before == "reasoning" and not state.forced:
-            used = len(state.ids) - state.opened_at - self._tag_tokens
-            state.reasoning_tokens = max(0, used)
+        if "reasoning" in (before, phase) and not state.forced:
+            tag = 0 if phase == "reasoning" else self._tag_tokens
+            state.reasoning_tokens = max(0, len(state.ids) - state.opened_at - tag)
         if token.finish_reason:
             state.finish_reason = "stop" if phase == "done" else token.finish_reason
             rest = state.parser.finish(cut=state.finish_reason == "length")

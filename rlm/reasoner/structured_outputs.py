@@ -102,7 +102,8 @@ class StructuredOutputs:
     def grammar(self, format: Format) -> str:
         """Return the grammar of a whole completion, in llguidance's variant of Lark."""
         opening, closing = map(_quote, format.answer_tags)
-        tags = {"opens": f"<{format.reasoning_tag}>", "closes": f"</{format.reasoning_tag}>"}
+        opens, closes = (_quote(f"<{slash}{format.reasoning_tag}>") for slash in ("", "/"))
+        rules = ""
         if self.choice:
             answer = f"({' | '.join(map(_quote, self.choice))}) {closing}"
         elif self.regex is not None:
@@ -114,9 +115,7 @@ class StructuredOutputs:
             rules = f"ANSWER: /(?u:{regex})/ {closing}\n"
         else:
             answer, rules = f"value {closing}", f"value: %json {json.dumps(self.schema)}\n"
-        quoted = {name: _quote(tag) for name, tag in tags.items()}
-        text = GRAMMAR.format(opening=opening, answer=answer, **quoted)
-        return text if self.choice else text + rules
+        return GRAMMAR.format(opens=opens, closes=closes, opening=opening, answer=answer) + rules
 
 
 def _quote(text: str) -> str:

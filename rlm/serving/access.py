@@ -121,13 +121,13 @@ class AllowedHosts(set[str]):
         """
         super().__init__(name.lower() for name in names)
         for name in self:
-            if not _is_address(name) and not _NAME.fullmatch(name):
+            if _read_address(name) is None and not _NAME.fullmatch(name):
                 raise UsageError(f"--allow-host {name}: expected a name without scheme and port")
         self.numeric = numeric
 
     def allows(self, headers: Headers) -> bool:
         host = asked_host(headers)
-        return host in self or (self.numeric and _is_address(host))
+        return host in self or (self.numeric and _read_address(host) is not None)
 
 
 def asked_host(headers: Headers) -> str:
@@ -191,10 +191,6 @@ def is_loopback(host: str) -> bool:
     """Return whether a host name or address is loopback, without a DNS lookup."""
     address = _read_address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def _is_address(host: str) -> bool:
-    return _read_address(host) is not None
 
 
 def _read_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

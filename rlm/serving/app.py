@@ -85,7 +85,7 @@ async def _watch(service: Service) -> None:
     """Fail all waiting requests when the engine hangs or is dead."""
     while True:
         await asyncio.sleep(WATCH_SECONDS)
-        if service.engine.state != "loading" and (problem := service.engine_problem()):
+        if problem := service.engine_problem():  # no request waits while the model is loaded
             service.fail_all(problem)
 
 

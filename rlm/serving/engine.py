@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 from rlm.cli import UsageError
 from rlm.model import check_context_window
@@ -23,10 +23,9 @@ from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
 from rlm.serving.models import Replica, ServedAdapter
 
-if TYPE_CHECKING:
-    import torch
-
+T = TypeVar("T")
 PING_SECONDS = 15.0  # seconds without text after which a stream sends a comment
+HANG_SECONDS = 60.0  # maximum duration of a step; after it, the engine is not `alive`
 
 # Index of a completion, new reasoning text, new answer text, whether a tool wrote the text.
 Text = tuple[int, str, str, bool]
@@ -88,27 +87,20 @@ class RunningRequest:
         """The number of unfinished completions."""
         return sum(c.finish_reason is None for c in self.stream.completions)
 
-    def force_tokens(self, row: int, ids: Sequence[int], token: int) -> Sequence[int] | None:
-        """Return the tokens that the thinking budget or the tool forces, for the sampler.
+    def guard(self, call: Callable[..., T]) -> Callable[..., T | None]:
+        """Wrap a function that the sampler calls, so that its error fails only this request.
 
-        An error is stored in `self.error`, so that it fails only this request.
+        The error is stored in `self.error`.
         """
-        try:
-            return self.stream(row, ids, token)
-        except Exception as error:  # the engine ends the request with it
-            self.error = error
-            return None
 
-    def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:
-        """Return the tokens that the grammar allows, for the sampler.
+        def guarded(*arguments: Any) -> T | None:
+            try:
+                return call(*arguments)
+            except Exception as error:  # the engine ends the request with it
+                self.error = error
+                return None
 
-        An error is stored as in `force_tokens`.
-        """
-        try:
-            return self.stream.allowed_tokens(row, ids)
-        except Exception as error:  # the engine ends the request with it
-            self.error = error
-            return None
+        return guarded
 
     def put(self, output: list[Text] | HTTPProblem | None) -> None:
         """Pass new text, an error, or the end (None) to the event loop. Thread-safe."""
@@ -153,19 +145,12 @@ class Engine:
         state: "loading", "ready" or "dead".
     """
 
-    def __init__(
-        self,
-        load: Callable[[], dict[str, Replica]],
-        limits: Limits,
-        hang_seconds: float = 60.0,
-    ) -> None:
+    def __init__(self, load: Callable[[], dict[str, Replica]], limits: Limits) -> None:
         """
         Args:
             load: loads the replicas; it is called in the engine thread.
-            hang_seconds: the maximum duration of a step; after it, `alive` is False.
         """
         self._load, self._limits = load, limits
-        self._hang_seconds = hang_seconds
         self._replicas: dict[str, Replica] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._running: dict[str, dict[int, RunningRequest]] = {}  # by replica and handle
@@ -187,16 +172,16 @@ class Engine:
         """Abort a request; its rows are freed after the current step."""
         self._commands.put(partial(self._remove, request))
 
-    def stop(self, seconds: float = 10.0) -> None:
+    def stop(self) -> None:
         self._commands.put(None)
         if self._thread.is_alive():
-            self._thread.join(seconds)
+            self._thread.join(10.0)  # a step may hang
 
     @property
     def alive(self) -> bool:
         """Whether the engine is ready and its current step, if any, does not hang."""
         began = self._step_began
-        hung = began is not None and time.monotonic() - began > self._hang_seconds
+        hung = began is not None and time.monotonic() - began > HANG_SECONDS
         return self.state == "ready" and not hung
 
     @property
@@ -252,9 +237,9 @@ class Engine:
                     self._step(name)
 
     def _add(self, request: RunningRequest) -> None:
-        name, n = request.adapter.name, request.n
-        callbacks = request.force_tokens, request.allowed_tokens
-        drawn = Request(request.prompt, request.params, request.seed, n, *callbacks)
+        name, stream = request.adapter.name, request.stream
+        force, allow = request.guard(stream), request.guard(stream.allowed_tokens)
+        drawn = Request(request.prompt, request.params, request.seed, request.n, force, allow)
         try:
             handle = self._replicas[name].sampler.add_request(drawn)
         except ValueError as error:  # the request is larger than the KV cache

@@ -155,9 +155,8 @@ def _said(error: Mapping[str, Any]) -> str:
 
 def _location(parts: Sequence[int | str]) -> list[int | str]:
     """Return a location in the request, without the type names that pydantic inserts in unions."""
-    pairs = zip(("", *parts), parts, strict=False)
-    return [_place(part) for before, part in pairs if before not in _UNIONS]
-
-
-def _place(part: int | str) -> int | str:
-    return part if isinstance(part, int) or _FIELD.fullmatch(part) else "?"
+    return [
+        part if isinstance(part, int) or _FIELD.fullmatch(part) else "?"
+        for before, part in zip(("", *parts), parts, strict=False)
+        if before not in _UNIONS
+    ]

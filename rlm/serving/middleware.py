@@ -35,6 +35,10 @@ from rlm.serving.errors import HTTPProblem, as_problem
 
 PUBLIC = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})  # for GET and HEAD
 MAX_CLIENTS = 4096  # maximum number of keys or addresses whose rate is tracked
+MAX_BODY = 65536  # bytes
+MAX_HEADER_BYTES = 16384  # the request line and all headers together
+MAX_HEADERS = 64
+BODY_SECONDS = 10.0  # time limit for receiving the whole body
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {  # each header is added unless the application sets it
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -50,10 +54,6 @@ _HEADERS = {  # each header is added unless the application sets it
 class SecuritySettings:
     keys: Keys
     allowed_hosts: AllowedHosts
-    max_body: int = 65536  # bytes
-    max_header_bytes: int = 16384  # the request line and all headers together
-    max_headers: int = 64
-    body_seconds: float = 10.0  # time limit for receiving the whole body
     # The limit applies per API key, or per client address if the server is public. A server without
     # keys that is not public has a single user, for whom there is no limit.
     requests_per_minute: int = 120
@@ -134,13 +134,14 @@ class SecurityMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        check_headers(scope, headers, self._settings)
+        check_headers(scope, headers)
         if not self._settings.allowed_hosts.allows(headers):
             raise _unknown_host(headers)
         scope["state"]["key_id"] = self._authorize(scope, headers)
         if re.search(r"[^/]/$", scope["path"]):  # ignore a trailing slash
             scope["path"] = scope["path"][:-1]
-        await self._app(scope, await read_body(scope, receive, headers, self._settings), send)
+        origins = self._settings.allowed_origins
+        await self._app(scope, await read_body(scope, receive, headers, origins), send)
 
     def _authorize(self, scope: Scope, headers: Headers) -> str:
         """Return the id of the API key, "public" or "open".
@@ -189,7 +190,7 @@ def _unknown_host(headers: Headers) -> HTTPProblem:
     return HTTPProblem(400, "bad_host", detail)
 
 
-def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) -> None:
+def check_headers(scope: Scope, headers: Headers) -> None:
     """Check the size of the headers and the length of the body.
 
     Raises:
@@ -197,8 +198,8 @@ def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) ->
     """
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers.raw)
-    if size > settings.max_header_bytes or len(headers.raw) > settings.max_headers:
-        detail = f"headers: at most {settings.max_header_bytes} bytes, {settings.max_headers} lines"
+    if size > MAX_HEADER_BYTES or len(headers.raw) > MAX_HEADERS:
+        detail = f"headers: at most {MAX_HEADER_BYTES} bytes, {MAX_HEADERS} lines"
         raise HTTPProblem(431, "headers_too_large", detail)
     if "transfer-encoding" in headers and "content-length" in headers:
         raise HTTPProblem(
@@ -207,7 +208,7 @@ def check_headers(scope: Scope, headers: Headers, settings: SecuritySettings) ->
 
 
 async def read_body(
-    scope: Scope, receive: Receive, headers: Headers, settings: SecuritySettings
+    scope: Scope, receive: Receive, headers: Headers, allowed_origins: Sequence[str]
 ) -> Receive:
     """Read the whole body within the limits of size and time.
 
@@ -222,24 +223,24 @@ async def read_body(
     """
     if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
-    too_large = HTTPProblem(413, "body_too_large", f"a body has at most {settings.max_body} bytes")
-    if int(headers.get("content-length", "0")) > settings.max_body:  # h11 has checked the digits
+    too_large = HTTPProblem(413, "body_too_large", f"a body has at most {MAX_BODY} bytes")
+    if int(headers.get("content-length", "0")) > MAX_BODY:  # h11 has checked the digits
         raise too_large
     body, more = bytearray(), True
     try:
-        async with asyncio.timeout(settings.body_seconds):
+        async with asyncio.timeout(BODY_SECONDS):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
-                if len(body) > settings.max_body:
+                if len(body) > MAX_BODY:
                     raise too_large
     except TimeoutError:
-        detail = f"the body did not arrive within {settings.body_seconds:g} s"
+        detail = f"the body did not arrive within {BODY_SECONDS:g} s"
         raise HTTPProblem(408, "request_timeout", detail) from None
-    if body.lstrip()[:1] == b"{" and is_form_of_ours(headers, settings.allowed_origins):
+    if body.lstrip()[:1] == b"{" and is_form_of_ours(headers, allowed_origins):
         MutableHeaders(scope=scope)["content-type"] = "application/json"
     messages = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,18 +121,14 @@ def find_models(
         except UsageError as missing:
             terminal.line(f"warning: {missing}")
     model_hash = base_model_hash(model)
-    named = None if tool == "auto" else load_tool(tool)
-
-    def tool_of(info: AdapterInfo) -> Tool | None:
-        return load_tool(info.resolve_tool()) if tool == "auto" else named
-
+    load = cache(load_tool)  # the file of a tool is executed once
     # The base model alone has the format and the tool of the adapter.
-    asked = own.format, tool_of(own), own.answer_types, None, own.questions
+    asked = own.format, load(own.resolve_tool(tool)), own.answer_types, None, own.questions
     adapters = {BASE: ServedAdapter(BASE, None, None, "base", *asked)}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
-            own_tool = tool_of(info)
+            own_tool = load(info.resolve_tool(tool))
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])

@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -55,15 +55,15 @@ class Only:
             what: the name of the unsupported feature in the message.
             instead: a field with the same purpose, which is supported.
         """
-        self.values, self.what, self.instead = values, what, instead
+        self.values, self.what, self.instead = (*values, None), what, instead
 
     def check(self, value: object) -> None:
         is_neutral = any(
             value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-            for allowed in (*self.values, None)
+            for allowed in self.values
         )
         if not is_neutral:
-            allowed = " or ".join(json.dumps(allowed) for allowed in (*self.values, None))
+            allowed = " or ".join(map(json.dumps, self.values))
             advice = f"use {self.instead}" if self.instead else f"send {allowed}"
             raise ValueError(f"{self.what} is not supported: {advice}")
 
@@ -75,7 +75,7 @@ class Only:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [*self.values, None]}
+        return {"enum": [*self.values]}
 
 
 class TextPart(Strict):
@@ -115,8 +115,8 @@ class Message(Strict):
         if message.get("role") in ("tool", "function"):
             raise ValueError("tool messages are not supported")
         content = message.get("content")
-        kinds = [p.get("type") for p in content if isinstance(p, dict)] if _is_list(content) else []
-        for kind in kinds:
+        parts = content if isinstance(content, list) else []
+        for kind in (part.get("type") for part in parts if isinstance(part, dict)):
             if isinstance(kind, str) and kind in NOT_OFFERED:
                 raise ValueError(f"content: {NOT_OFFERED[kind]} are not supported, only text")
             if kind != "text":
@@ -132,10 +132,6 @@ class Message(Strict):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
-
-
-def _is_list(value: object) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
 
 
 class StreamOptions(Strict):

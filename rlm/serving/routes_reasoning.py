@@ -80,12 +80,9 @@ def _report(
     answer, adapter = read_answer(running.stream), running.adapter
     shown, usage = answer.shown, count_tokens(running.stream, len(running.prompt))
     seconds = running.seconds
-    asked = request.expected_answer
-    expected = None if asked is None else str(asked)  # validation has converted numbers to strings
-    format, warnings = (
-        running.stream.format,
-        length_warnings(running.stream, service.limits.new_tokens),
-    )
+    expected = str(request.expected_answer or "")  # validation has converted numbers to strings
+    format = running.stream.format
+    warnings = length_warnings(running.stream, service.limits.new_tokens)
     verifier = None
     if expected and (why := _incomparable(expected, format.answer_type)):
         warnings.append(f"expected_answer was not compared: {why}")

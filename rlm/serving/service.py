@@ -233,19 +233,17 @@ class Service:
     def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
         new_tokens = asked.max_new_tokens or self.limits.new_tokens
         if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
-            detail = "stop: an answer tag cannot be a stop string; leave it out"
-            raise HTTPProblem(422, "validation", detail, param="stop")
+            raise _invalid("stop", "stop: an answer tag cannot be a stop string; leave it out")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
         if (most := self.limits.request_tokens) and asked.n * new_tokens > most:
             fits = f"at most {most // asked.n} with n = {asked.n}"
             detail = f"max_new_tokens: a request may generate {most} tokens in total, so {fits}"
-            raise HTTPProblem(422, "validation", detail, param="max_new_tokens")
+            raise _invalid("max_new_tokens", detail)
         default = TEMPERATURE_OF_SEVERAL if asked.n > 1 else 0.0
         temperature = default if asked.temperature is None else asked.temperature
         if asked.n > 1 and temperature == 0:
-            detail = "n above 1 requires a temperature above 0"
-            raise HTTPProblem(422, "validation", detail, param="n")
+            raise _invalid("n", "n above 1 requires a temperature above 0")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
     async def _unless_failed(self, id: str, work: Coroutine[Any, Any, T]) -> T:
@@ -275,6 +273,8 @@ class Service:
     ) -> tuple[GrammarMatcher | None, list[int], tuple[str, ...]]:
         """Compile the constraint on the answer, if any, and render the prompt.
 
+        The prompt begins with as many of the nearest lessons as fit into it.
+
         Args:
             deadline: the request's deadline, on the clock of `time.monotonic`.
 
@@ -286,30 +286,15 @@ class Service:
             field = "structured_outputs" if asked.structured_outputs else "response_format"
             compile = partial(self._grammars.compile, structured, format)
             grammar = await self._compiling.run(compile, field, deadline)
-        return grammar, *await self._render(asked.prompt, format, examples, system, deadline)
-
-    async def _render(
-        self,
-        question: str,
-        format: Format,
-        examples: Sequence[tuple[str, str]],
-        system: str,
-        deadline: float,
-    ) -> tuple[list[int], tuple[str, ...]]:
-        """Render the prompt with as many of the nearest lessons as fit into it.
-
-        Returns:
-            the token ids of the prompt, and the ids of the lessons in it.
-        """
         is_new = system.strip() not in ("", format.system_prompt.strip())
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
         for most in range(self._nearest if self.experiences else 0, -1, -1):
-            informed = apply_experiences(question, self.experiences, most)
+            informed = apply_experiences(asked.prompt, self.experiences, most)
             options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
             render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
             prompt = await self._rendering.run(render, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
-                return prompt, informed.used
+                return grammar, prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
 
 
@@ -356,7 +341,7 @@ class _Preparation:
             detail = "the chat template of the server's model cannot represent these messages"
             raise HTTPProblem(500, "internal", detail) from None
         except UsageError as error:
-            raise HTTPProblem(422, "validation", str(error), param=field) from None
+            raise _invalid(field, str(error)) from None
 
     def _check_abandoned(self, field: str) -> None:
         self._abandoned = [call for call in self._abandoned if not call.done()]
@@ -390,13 +375,10 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
         by_format = None
     if by_format is None and by_name is None:
         return None
-    problem = partial(HTTPProblem, 422, "validation")
     if by_format and by_name:
-        raise problem(
-            "send response_format or structured_outputs, not both", param="response_format"
-        )
+        raise _invalid("response_format", "send response_format or structured_outputs, not both")
     if asked.stop:
-        raise problem("stop: a structured answer ends by itself, so leave stop out", param="stop")
+        raise _invalid("stop", "stop: a structured answer ends by itself, so leave stop out")
     try:
         if isinstance(by_format, JSONSchemaFormat):
             return StructuredOutputs(json=by_format.json_schema.json_schema)
@@ -406,10 +388,14 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
             by_name.json_schema, by_name.json_object, by_name.regex, by_name.choice
         )
     except UsageError as error:
-        name = "response_format" if by_format else "structured_outputs"
-        raise problem(str(error), param=name) from None
+        field = "response_format" if by_format else "structured_outputs"
+        raise _invalid(field, str(error)) from None
 
 
 def _too_much(name: str, got: int, limit: int, unit: str = "") -> HTTPProblem:
     unit = f" {unit}" if unit else ""
-    return HTTPProblem(422, "validation", f"{name}: {got}{unit}, the limit is {limit}", param=name)
+    return _invalid(name, f"{name}: {got}{unit}, the limit is {limit}")
+
+
+def _invalid(field: str, detail: str) -> HTTPProblem:
+    return HTTPProblem(422, "validation", detail, param=field)

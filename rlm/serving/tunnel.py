@@ -27,6 +27,7 @@ from pyngrok.process import NgrokProcess
 from rlm.serving import logging as logs
 from rlm.serving.access import AllowedHosts
 
+OPEN_SECONDS = 20.0  # time limit for opening a tunnel
 # The agent's own web page would show requests, with keys and prompts, to every local user.
 _AGENT_CONFIG = "version: 3\nagent:\n  inspect_db_size: -1\n  update_check: false\n"
 
@@ -53,7 +54,6 @@ class Tunnel:
         *,
         url: str | None = None,
         requests_per_minute: int = 60,
-        open_seconds: float = 20.0,
     ) -> Tunnel:
         """Open a tunnel to a local URL. The public host is in `hosts` while the tunnel is open.
 
@@ -64,7 +64,6 @@ class Tunnel:
             upstream: the local URL.
             url: a domain reserved at ngrok; None: ngrok selects a domain.
             requests_per_minute: rate limit per client address, enforced by ngrok.
-            open_seconds: time limit for opening the tunnel.
 
         Raises:
             TunnelError: the tunnel cannot be opened.
@@ -86,10 +85,10 @@ class Tunnel:
                 config_path=str(path),
                 start_new_session=True,  # Ctrl-C must not end the agent before the server
                 # pyngrok's error contains what the agent said, so its time limit ends first.
-                startup_timeout=int(0.75 * open_seconds),
+                startup_timeout=int(0.75 * OPEN_SECONDS),
             )
             config.auth_token = None  # pyngrok would put it on the command line
-            tunnel = cls(*await _connect(config, options, open_seconds), hosts)
+            tunnel = cls(*await _connect(config, options), hosts)
         logs.log("tunnel_opened", url=tunnel.public_url)
         return tunnel
 
@@ -144,9 +143,7 @@ def find_agent(env: Mapping[str, str]) -> Path:
     )
 
 
-async def _connect(
-    config: conf.PyngrokConfig, options: dict[str, Any], seconds: float
-) -> tuple[NgrokProcess, str]:
+async def _connect(config: conf.PyngrokConfig, options: dict[str, Any]) -> tuple[NgrokProcess, str]:
     """Start the agent and return it with the public URL, within a time limit.
 
     pyngrok's own time limit ends only when the agent writes a line.
@@ -159,9 +156,9 @@ async def _connect(
 
     opening = asyncio.create_task(asyncio.to_thread(connect))
     try:
-        await asyncio.wait({opening}, timeout=seconds)
+        await asyncio.wait({opening}, timeout=OPEN_SECONDS)
         if not opening.done():
-            why = f"the agent was not ready after {seconds:g} s; is ngrok.com reachable?"
+            why = f"the agent was not ready after {OPEN_SECONDS:g} s; is ngrok.com reachable?"
             raise TunnelError(f"ngrok: {why}")
         return opening.result()
     except (PyngrokError, OSError, ValueError, HTTPException) as error:

@@ -83,8 +83,9 @@ def test_a_grader_that_hangs_dies_or_starts_too_slowly_is_stopped_by_the_clock(m
     slow += "    time.sleep(60) if text == 'slow' else None\n"
     slow += "    sys.exit() if text == 'dies' else print('true', flush=True)\n"
     monkeypatch.setattr(module, "WORKER", slow)
+    monkeypatch.setattr(module, "TIME_LIMIT", 0.3)
     asked = ["fast", "slow", "slow", "fast", "dies", "fast"]  # the second by a fresh process
-    with closing(MathVerify(time_limit=0.3)) as second:
+    with closing(MathVerify()) as second:
         started = time.monotonic()
         assert [second("1", text) for text in asked] == [True, None, None, True, None, True]
         assert time.monotonic() - started < 20  # the limits, and starting Python
@@ -92,14 +93,15 @@ def test_a_grader_that_hangs_dies_or_starts_too_slowly_is_stopped_by_the_clock(m
     late = "import time\ntime.sleep(1)\nprint('ready', flush=True)\ntime.sleep(60)\n"
     monkeypatch.setattr(module, "WORKER", late)
     monkeypatch.setattr(module, "START_LIMIT", 0.2)
-    with closing(MathVerify(time_limit=2.0)) as second:
+    monkeypatch.setattr(module, "TIME_LIMIT", 2.0)
+    with closing(MathVerify()) as second:
         assert second("1", "1") is None  # its late greeting is nobody's answer
         assert second.timeouts == 1
 
 
 def test_math_verify_itself():
     pytest.importorskip("math_verify", reason="an extra: pip install -e '.[verify]'")
-    with closing(MathVerify(time_limit=3.0)) as second:
+    with closing(MathVerify()) as second:
         assert second("18", r"\boxed{18}") is True
         assert second("18", r"\boxed{17}") is False
         assert second("1/2", r"$\frac{1}{2}$") is True

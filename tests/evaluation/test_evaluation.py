@@ -46,7 +46,7 @@ def test_a_dataset_without_a_test_split_is_evaluated_on_validation(
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     adapter = AdapterInfo(tmp_path, dataset=trained_on, run={"config": {"split": "train[:20]"}})
-    assert default_split(dataset, [adapter] if trained_on else []) == split
+    assert default_split(dataset, [adapter]) == split
 
 
 # --- Evaluation -----------------------------------------------------------------------------------

@@ -9,7 +9,13 @@ import pytest
 from secured_server import KEY, SecuredServer, read, request, rest
 
 from rlm.serving.http_server import UVICORN
-from rlm.serving.middleware import SecuritySettings
+from rlm.serving.middleware import (
+    BODY_SECONDS,
+    MAX_BODY,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    SecuritySettings,
+)
 from rlm.serving.service import PREPARE_SECONDS
 from rlm.serving.streaming import SEND_SECONDS
 
@@ -32,15 +38,16 @@ def test_the_limits_are_the_documented_ones():
     assert "at most 500 connections" in page
     assert "10 seconds for the whole body" in page
     wall = SecuritySettings(None, None)
-    limits = (wall.max_body, wall.max_header_bytes, wall.max_headers, wall.body_seconds)
+    limits = (MAX_BODY, MAX_HEADER_BYTES, MAX_HEADERS, BODY_SECONDS)
     assert limits == (64 * 1024, 16 * 1024, 64, 10)
     assert (wall.requests_per_minute, wall.failures_per_minute) == (120, 20)
     assert f"each may take up to {PREPARE_SECONDS:g} seconds" in page
     assert f"the end of a stream {SEND_SECONDS:g} seconds after the deadline" in page
 
 
-def test_a_body_that_is_late_gets_a_408():
-    with SecuredServer(body_seconds=0.4) as wall, wall.connect() as sock:
+def test_a_body_that_is_late_gets_a_408(monkeypatch):
+    monkeypatch.setattr("rlm.serving.middleware.BODY_SECONDS", 0.4)
+    with SecuredServer() as wall, wall.connect() as sock:
         sock.sendall(HALF_A_BODY)
         answer = read(sock)
     assert (answer.status, answer.json["code"]) == (408, "request_timeout")

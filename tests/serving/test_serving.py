@@ -896,9 +896,10 @@ def test_a_dead_engine_is_told_to_all(tokenizer):
         assert server.get("/health").status_code == 200
 
 
-def test_a_hung_step_is_noticed_and_recovered_from(tokenizer):
+def test_a_hung_step_is_noticed_and_recovered_from(tokenizer, monkeypatch):
+    monkeypatch.setattr("rlm.serving.engine.HANG_SECONDS", 0.3)
     hang = threading.Event()
-    service, sampler = make_service(tokenizer, SCRIPT | {"hang": LONG}, hang_seconds=0.3)
+    service, sampler = make_service(tokenizer, SCRIPT | {"hang": LONG})
     sampler.before_step = lambda questions: (
         hang.wait(60) if any("hang" in question for question in questions) else None
     )
@@ -908,7 +909,7 @@ def test_a_hung_step_is_noticed_and_recovered_from(tokenizer):
         assert server.get("/ready").json()["code"] == "engine_down"
         hang.set()
         wait_until(lambda: server.get("/ready").status_code == 200)
-        service.engine._hang_seconds = 60.0  # a machine that pauses does not hang
+        monkeypatch.undo()  # a machine that pauses does not hang
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
 
 

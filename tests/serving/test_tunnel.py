@@ -156,13 +156,15 @@ def test_what_fails_is_one_line_and_leaves_nothing(
 ):
     hosts = AllowedHosts(["localhost"])
 
-    async def open_and_close(seconds: float = 20.0) -> None:
-        tunnel = await Tunnel.open(UNUSED, hosts, open_seconds=seconds)
+    async def open_and_close() -> None:
+        tunnel = await Tunnel.open(UNUSED, hosts)
         await tunnel.close()
 
     monkeypatch.setenv("STAND_IN_MODE", mode)
+    if mode in ("no-network", "silent", "deaf"):
+        monkeypatch.setattr("rlm.serving.tunnel.OPEN_SECONDS", 2.0)
     with pytest.raises(TunnelError) as info:
-        asyncio.run(open_and_close(2.0 if mode in ("no-network", "silent", "deaf") else 20.0))
+        asyncio.run(open_and_close())
     text = str(info.value)
     assert text.startswith("ngrok: ")
     assert message in text
@@ -173,6 +175,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(
     assert hosts == {"localhost"}
     assert agent.is_gone()
     monkeypatch.setenv("STAND_IN_MODE", "ok")
+    monkeypatch.setattr("rlm.serving.tunnel.OPEN_SECONDS", 20.0)
     asyncio.run(open_and_close())  # nothing is in the way of the next try
 
 
@@ -222,8 +225,9 @@ def test_an_agent_that_starts_when_the_time_is_up_is_ended_too(agent, monkeypatc
         return start(config)
 
     monkeypatch.setattr("rlm.serving.tunnel.ngrok.get_ngrok_process", late)
+    monkeypatch.setattr("rlm.serving.tunnel.OPEN_SECONDS", 0.1)
     with pytest.raises(TunnelError, match="not ready"):
-        asyncio.run(Tunnel.open(UNUSED, AllowedHosts(), open_seconds=0.1))
+        asyncio.run(Tunnel.open(UNUSED, AllowedHosts()))
     assert agent.is_gone()
 
 
