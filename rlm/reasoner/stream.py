@@ -94,17 +94,18 @@ class ReasoningParser:
         return reasoning, answer
 
     def _up_to_stop(self, end: int) -> str | None:
-        """End the answer at the first stop string in the first `end` held characters.
+        """End the answer at the stop string that is complete first.
 
-        The characters after them may belong to a tag.
+        Only the first `end` held characters are searched: those after them may belong to a tag.
 
         Returns:
             The text before the stop string, or None if there is no stop string.
         """
-        starts = [at for stop in self._stop if (at := self._held.find(stop, 0, end)) >= 0]
-        if not starts:
+        ends = [(at + len(s), at) for s in self._stop if (at := self._held.find(s, 0, end)) >= 0]
+        if not ends:
             return None
-        answer, rest = self._held[: min(starts)], self._held[min(starts) :]
+        _, start = min(ends)  # the result must not depend on the length of the chunks
+        answer, rest = self._held[:start], self._held[start:]
         # The held text has lost its tags, so find its place by the characters outside the tags.
         outside = re.finditer(f"{self._drop.pattern}|(.)", self.text, re.DOTALL)
         places = [found.start() for found in outside if found[1]]

@@ -46,7 +46,9 @@ def split(pieces: list[str], stop: tuple[str, ...] = ()) -> tuple[str, str]:
 @given(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
     st.lists(st.integers(1, 5), min_size=60, max_size=60),
-    st.sampled_from([(), ("STOP",), ("\n\n", "b. a"), ("<",), ("ans", "th"), ("r>",)]),
+    st.sampled_from(
+        [(), ("STOP",), ("\n\n", "b. a"), ("<",), ("ans", "th"), ("r>",), ("STOP", "TO")]
+    ),
 )
 def test_text_is_split_the_same_however_it_arrives(text, sizes, stop):
     cut, at = [], 0
