@@ -154,12 +154,16 @@ class RunDirectory:
             number = self._interrupts.received or signal.SIGTERM
             raise Interrupted(number, note if self.writes else "")
 
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Write config.json, and open the tracker that the config selects."""
+    def begin(self, config: Mapping[str, Any], first_step: int) -> None:
+        """Write config.json, and open the tracker that the config selects.
+
+        Args:
+            first_step: 0, or the step at which a resumed run continues.
+        """
         if self.writes:
             with writing(self.path / "config.json"):  # a new run with --config does not resume
                 replace_json(self.path / "config.json", {**config, "resume": False})
-            self.tracker = open_tracker(config["tracker"], self.path, config)
+            self.tracker = open_tracker(config["tracker"], self.path, config, first_step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step. Values that are not finite are written as null."""
