@@ -78,6 +78,7 @@ from rlm.training import (
     overlong_penalties,
     policy_loss,
     resolve_start,
+    resume_if_restarted,
     reward_tensor,
     rollout_seeds,
     set_constant_logprobs,
@@ -175,7 +176,8 @@ class GRPOTrainer:
                 "GRPOConfig(sft_adapter=FOLDER) to continue from the adapter in FOLDER"
             )
         data = self.prepare(dataset, eval_dataset)
-        config, algorithm = self.config, self.config.resolved_algorithm
+        self.config = config = resume_if_restarted(self.config, self.distributed)
+        algorithm = config.resolved_algorithm
         with open_directory(config, self.distributed) as directory, closing(self.sampler):
             parts = self.state, self.sampler, self.tokenizer, directory, self.validation_scores
             self.run = run = TrainingRun(config, data, *parts)

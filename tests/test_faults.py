@@ -514,6 +514,23 @@ def test_one_of_two_processes_is_killed_and_both_resume(runs, undisturbed_pair, 
     assert runs.result("run") == undisturbed_pair
 
 
+def test_a_run_that_torchrun_restarts_continues(runs, undisturbed):
+    """With --max-restarts it repeats the command, which would put the run away."""
+
+    def restarted():
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+
+    def killed():
+        restarted()
+        on_call(torch.nn.utils, "clip_grad_norm_", 3, kill)
+
+    assert runs.run("run", before=killed).code == KILLED  # its first step: nothing to continue
+    ended = runs.run("run", before=restarted)
+    assert ended.code == 0, ended.text
+    assert "before step 3" in ended.text
+    assert runs.result("run") == undisturbed
+
+
 @pytest.mark.slow
 def test_what_two_processes_began_one_ends(runs):
     """To the rounding of sums that two processes take in another order."""
