@@ -32,6 +32,7 @@ ALIASES = {
     "eval/accuracy": "val/accuracy",
 }
 RUN_ID = ".run_id"  # file in the run directory with the id of the run for its tracker
+WANDB_HEADER = 7  # bytes of a W&B log without entries, as a process that is killed at once leaves
 TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
 TABLE_ROWS = 16  # maximum number of rows in a table; samples.jsonl contains all completions
 
@@ -103,9 +104,11 @@ class _Wandb:
         # Reading the URL of an offline run prints a warning.
         if url := None if self._run.offline else self._run.url:
             self.where = url
-        else:  # each process of a resumed run writes to a directory of its own
-            parts = Path(self._run.dir).parents[1] / f"offline-run-*-{self._run.id}"
-            self.where = f"run `wandb sync {parts}` to upload the run"
+        else:  # each process of a resumed run writes a log; `wandb sync` fails for an empty log
+            own = Path(self._run.dir).parent
+            logs = own.parent.glob(f"offline-run-*-{self._run.id}/*.wandb")
+            parts = {own, *(log.parent for log in logs if log.stat().st_size > WANDB_HEADER)}
+            self.where = f"run `wandb sync {' '.join(map(str, sorted(parts)))}` to upload the run"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
