@@ -79,6 +79,7 @@ from rlm.training import (
     overlong_penalties,
     policy_loss,
     resolve_start,
+    resume_if_restarted,
     reward_tensor,
     rollout_seeds,
     set_constant_logprobs,
@@ -176,8 +177,8 @@ class GRPOTrainer:
                 "GRPOConfig(sft_adapter=FOLDER) to continue from the adapter in FOLDER"
             )
         data = self.prepare(dataset, eval_dataset)
-        config, algorithm = self.config, self.config.resolved_algorithm
-        is_main = self.distributed.is_main
+        self.config = config = resume_if_restarted(self.config, self.distributed)
+        algorithm, is_main = config.resolved_algorithm, self.distributed.is_main
         if is_main:
             check_output(config.output)  # before RunDirectory, which moves an earlier run away
         directory = RunDirectory(config.run_dir, resume=config.resume, writes=is_main)

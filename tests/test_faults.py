@@ -483,8 +483,10 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undis
     before[rank] = sends(signal.SIGTERM)
     leader, follower = runs.together("run", before=before, save_every=0)
     assert (leader.code, follower.code) == (143, 143), (leader.text, follower.text)
-    assert "saved up to step 2; continue by starting all processes again with" in leader.text
-    assert "continue by" not in follower.text  # it is said once
+    # A command that begins with `python` would continue with one process.
+    assert "is saved up to step 2; to continue, start all processes again with -" in leader.text
+    assert "to continue" not in follower.text  # it is said once
+    assert "stopping after this step\n" in [leader, follower][rank].text  # not "once more: at once"
     ended = runs.together("run", "--resume", save_every=0)
     assert [each.code for each in ended] == [0, 0], ended
     assert runs.result("run") == undisturbed_pair
@@ -510,6 +512,23 @@ def test_one_of_two_processes_is_killed_and_both_resume(runs, undisturbed_pair, 
     ended = runs.together("run", "--resume")
     assert [each.code for each in ended] == [0, 0], ended
     assert runs.result("run") == undisturbed_pair
+
+
+def test_a_run_that_torchrun_restarts_continues(runs, undisturbed):
+    """With --max-restarts it repeats the command, which would put the run away."""
+
+    def restarted():
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+
+    def killed():
+        restarted()
+        on_call(torch.nn.utils, "clip_grad_norm_", 3, kill)
+
+    assert runs.run("run", before=killed).code == KILLED  # its first step: nothing to continue
+    ended = runs.run("run", before=restarted)
+    assert ended.code == 0, ended.text
+    assert "before step 3" in ended.text
+    assert runs.result("run") == undisturbed
 
 
 @pytest.mark.slow

@@ -120,11 +120,14 @@ def _refuse(error: UsageError) -> int:
 
 
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
-    """Return a hint with the command that resumes the run; "" if the script has no --resume."""
+    """Return a hint with the command that resumes the run; "" if the script has no --resume.
+
+    With several processes, the hint contains no command, because the launcher's is not known.
+    """
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # the launcher's command is not known here
-        return "; continue by starting all processes again with --resume"
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return "; to continue, start all processes again with --resume"
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # not None for python -m
     name = sys.argv[0]  # train_grpo.py, or `rlm grpo` if started by the console command
     script = name.split() if name.startswith("rlm ") else ["python", name]

@@ -8,6 +8,7 @@ from .atomic_files import read_log as read_log
 from .atomic_files import replace_file as replace_file
 from .atomic_files import replace_json as replace_json
 from .atomic_files import sync as sync
+from .checkpoints import Checkpoints as Checkpoints
 from .checkpoints import changed_inputs as changed_inputs
 from .checkpoints import check_resumable as check_resumable
 from .checkpoints import check_space as check_space

@@ -154,12 +154,16 @@ class RunDirectory:
             number = self._interrupts.received or signal.SIGTERM
             raise Interrupted(number, note if self.writes else "")
 
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Write config.json, and open the tracker that the config selects."""
+    def begin(self, config: Mapping[str, Any], first_step: int) -> None:
+        """Write config.json, and open the tracker that the config selects.
+
+        Args:
+            first_step: 0, or the step at which a resumed run continues.
+        """
         if self.writes:
             with writing(self.path / "config.json"):  # a new run with --config does not resume
                 replace_json(self.path / "config.json", {**config, "resume": False})
-            self.tracker = open_tracker(config["tracker"], self.path, config)
+            self.tracker = open_tracker(config["tracker"], self.path, config, first_step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step. Values that are not finite are written as null."""
@@ -244,7 +248,8 @@ def git_commit() -> str | None:
 # The type of a signal handler in the module `signal`.
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOTICE = b"\nstopping after this step (once more: at once)\n"
+NOTICE = b"\nstopping after this step\n"
+NOTICE_ALONE = b"\nstopping after this step (once more: at once)\n"
 
 
 class Interrupts:
@@ -261,6 +266,7 @@ class Interrupts:
     def __init__(self, *, alone: bool = True) -> None:
         self.received: int | None = None
         self._then = signal.SIG_DFL if alone else signal.SIG_IGN
+        self._notice = NOTICE_ALONE if alone else NOTICE
         self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupts:
@@ -282,4 +288,4 @@ class Interrupts:
             signal.signal(other, before if "ipykernel" in sys.modules else self._then)
         with contextlib.suppress(OSError):  # the terminal may be gone
             # print() is not safe here: the signal may have interrupted a print().
-            os.write(2, NOTICE)
+            os.write(2, self._notice)

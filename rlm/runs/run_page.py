@@ -95,13 +95,13 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
             start = 0
         stream.seek(start)
         content = stream.read()
-    rows = []
-    for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
-        if not (row := parse_row(line)):  # damaged by a crash; a resumed run rewrites it
-            break
-        rows.append(row)
-        start += len(line)
-    with log.open("rb") as stream:
+        rows = []
+        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+            if not (row := parse_row(line)):  # damaged by a crash; a resumed run rewrites it
+                break
+            rows.append(row)
+            start += len(line)
+        # From the same stream, because a resumed run may have replaced the file meanwhile.
         return rows, f"{start:x}.{_checksum(stream, start):x}", again
 
 

@@ -32,6 +32,7 @@ ALIASES = {
     "eval/accuracy": "val/accuracy",
 }
 RUN_ID = ".run_id"  # file in the run directory with the id of the run for its tracker
+WANDB_HEADER = 7  # bytes of a W&B log without entries, as a process that is killed at once leaves
 TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
 TABLE_ROWS = 16  # maximum number of rows in a table; samples.jsonl contains all completions
 
@@ -85,7 +86,7 @@ class Tracker:
 
 
 class _Wandb:
-    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
         wandb = self._wandb = importlib.import_module("wandb")
         offline = "WANDB_MODE" not in os.environ and not _has_wandb_key()
         self._run = wandb.init(
@@ -101,8 +102,13 @@ class _Wandb:
         # A resumed run logs some steps again, and W&B's own step counter rejects repeated steps.
         self._run.define_metric("*", step_metric="step")
         # Reading the URL of an offline run prints a warning.
-        url = None if self._run.offline else self._run.url
-        self.where = url or f"run `wandb sync {Path(self._run.dir).parent}` to upload the run"
+        if url := None if self._run.offline else self._run.url:
+            self.where = url
+        else:  # each process of a resumed run writes a log; `wandb sync` fails for an empty log
+            own = Path(self._run.dir).parent
+            logs = own.parent.glob(f"offline-run-*-{self._run.id}/*.wandb")
+            parts = {own, *(log.parent for log in logs if log.stat().st_size > WANDB_HEADER)}
+            self.where = f"run `wandb sync {' '.join(map(str, sorted(parts)))}` to upload the run"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -116,9 +122,10 @@ class _Wandb:
 
 
 class _TensorBoard:
-    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+        # Readers drop what an earlier process of this run logged from `first_step` on.
+        self._writer = module.SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
         rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
         self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}")
         self.where = f"tensorboard --logdir {run_dir / 'tensorboard'}"
@@ -132,13 +139,14 @@ class _TensorBoard:
         lines = [TABLE_COLUMNS, ["---"] * len(TABLE_COLUMNS), *rows]
         cells = [[str(v).replace("|", "\\|").replace("\n", "<br>") for v in line] for line in lines]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(c)} |" for c in cells), step)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
 class _Trackio:
-    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
         self._trackio = importlib.import_module("trackio")
         with contextlib.redirect_stdout(None):  # trackio prints a page of advice
             self._run = self._trackio.init(
@@ -166,12 +174,18 @@ BackEnd = _Wandb | _TensorBoard | _Trackio
 BACK_ENDS = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
 
 
-def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
-    """Open one of `TRACKER_NAMES`. Return None for "none" and for a tracker that does not start."""
+def open_tracker(
+    name: str, run_dir: Path, config: Mapping[str, Any], first_step: int
+) -> Tracker | None:
+    """Open one of `TRACKER_NAMES`. Return None for "none" and for a tracker that does not start.
+
+    Args:
+        first_step: 0, or the step at which a resumed run continues.
+    """
     if name == "none":
         return None
     try:
-        back_end = BACK_ENDS[name](run_dir, config)
+        back_end = BACK_ENDS[name](run_dir, config, first_step)
     except ImportError as error:
         terminal.line(f"no tracker: {error}; pip install -e '.[track]' installs {name}")
         return None

@@ -60,6 +60,7 @@ from .trainer import load_data as load_data
 from .trainer import load_policy as load_policy
 from .trainer import make_engine as make_engine
 from .trainer import resolve_start as resolve_start
+from .trainer import resume_if_restarted as resume_if_restarted
 from .validation import ProblemScores as ProblemScores
 from .validation import choose_export as choose_export
 from .validation import validation_facts as validation_facts

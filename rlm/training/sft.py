@@ -271,7 +271,7 @@ class CheckpointCallback(TrainerCallback):
             self.step, self._schedule = state["step"], state["schedule"]
             self._seconds_before = state["seconds"]
         self._cuda_state = self._loaded.get("random/cuda") if torch.cuda.is_available() else None
-        run.begin(to_dict(config))
+        run.begin(to_dict(config), self.step)
 
     @property
     def seconds(self) -> float:

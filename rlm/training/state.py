@@ -124,7 +124,7 @@ class TrainingState:
         else:
             self.save(run, 0)
             step = 0
-        run.begin(to_dict(config))  # last, so that a rejected run does not start a tracker
+        run.begin(to_dict(config), step)  # last, so that a rejected run does not start a tracker
         return step
 
     def _compare_origins(self) -> None:

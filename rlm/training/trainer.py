@@ -7,6 +7,7 @@ validations, the logs and the export.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
@@ -54,7 +55,14 @@ from rlm.model import (
     set_gradient_checkpointing,
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, check_columns, is_built_in
-from rlm.runs import RunDirectory, check_resumable, git_commit, learning_curves, writing
+from rlm.runs import (
+    Checkpoints,
+    RunDirectory,
+    check_resumable,
+    git_commit,
+    learning_curves,
+    writing,
+)
 from rlm.sampling import Sampler, sampling_dtype, tool_spans
 from rlm.tools import Tool, as_tool, load_tool
 from rlm.training.advantages import Group
@@ -387,6 +395,16 @@ class TrainingData:
 
 
 # --- one run --------------------------------------------------------------------------------------
+
+
+def resume_if_restarted(config: GRPOConfig, distributed: Distributed) -> GRPOConfig:
+    """Set `resume` if torchrun has restarted the processes (--max-restarts) of a run.
+
+    torchrun repeats the command, which would start the run again from its first step.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    saved = distributed.broadcast(Checkpoints(config.run_dir / "checkpoints").steps())
+    return replace(config, resume=config.resume or (bool(saved) and distributed.any(restarts > 0)))
 
 
 class TrainingRun:

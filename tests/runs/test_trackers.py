@@ -30,8 +30,8 @@ OTHER_NAMES = {
 class Recorder:
     where = "here"
 
-    def __init__(self, run_dir=None, config=None):
-        self.run_dir, self.config = run_dir, config
+    def __init__(self, run_dir=None, config=None, first_step=0):
+        self.run_dir, self.config, self.first_step = run_dir, config, first_step
         self.logged, self.tables, self.closed = [], [], 0
 
     def log(self, step, figures):
@@ -48,8 +48,8 @@ class Recorder:
 def recorder(monkeypatch):
     made = []
 
-    def make(run_dir, config):
-        made.append(Recorder(run_dir, config))
+    def make(*arguments):
+        made.append(Recorder(*arguments))
         return made[-1]
 
     monkeypatch.setitem(tracking.BACK_ENDS, "wandb", make)
@@ -131,7 +131,7 @@ def test_the_project_is_the_variable_or_rlm(name, variable, project, tmp_path, m
     module = SimpleNamespace(Settings=dict, init=lambda **given: asked.append(given) or run)
     monkeypatch.setitem(sys.modules, name, module)
     config = to_dict(GRPOConfig(tracker=name, run_dir=tmp_path))
-    assert open_tracker(name, tmp_path, config) is not None
+    assert open_tracker(name, tmp_path, config, 0) is not None
     assert [given["project"] for given in asked] == [project]
 
 
@@ -176,18 +176,20 @@ def alone(monkeypatch, tmp_path):
     return run_dir
 
 
-def show(name, run_dir):
+def show(name, run_dir, first_step=0, *, killed=False):
     """Two steps and a table, as a run would; the config that a tracker is given."""
-    tracker = open_tracker(name, run_dir, {"learning_rate": 1e-4, "model": None})
+    config = {"learning_rate": 1e-4, "model": None}
+    tracker = open_tracker(name, run_dir, config, first_step)
     assert tracker is not None
-    for step in (0, 1):
+    for step in (first_step, first_step + 1):
         tracker.log({"step": step, "reward/mean": 0.25 * (step + 1)})
     group = {
-        "step": 1, "question": "2 | 2?", "answer": "4", "completions": ["a\nb", "c"],
+        "step": step, "question": "2 | 2?", "answer": "4", "completions": ["a\nb", "c"],
         "rewards": [1.0, None], "advantages": [0.5, 0.0],
     }  # fmt: skip
     tracker.log_samples([group])
-    tracker.close()
+    if not killed:
+        tracker.close()
 
 
 @pytest.mark.trackers
@@ -210,6 +212,15 @@ def test_wandb_offline(alone, capfd, monkeypatch):
     wait_until(lambda: all(text in file.read_bytes() for text in texts))
     assert list(folder.rglob("*.table.json"))
 
+    killed = alone / "wandb" / f"offline-run-1-{_run_id(alone)}"  # before its first entry
+    killed.mkdir()
+    (killed / "run.wandb").write_bytes(file.read_bytes()[:7])
+    show("wandb", alone, 1)  # a resumed run adds a folder; the command uploads both
+    parts = capfd.readouterr().out.partition("wandb sync ")[2].partition("`")[0]
+    folders = {*(alone / "wandb").glob("offline-run-*")} - {killed}
+    assert len(folders) == 2
+    assert parts == " ".join(map(str, sorted(folders)))
+
 
 def test_a_new_run_has_an_id_of_its_own_and_a_resumed_one_keeps_it(tmp_path):
     ids = []
@@ -221,17 +232,23 @@ def test_a_new_run_has_an_id_of_its_own_and_a_resumed_one_keeps_it(tmp_path):
 
 @pytest.mark.trackers
 def test_tensorboard(alone, capsys):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
-    show("tensorboard", alone)
+    show("tensorboard", alone, killed=True)  # nothing that was logged may be lost
     assert "tensorboard --logdir" in capsys.readouterr().out
-    events = EventAccumulator(str(alone / "tensorboard"))
+    events = event_accumulator.EventAccumulator(str(alone / "tensorboard"))
     events.Reload()
     for name in ("reward/mean", "rollouts/returns_mean"):
         assert [(e.step, e.value) for e in events.Scalars(name)] == [(0, 0.25), (1, 0.5)]
     (table,) = events.Tensors("samples/text_summary")
     text = table.tensor_proto.string_val[0].decode()
     assert "| 1 | 2 \\| 2? | 4 | a<br>b | 1.0 | 0.5 |" in text
+
+    show("tensorboard", alone, 1)  # a resumed run repeats step 1, and TensorBoard shows it once
+    page = plugin_event_accumulator.EventAccumulator(str(alone / "tensorboard"))
+    page.Reload()
+    assert [e.step for e in page.Tensors("reward/mean")] == [0, 1, 2]
+    assert [e.step for e in page.Tensors("samples/text_summary")] == [2]
 
 
 @pytest.mark.trackers

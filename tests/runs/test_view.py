@@ -19,7 +19,7 @@ import pytest
 from watched_browser import expect, watched_page
 
 from rlm.cli import UsageError
-from rlm.runs import run_page, view
+from rlm.runs import replace_file, run_page, view
 from rlm.runs.follow import open_server
 
 browser_test = pytest.mark.browser
@@ -234,6 +234,20 @@ def test_a_page_is_told_what_is_new_and_a_run_may_begin_anew(following, tmp_path
         (run / name).write_text((run / name).read_text().replace("0.25", "0.5") * 3)
     other = news(more["mark"])  # longer than before, and not the same
     assert (len(other["groups"]), other["again"]) == (6, True)
+
+
+def test_a_run_may_be_resumed_while_its_log_is_read(tmp_path, monkeypatch):
+    """A mark that the server does not know would stop the page."""
+    run, loads = write_run(tmp_path / "run"), json.loads
+
+    def cut(line):
+        replace_file(run / "samples.jsonl", "")
+        return loads(line)
+
+    monkeypatch.setattr(json, "loads", cut)
+    assert run_page.MARK.fullmatch(run_page.read_run(run)["mark"])
+    monkeypatch.undo()
+    assert run_page.read_run(run)["groups"] == []
 
 
 def test_only_this_machine_by_its_name_is_answered(following):
