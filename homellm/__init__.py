@@ -6,6 +6,8 @@ from importlib import import_module
 from types import ModuleType
 
 if "homellm.training.rl.train_rl" in sys.orig_argv:
+    if not any(word.startswith(("--dataset", "--config", "--resume")) for word in sys.argv):
+        sys.argv += ["--dataset", "gsm8k"]
     runpy.run_module("train_grpo", run_name="__main__", alter_sys=True)
 sys.modules["homellm.training"] = ModuleType("homellm.training")
 for name in ("", ".data", ".rewards", ".rewards.base"):

@@ -173,6 +173,25 @@ def test_a_generator_of_another_readme_keeps_its_number(monkeypatch, tmp_path):
     assert done.stderr.startswith("error: API key not found for generator_2")
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("grpo_training.critic", "file not found: grpo_training/cache/generator_1_rollouts.jsonl"),
+        ("homellm.training.rl.train_rl --model smollm2-135m", "dataset gsm8k: the hub is out of"),
+    ],
+)
+def test_a_command_of_another_readme_has_its_folder_and_its_data(
+    monkeypatch, tmp_path, command, says
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"PYTHONPATH": ROOT, "HF_HUB_OFFLINE": 1, "HF_HOME": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    typed = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(typed, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
 def test_a_module_of_another_readme_that_has_no_counterpart_names_the_page():
     assert "docs/reference/names.md" in run_python("-c", "import grpo_training").stderr
 

@@ -150,9 +150,10 @@ def load_endpoints(
         raise UsageError(f"--api-config {path} does not exist")
     try:
         roles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        entries = {name: dict(roles.get(name, {})) for name in names}
+        entries = {name: {**roles.get(name, {})} for name in names}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a JSON object of roles: {error}") from None
+        form = f"a JSON object with an object per role, as in {API_CONFIG}.example"
+        raise UsageError(f"{path} is not {form}: {error}") from None
     endpoints = {}
     for name, entry in entries.items():
         for key, variable in variables_of(name).items():
@@ -231,7 +232,10 @@ class Agent:
         try:
             return self.endpoint.model or self.client.models()[0]["id"]
         except UsageError as error:
-            raise UsageError(f"{self.name}: {error}") from error
+            own = self.endpoint.base_url == OWN_SERVER["base_url"]
+            advice = f"; start python server.py, or write your endpoints to {API_CONFIG}"
+            unreached = own and isinstance(error, APIError) and error.status is None
+            raise UsageError(f"{self.name}: {error}{advice * unreached}") from error
 
     @cached_property
     def origin(self) -> dict[str, Any]:

@@ -124,13 +124,14 @@ def load_problem_set(
 def load_proposals(run_dir: Path) -> list[Task]:
     """Load the problems that all three generators practised on, with the generators' rollouts."""
     records = {}
+    where = f" --run-dir {run_dir}" if run_dir != RUN_DIR else ""
     for number, name in enumerate(GENERATORS, 1):
         path = records_path(run_dir, name)
         records[name] = {row["problem_id"]: row for row in read_lines(path, repair=False)}
         if not records[name]:
             raise UsageError(
                 f"Rollouts file not found: {path}; "
-                f"create it with: python -m recipes.experience.train generator {number}"
+                f"create it with: python -m recipes.experience.train generator {number}{where}"
             )
     tasks = []
     for key, row in records[GENERATORS[0]].items():

@@ -824,7 +824,7 @@ def test_keys_before_caches_before_data(place, capsys, monkeypatch):
     assert place.run("critic") == 2
     error = one_line(capsys)
     assert "Rollouts file not found" in error
-    assert "python -m recipes.experience.train generator 1" in error
+    assert f"python -m recipes.experience.train generator 1 --run-dir {place.run_dir}" in error
     (place.run_dir / "generator_1_rollouts.jsonl").write_text("not JSON\n")
     assert place.run("generator", 1) == 2
     assert "line 1 is not a JSON" in one_line(capsys)
@@ -874,12 +874,18 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_request(place, capsy
     assert place.asked() == []
 
 
-def test_no_server_or_no_settings_are_one_line(place, capsys):
+def test_no_server_or_no_settings_are_one_line(place, capsys, monkeypatch):
     with ScriptedServer() as gone:
         url = gone.url
     place.config.write_text(json.dumps({"generator_1": {"base_url": url}}))
     assert place.run("generator", 1) == 2
-    assert f"generator_1: no server answers at {url}" in one_line(capsys)
+    error = one_line(capsys)
+    assert f"generator_1: no server answers at {url}" in error
+    assert "server.py" not in error
+    monkeypatch.setattr(agent, "OWN_SERVER", {"base_url": url})
+    assert place.run("generator", 1) == 2
+    advice = "start python server.py, or write your endpoints to data/api_keys/api_config.json"
+    assert advice in one_line(capsys)
     place.config.unlink()  # no reason to take another model
     assert place.run("generator", 1) == 2
     assert f"--api-config {place.config} does not exist" in one_line(capsys)
@@ -973,7 +979,8 @@ def test_variables_keep_the_defaults_of_our_server(tmp_path, monkeypatch, given,
     [
         ("{", "not a JSON object"),
         ("[]", "not a JSON object"),
-        ('{"critic": "key"}', "not a JSON object"),
+        ('{"critic": "key"}', "not a JSON object with an object per role, as in data/api_keys"),
+        ('{"critic": ["ab"]}', "not a JSON object with an object per role"),
         (f'{{"critic": {{"api_key": "{KEY}", "base_ulr": "x"}}}}', "base_ulr"),
         (f'{{"critic": {{"api_key": ["{KEY}"]}}}}', "api_key"),
         (f'{{"critic": {{"api_key": "{KEY}"}}}}', "no base_url"),
