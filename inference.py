@@ -129,6 +129,8 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.question is not None and not self.question.strip():
+            raise ValueError("the question is empty")
         if sum(x is not None for x in (self.response_format, self.regex, self.choice)) > 1:
             raise ValueError("give only one of --response-format, --regex and --choice")
         if self.n > 1 and self.temperature == 0:
@@ -182,8 +184,6 @@ def main(config: InferenceConfig) -> int:
     options["answer_type"] = config.answer_type
     options["structured"] = structured_outputs(config, schema)
     for question in _questions(config):
-        if not question.strip():
-            raise UsageError("the question is empty")
         informed = apply_experiences(question, library, config.nearest)
         asked, options["examples"] = informed.question, informed.examples
         if config.json:
