@@ -116,6 +116,8 @@ class ServerConfig:
             raise ValueError(
                 "--public needs a tunnel: add --ngrok, or --allow-host NAME for your own tunnel"
             )
+        if self.ngrok_url and not self.ngrok:
+            raise ValueError("--ngrok-url needs --ngrok, which opens the public URL")
 
     @property
     def rate(self) -> int:

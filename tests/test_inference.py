@@ -179,6 +179,12 @@ def test_what_the_answer_cannot_be_is_one_line(scripted, adapter, capsys, argume
     assert said in capsys.readouterr().err
 
 
+def test_an_empty_question_is_refused_before_the_model_is_loaded(capsys):
+    asked = ["--adapter", "nowhere", " "]
+    assert exit_code(inference, inference.InferenceConfig, *asked) == 2
+    assert capsys.readouterr().err == "error: the question is empty\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "drawn"),
     [

@@ -248,6 +248,7 @@ def start(capsys, *arguments) -> tuple[int, str]:
         (["--adapter", "nowhere"], "python train_sft.py"),
         (["--adapter", "nowhere"], "add --base"),
         (["--public"], "add --ngrok, or --allow-host NAME"),
+        (["--ngrok-url", "my.ngrok.app"], "--ngrok-url needs --ngrok"),
         (["--public", "--ngrok", "--host", "0.0.0.0"], "leave out --host 0.0.0.0"),
         (["--public", "--ngrok", "--key-file", __file__], "API key"),
         (["--host", "0.0.0.0"], "RLM_API_KEY"),

@@ -291,7 +291,7 @@ class ReasoningStream:
         length = len(state.ids) + len(inserted or ())
         state.out_of_room = not ended and length >= self._last_moment
         state.reasoning_tokens = len(ids) - state.opened_at
-        line_ended = not state.reasoning or self._last_piece(state).endswith("\n")
+        line_ended = self._last_piece(state).endswith("\n")
         return self._close_line if line_ended else self._close_text
 
     def allowed_tokens(self, row: int, ids: Sequence[int]) -> torch.Tensor | None:

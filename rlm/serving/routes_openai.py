@@ -92,9 +92,10 @@ class Message(Strict):
         | None
     ) = None
     name: Annotated[str, Field(max_length=256)] | None = None  # ignored
-    # Fields of earlier answers. They are ignored: the prompt does not contain old reasoning.
+    # The reasoning of an earlier answer.
     reasoning: str | None = None
     reasoning_content: str | None = None
+    # Other fields of earlier answers, which are ignored.
     refusal: None = None
     reasoning_details: Any = None
     id: str | None = None
@@ -214,7 +215,7 @@ class ChatRequest(Strict):
             raise ValueError("the last message must have the role user")
         if roles[0] != "user":
             raise ValueError("the first message after the system messages must have the role user")
-        if is_empty(self.turns[-1][1]):  # the messages of the user at the end
+        if is_empty(self.turns[-1][0]):  # the messages of the user at the end
             raise ValueError("the last message is empty")
         if self.max_tokens and self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens mean the same: send only one")
@@ -224,11 +225,15 @@ class ChatRequest(Strict):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """The role and text of each turn; consecutive messages of the same role are joined."""
+        """The text and reasoning of each turn; consecutive messages of the same role are joined."""
         spoken = [m for m in self.messages if m.role in ("user", "assistant")]
+        turns = [list(group) for _, group in itertools.groupby(spoken, key=lambda m: m.role)]
         return [
-            (role, "\n\n".join(m.text for m in messages if m.text))
-            for role, messages in itertools.groupby(spoken, key=lambda message: message.role)
+            (
+                "\n\n".join(m.text for m in turn if m.text),
+                "\n".join(m.reasoning_content or m.reasoning or "" for m in turn),
+            )
+            for turn in turns
         ]
 
 
@@ -273,7 +278,7 @@ def _model(name: str) -> dict[str, Any]:
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
     """Convert to a request for /phase1/reasoning; the last message becomes the prompt."""
     return ReasoningRequest.model_construct(  # already validated; joined messages may be longer
-        prompt=request.turns[-1][1],
+        prompt=request.turns[-1][0],
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         thinking_budget=request.thinking_budget,
@@ -290,11 +295,11 @@ def reasoning_request(request: ChatRequest) -> ReasoningRequest:
     )
 
 
-def _context(request: ChatRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return the earlier turns as (question, answer) pairs, and the text of the system messages."""
+def _context(request: ChatRequest) -> tuple[list[tuple[str, str, str]], str]:
+    """Return the earlier turns as (question, reasoning, answer), and the system messages' text."""
     system = [m.text for m in request.messages if m.role in ("system", "developer")]
-    turns = [text for _, text in request.turns]
-    return list(zip(turns[:-1:2], turns[1:-1:2], strict=True)), "\n".join(system)
+    pairs = zip(request.turns[:-1:2], request.turns[1:-1:2], strict=True)
+    return [(asked, thought, said) for (asked, _), (said, thought) in pairs], "\n".join(system)
 
 
 def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:

@@ -100,14 +100,14 @@ class Service:
         self,
         asked: ReasoningRequest,
         api: str,
-        examples: Sequence[tuple[str, str]] = (),
+        turns: Sequence[tuple[str, str, str]] = (),
         system: str = "",
     ) -> RunningRequest:
         """Check a request against the limits and submit it to the engine.
 
         Args:
             api: name of the protocol, for the metrics.
-            examples: earlier turns of the conversation.
+            turns: earlier turns of the conversation, as (question, reasoning, answer).
             system: text that is appended to the format's system prompt, unless it is this prompt.
 
         Raises:
@@ -124,7 +124,7 @@ class Service:
         self._admit(new_tokens, id)
         try:
             deadline = started + self.limits.seconds
-            preparing = self._prepare(asked, format, structured, examples, system, deadline)
+            preparing = self._prepare(asked, format, structured, turns, system, deadline)
             grammar, prompt, used = await self._unless_failed(id, preparing)
             self._admit(len(prompt) + new_tokens, id)
             running = RunningRequest(
@@ -267,7 +267,7 @@ class Service:
         asked: ReasoningRequest,
         format: Format,
         structured: StructuredOutputs | None,
-        examples: Sequence[tuple[str, str]],
+        turns: Sequence[tuple[str, str, str]],
         system: str,
         deadline: float,
     ) -> tuple[GrammarMatcher | None, list[int], tuple[str, ...]]:
@@ -290,8 +290,8 @@ class Service:
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
         for most in range(self._nearest if self.experiences else 0, -1, -1):
             informed = apply_experiences(asked.prompt, self.experiences, most)
-            options = {"examples": [*informed.examples, *examples], "system_prompt": system_prompt}
-            render = partial(render_prompt, self.tokenizer, informed.question, format, **options)
+            shown = informed.question, informed.examples, turns, system_prompt
+            render = partial(_prompt, self.tokenizer, format, *shown)
             prompt = await self._rendering.run(render, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
                 return grammar, prompt, informed.used
@@ -363,6 +363,27 @@ def _in_thread(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="prepare", daemon=True).start()
     return done
+
+
+def _prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    format: Format,
+    question: str,
+    examples: Sequence[tuple[str, str]],
+    turns: Sequence[tuple[str, str, str]],
+    system_prompt: str | None,
+) -> list[int]:
+    """Render a prompt whose earlier replies have the form that the model was trained to write.
+
+    After a reply without the tags, the model often does not reason.
+    """
+    tag, _ = format.answer_tags
+    earlier = [
+        (asked, answer if tag in answer else format.completion(reasoning, answer))
+        for asked, reasoning, answer in turns
+    ]
+    options = {"examples": [*examples, *earlier], "system_prompt": system_prompt}
+    return render_prompt(tokenizer, question, format, **options)
 
 
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:

@@ -195,6 +195,7 @@ def test_the_budget_is_never_exceeded(tokenizer, budget):
     row = run(tokenizer, LONG, budget=budget)
     assert row.reasoning_tokens <= budget
     assert (row.status, row.answer, row.finish_reason) == ("forced", "7", "stop")
+    assert "\n</think>\n<answer>7" in row.text  # as in training, also with a budget of 0
     assert len(row.logprobs) < len(row.ids)  # forced tokens were not drawn
 
 

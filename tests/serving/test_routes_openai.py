@@ -89,9 +89,10 @@ def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
     turns = [
         ("system", f"{system}\nBe brief.\nUse words."),
         ("user", "one and one"),
-        ("assistant", "two"),
+        # as the model was trained to write it
+        ("assistant", "<think>\n1 + 1 = 2\n</think>\n<answer>two</answer>"),
         ("user", "one and two"),
-        ("assistant", "three"),
+        ("assistant", "<think>\n\n</think>\n<answer>three</answer>"),
         ("user", "two and three"),
     ]
     word = system.split()[-1]  # a part of the prompt is an instruction of its own
@@ -343,14 +344,14 @@ def test_histories_as_frameworks_send_them_back(client, submitted, tokenizer):
         {"role": "user", "content": "one", "name": "ann"},
         {"role": "user", "content": [{"type": "text", "text": "more", "cache_control": {"a": 1}}]},
         {"role": "assistant", "content": None, "tool_calls": [], "annotations": []},
-        {"role": "assistant", "content": "four", "id": "m1", "reasoning_details": []},
+        {"role": "assistant", "content": ADD, "id": "m1", "reasoning_details": []},
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "two and three"},
     ]
     reply = client.chat.completions.create(model="tuned", messages=history)
     assert reply.choices[0].message.content == "5"
     text = tokenizer.decode(submitted[-1].prompt)
-    turns = [("user", "one\n\nmore"), ("assistant", "four"), ("user", "two and three")]
+    turns = [("user", "one\n\nmore"), ("assistant", ADD), ("user", "two and three")]
     shown = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
     assert f"\nBe brief.<|im_end|>\n{shown}" in text
 
