@@ -417,13 +417,22 @@ def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
     assert cache() is None
 
 
+def test_a_batch_whose_reader_leaves_does_not_block_the_next_batch(tokenizer):
+    sampler = Sampler(tiny_model(), tokenizer)
+    tokens = sampler.stream([Request([1, 2, 3], SamplingParams(4), 0)])
+    next(tokens)
+    assert sampler.has_unfinished_requests()
+    tokens.close()
+    assert not sampler.has_unfinished_requests()
+
+
 @pytest.mark.usefixtures("passes")
 def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
     choices = [
         SamplingParams(20, temperature=0),
         SamplingParams(7, temperature=1.0),
         SamplingParams(20, temperature=1.3, top_p=0.9),
-        SamplingParams(12, temperature=0.8, top_p=0.5),
+        SamplingParams(12, temperature=1.3, top_p=0.5),
     ]
     requests = [Request(*each) for each in zip(some_prompts(4), choices, range(4), strict=True)]
     sampler = a_running_sampler(tokenizer)
