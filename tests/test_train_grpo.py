@@ -534,6 +534,24 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
     assert calls["reference_logprobs"] == (batches if kl_weight else 0)
 
 
+def test_every_pass_compares_with_the_policy_before_the_first(model_dir, tmp_path, monkeypatch):
+    seen, loss = [], train_grpo.policy_loss
+
+    def watched(logprobs, micro, *arguments, **options):
+        seen.append((logprobs.detach(), micro.old_logprobs))
+        return loss(logprobs, micro, *arguments, **options)
+
+    monkeypatch.setattr(train_grpo, "policy_loss", watched)
+    train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=3))
+    batches = len(seen) // 3
+    passes = [seen[i * batches :][:batches] for i in range(3)]
+    for (before, none), *later in zip(*passes, strict=True):
+        assert none is None
+        assert all(torch.equal(old, before) for _, old in later)
+        assert not any(torch.equal(new, before) for new, _ in later)
+    assert batches
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
     """The step makes no further pass, because the same weights would give the same gradient."""
     config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
