@@ -596,7 +596,9 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     for _ in range(203):
         state.count_update(0, skipped=False)
     with RunDirectory(config.run_dir, resume=False) as run:
+        state._began -= 3600  # loading the model does not count as training
         state.begin(run, config, PROBLEMS, ())
+        assert state.minutes < 30
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
         run.log({"step": 0})  # logged after the checkpoint
