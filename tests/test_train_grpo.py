@@ -139,8 +139,8 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees(model_dir, tmp_path):
 def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     """The learning rates follow the warm-up and the schedule, and the gradients are clipped."""
     config = a_config(
-        tmp_path, steps=4, learning_rate=0.01, warmup_steps=2, lr_schedule="linear",
-        max_grad_norm=1e-3,
+        tmp_path, steps=2, learning_rate=0.01, warmup_steps=2, lr_schedule="linear",
+        max_grad_norm=1e-3, updates_per_batch=2, batch_size=16,
     )  # fmt: skip
     trainer = a_trainer(model_dir, config)
     stepped = []
@@ -154,9 +154,9 @@ def test_the_optimizer_gets_the_options(model_dir, tmp_path):
     trainer.train(PROBLEMS)
     rates, norms = zip(*stepped, strict=True)
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0055])
-    assert rates == pytest.approx([config.learning_rate_at(step, step) for step in range(4)])
+    assert rates == pytest.approx([config.learning_rate_at(done / 2, done) for done in range(4)])
     assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
-    assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates)
+    assert [row["optim/lr"] for row in rows(config)] == pytest.approx(rates[1::2])
     assert all(row["optim/grad_norm"] > 1e-3 for row in rows(config))  # the norm before clipping
 
 
@@ -534,6 +534,24 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
     assert calls["reference_logprobs"] == (batches if kl_weight else 0)
 
 
+def test_every_pass_compares_with_the_policy_before_the_first(model_dir, tmp_path, monkeypatch):
+    seen, loss = [], train_grpo.policy_loss
+
+    def watched(logprobs, micro, *arguments, **options):
+        seen.append((logprobs.detach(), micro.old_logprobs))
+        return loss(logprobs, micro, *arguments, **options)
+
+    monkeypatch.setattr(train_grpo, "policy_loss", watched)
+    train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=3))
+    batches = len(seen) // 3
+    passes = [seen[i * batches :][:batches] for i in range(3)]
+    for (before, none), *later in zip(*passes, strict=True):
+        assert none is None
+        assert all(torch.equal(old, before) for _, old in later)
+        assert not any(torch.equal(new, before) for new, _ in later)
+    assert batches
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
     """The step makes no further pass, because the same weights would give the same gradient."""
     config = a_config(tmp_path, steps=3, updates_per_batch=2, kl_weight=0.1)
@@ -578,7 +596,9 @@ def test_in_fp16_a_skipped_update_lowers_the_scale_of_the_loss(model_dir, tmp_pa
     for _ in range(203):
         state.count_update(0, skipped=False)
     with RunDirectory(config.run_dir, resume=False) as run:
+        state._began -= 3600  # loading the model does not count as training
         state.begin(run, config, PROBLEMS, ())
+        assert state.minutes < 30
         again = a_trainer(model_dir, config, device=fp16).state
         again.origin = state.origin
         run.log({"step": 0})  # logged after the checkpoint

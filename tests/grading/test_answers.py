@@ -461,6 +461,8 @@ TEXTS = {  # a text gold: answers that are equal, answers that are not
     r"\pi r^2": (["πr²"], ["πr^3", "r^2"]),
     r"x \leq 5": (["x≤5", r"x\le 5"], ["x≥5", "x<5"]),
     r"90^\circ": (["90°", "90", r"90^{\circ}"], ["9", "90π"]),
+    r"\theta = 90\degree": (["θ = 90°", r"\theta=90^\circ"], ["90", "θ = 90"]),
+    r"\sqrt{10}": (["√10", r"\sqrt {10}"], ["√1", "10"]),
     r"\Delta t": (["Δt"], ["t", "δ"]),
     "> ] }": ([">]}", "`> ] }`"], [">", "> ] )"]),
 }

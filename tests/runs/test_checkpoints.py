@@ -222,8 +222,9 @@ def test_a_checkpoint_has_its_name_only_when_all_of_it_is_on_the_disk(tmp_path, 
     seen, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: seen.append([*tmp_path.glob("s*")]) or sync(file))
     saved(tmp_path, 1)
-    assert len(seen) > 3
-    assert not any(seen[:-1])  # the last is of the directory, after the rename
+    assert len(seen) == 5  # three files, their folder and, after the rename, its parent
+    assert not any(seen[:-1])
+    assert seen[-1] == [tmp_path / "step_000001"]
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ from rlm.sampling import (
 from rlm.sampling.draw import apply_top_p, sample_tokens, uniforms
 from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.requests import RequestState, Scheduler
-from rlm.sampling.weights import fused_linear
+from rlm.sampling.weights import copy_bytes, fused_linear
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.logprobs import token_logprobs
 
@@ -314,8 +314,10 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     # Sampling and training agree only with the same weights in fp32.
     assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
     assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).matches_trainer
-    monkeypatch.setattr("rlm.sampling.weights.available_memory", lambda device: 1000)
-    assert "would take" in Sampler(model, tokenizer).description
+    room = 2 * copy_bytes(model, model.dtype)  # a copy may use half of the memory
+    monkeypatch.setattr("rlm.sampling.weights.available_memory", lambda device: room)
+    assert "would take" not in Sampler(model, tokenizer).description
+    assert "would take" in Sampler(model, tokenizer, share=0.9).description
     with pytest.raises(UsageError, match="not of the Llama family"):
         Sampler(a_model("phi"), tokenizer, merged=True)
 
@@ -417,13 +419,22 @@ def test_the_cache_is_not_kept_alive_by_the_last_pass(tokenizer):
     assert cache() is None
 
 
+def test_a_batch_whose_reader_leaves_does_not_block_the_next_batch(tokenizer):
+    sampler = Sampler(tiny_model(), tokenizer)
+    tokens = sampler.stream([Request([1, 2, 3], SamplingParams(4), 0)])
+    next(tokens)
+    assert sampler.has_unfinished_requests()
+    tokens.close()
+    assert not sampler.has_unfinished_requests()
+
+
 @pytest.mark.usefixtures("passes")
 def test_requests_keep_their_own_parameters_side_by_side(tokenizer):
     choices = [
-        SamplingParams(20, temperature=0),
+        SamplingParams(20, temperature=0, top_p=0.9),  # greedy, whatever top_p is
         SamplingParams(7, temperature=1.0),
         SamplingParams(20, temperature=1.3, top_p=0.9),
-        SamplingParams(12, temperature=0.8, top_p=0.5),
+        SamplingParams(12, temperature=1.3, top_p=0.5),
     ]
     requests = [Request(*each) for each in zip(some_prompts(4), choices, range(4), strict=True)]
     sampler = a_running_sampler(tokenizer)
@@ -558,7 +569,7 @@ def test_little_memory_means_fewer_seats_and_the_same_completions(tokenizer, mon
     # The cache may use half of the memory.
     monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 120)
     assert ids(sampler.sample(prompts, 3, params, seeds)) == expected
-    monkeypatch.setattr(engine, "available_memory", lambda device: 2 * each * 30)
+    sampler = Sampler(model, tokenizer, share=0.25)
     with pytest.raises(UsageError, match="max-new-tokens"):
         sampler.sample(prompts, 3, params, seeds)
 
