@@ -70,7 +70,8 @@ _SYMBOL = re.compile(  # \pi r is πr, and as letters are compared without case,
     rf"\\({'|'.join(_SYMBOLS)})(?![A-Za-z])(?: +(?=[A-Za-z]\b))?", re.IGNORECASE
 )
 _DEGREES = re.compile(r"\^ ?(?:\\circ(?![A-Za-z])|\{\\circ\})|\\degree(?![A-Za-z])")
-_ROOT = re.compile(r"\\sqrt ?(?:\{(\w+)\}|(\d))")  # \sqrt{2} is √2
+# \sqrt{2} is √2, but \sqrt{2x} and \sqrt{2}x are not √2x, which may mean either of them.
+_ROOT = re.compile(r"\\sqrt ?(?:\{(\d+|[A-Za-z])\}|(\d))(?!\w)")
 # Superscripts, and subscripts after a digit: neither 10² nor 10₂ is 102, but H₂O is H2O.
 _SCRIPTS = re.compile("(?P<up>[²³¹⁰⁴-ⁿ]++)(?!⁄)|(?<=[0-9])[₀-₎]+")
 _BRACED = re.compile(r"(?<=[\^_])\{(-?\w+)\}")  # x^{2} is x^2
@@ -122,8 +123,8 @@ def read_text(text: str) -> str | None:
     (False, False)
     >>> read_text("red, blue"), read_text("10–20"), read_text("x² + 1") == read_text("x^{2}+1")
     ('red,blue', '10-20', True)
-    >>> read_text(r"2\sqrt{3}\pi"), read_text(r"x \leq 5"), read_text(r"90^\circ")
-    ('2√3π', 'x≤5', '90')
+    >>> read_text(r"2\pi\sqrt{3}"), read_text(r"x \leq 5"), read_text(r"90^\circ")
+    ('2π√3', 'x≤5', '90')
     """
     if len(text) > MAX_TEXT:  # normalisation may take quadratic time
         return " ".join(text.casefold().split()).strip(_EDGES) or None

@@ -458,6 +458,8 @@ TEXTS = {  # a text gold: answers that are equal, answers that are not
     r"(-\infty, 5]": (["(-∞,5]"], ["(-∞, 5)", "(∞, 5]", "5"]),
     "∞": ([r"\infty", r"$\infty$"], ["-∞", r"-\infty", r"\pi"]),
     r"2\sqrt{3}": (["2√3", r"2\sqrt 3"], ["2√2", "23"]),
+    r"\sqrt{2x}": ([r"\sqrt{2x}."], [r"\sqrt{2}x", "√2x"]),
+    r"\sqrt{23}": (["√23"], [r"\sqrt{2}3", r"\sqrt23"]),
     r"\pi r^2": (["πr²"], ["πr^3", "r^2"]),
     r"x \leq 5": (["x≤5", r"x\le 5"], ["x≥5", "x<5"]),
     r"90^\circ": (["90°", "90", r"90^{\circ}"], ["9", "90π"]),
