@@ -140,11 +140,11 @@ class Step:
     right: int | Fraction
     value: int | Fraction
 
-    def equation(self, calculator_mark: bool = False) -> str:
+    def equation(self, calculator_annotation: bool = False) -> str:
         """Format the step as `3 + 5 = 8`, or as a calculator annotation, `<<3+5=8>>`."""
         left, right, value = map(show_number, (self.left, self.right, self.value))
         equation = f"{left} {self.operator} {right} = {value}"
-        return f"<<{equation.replace(' ', '')}>>" if calculator_mark else equation
+        return f"<<{equation.replace(' ', '')}>>" if calculator_annotation else equation
 
 
 def solve(steps: Sequence[str], numbers: Mapping[str, int | Fraction]) -> Iterator[Step]:

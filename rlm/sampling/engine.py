@@ -160,8 +160,9 @@ class Sampler:
 
         The field `request` of each token is an index into `requests`.
         """
-        for place, token in self._tokens(requests):
-            yield replace(token, request=place)
+        with closing(self._tokens(requests)) as tokens:
+            for place, token in tokens:
+                yield replace(token, request=place)
 
     def _tokens(self, requests: Sequence[Request]) -> Generator[tuple[int, Token], None, None]:
         """Yield each token as soon as it is sampled, with the index of its request.

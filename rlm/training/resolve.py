@@ -153,7 +153,7 @@ def check_start(
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
     """Complete a config that was made in Python with `resolve`.
 
-    An option that equals its default counts as unset, so the rank of a start adapter replaces the
+    An option that equals its default counts as unset, so the initial adapter's rank replaces the
     default rank. The default "none" of --quantize and --tool is a value.
     """
     usual = {o.name: o.default for o in fields(config) if o.name not in ("quantize", "tool")}

@@ -363,7 +363,7 @@ def test_solve_fills_in_literals_and_earlier_values():
     solved = list(solve(("two_sides = a + b", "perimeter = two_sides * 2"), {"a": 3, "b": 4}))
     assert [step.value for step in solved] == [7, 14]
     assert [step.equation() for step in solved] == ["3 + 4 = 7", "7 * 2 = 14"]
-    assert solved[1].equation(calculator_mark=True) == "<<7*2=14>>"
+    assert solved[1].equation(calculator_annotation=True) == "<<7*2=14>>"
 
 
 @pytest.mark.parametrize("step", ["x = a - b", "x = b - b", "x = a / b"])
