@@ -143,6 +143,8 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     if found[shown].get("type", "").endswith("_type"):  # no type of the union fits
         types = [e["msg"].removeprefix("must be ") for e in kept if e["loc"] == kept[shown]["loc"]]
         said = f"must be {' or '.join(dict.fromkeys(types))}"
+    if not param and found[shown].get("type") in _SAID:
+        said = f"the body {said}"
     detail = f"{param}: {said}" if param else said
     return HTTPProblem(422, "validation", detail, param=param or None, errors=kept)
 

@@ -80,9 +80,10 @@ def test_a_page_of_a_stranger_can_not_use_an_open_server(wall, headers, status):
 def test_a_form_or_broken_json_stays_refused(server):
     with server.client() as client:
         post = partial(client.post, "/phase1/reasoning", headers=dict([FORM.split(": ")]))
-        for body, status in ((b"prompt=x", 415), (b"", 415), (b"[]", 415), (b'{"prompt"', 400)):
+        for body, status in ((b"prompt=x", 415), (b"", 422), (b"[]", 415), (b'{"prompt"', 400)):
             assert post(content=body).status_code == status
         assert post(content=b'{"n": 2}').status_code == 422
+        assert client.post("/phase1/reasoning").json()["detail"] == "the body is missing"
 
 
 def test_named_origins_may_use_the_server_from_a_browser():
