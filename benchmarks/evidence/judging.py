@@ -28,6 +28,7 @@ from rlm.data import FORMATS, Problem
 from rlm.evaluation import GRADINGS, Evaluation, evaluate
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler
+from rlm.tools import load_tool
 
 FORMAT = FORMATS["deepseek"]
 SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8 (docs/results)
@@ -47,7 +48,7 @@ class Judge:
         self.tokenizer = load_tokenizer(config.model)
         base = load_base(config.model, pick_device())
         self.model = load_adapter(base, adapter, trainable=False) if adapter else base
-        self.sampler = Sampler(self.model, self.tokenizer)
+        self.sampler = Sampler(self.model, self.tokenizer, tool=load_tool(config.tool))
         options = {"max_new_tokens": max_new_tokens, "seed": cell.seed, "examples": examples}
         self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlm.cli import UsageError, check_values, flag, to_dict
-from rlm.model import EMBEDDED_MODEL
+from rlm.model import EMBEDDED_MODEL, AdapterInfo
 from rlm.runs import replace_json
 from rlm.training import GRPOConfig
 
@@ -151,6 +151,9 @@ class EvidenceConfig:
 
     model: str = setting(EMBEDDED_MODEL, "hub id or folder of the base model")
     dataset: str = setting("word-problems", "dataset; gsm8k:FOLDER is checked by its hash")
+    adapter: Path | None = flag(
+        None, "initial adapter of all arms (none: SFT trains it)", group="settings"
+    )
     solved: int = count(200, "number of worked solutions")
     sft_passes: int = count(2, "passes of SFT over the worked solutions")
     sft_rate: float = setting(1e-3, "learning rate of SFT", above=0)
@@ -177,6 +180,11 @@ class EvidenceConfig:
         check_values(self)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError("--seeds needs different numbers, at least one")
+
+    @property
+    def tool(self) -> str:
+        """The initial adapter's tool, for training and for judging."""
+        return AdapterInfo.load(self.adapter).tool if self.adapter else "none"
 
     # --- the cells ------------------------------------------------------------------------------
 
@@ -232,6 +240,7 @@ class EvidenceConfig:
             "steps": self.steps,
             "batch_size": self.batch_size,
             "group_size": self.group_size,
+            "tool": self.tool,
             "max_new_tokens": self.max_new_tokens,
             "max_num_seqs": self.batch_size * self.group_size,
             "algorithm": "grpo",

@@ -15,6 +15,7 @@ from benchmarks.evidence.plan import EvidenceConfig
 from rlm.cli import UsageError
 from rlm.data import Problem, generate_word_problems, load_problems, load_word_problem_table
 from rlm.runs import file_hash
+from rlm.tools import Calculator
 
 LEVEL = 1
 FAMILIES = load_word_problem_table().families
@@ -70,7 +71,8 @@ def pools(config: EvidenceConfig, seed: int) -> Pools:
         practice = [problem for pair in zip(new, known, strict=False) for problem in pair][:wanted]
     else:
         check_gsm8k(config.dataset)
-        rows = load_problems(config.dataset, "train", seed=seed)
+        annotations = config.tool == Calculator.name
+        rows = load_problems(config.dataset, "train", seed=seed, calculator_annotations=annotations)
         solved, practice = rows[: config.solved], rows[config.solved :][:wanted]
     answers = [replace(problem, solution="") for problem in practice]
     return Pools(solved, answers, practice, validation_problems(config, config.curve_problems))

@@ -71,7 +71,12 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
 
 def _sft(config: EvidenceConfig, cell: Cell) -> Record:
     solved = pools(config, cell.seed).solved
-    return _fine_tune(config, cell, solved, config.sft_passes * len(solved))
+    record = _fine_tune(config, cell, solved, config.sft_passes * len(solved), config.adapter)
+    if config.adapter:  # the run has only measured the speed of SFT, for the rivals' budgets
+        adapter = config.folder(cell) / "adapter"
+        shutil.rmtree(adapter)
+        shutil.copytree(config.adapter, adapter)
+    return record
 
 
 def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
@@ -196,6 +201,7 @@ def _fine_tune(
         model=config.model,
         dataset=config.dataset,
         adapter=start,
+        tool=config.tool,
         batch_size=config.sft_batch,
         micro_batch=min(config.sft_batch, 8),
         learning_rate=config.more_rate if start else config.sft_rate,

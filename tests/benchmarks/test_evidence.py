@@ -28,6 +28,7 @@ from benchmarks.evidence.results import Results, copy_results, matrix
 from rlm.cli.main import run_main
 from rlm.cli.options import UsageError
 from rlm.grading import grade
+from rlm.model import AdapterInfo
 from rlm.runs import file_hash, lock_file
 
 ROOT = Path(__file__).parents[2]
@@ -399,6 +400,22 @@ def test_continued_sft_goes_on_from_the_start(finished):
     run = read_json(finished.folder(Cell("sft_continued", 0)) / "adapter" / "run.json")
     assert run["start_adapter"] == str(finished.folder(Cell("sft", 0)).resolve() / "adapter")
     assert not same(adapter_of(finished, "sft_continued"), adapter_of(finished, "sft"))
+
+
+def test_a_named_adapter_is_the_start_of_all_arms(finished, model_dir, tmp_path, in_process):
+    given = tmp_path / "given"
+    shutil.copytree(finished.folder(Cell("sft", 0)) / "adapter", given)
+    run = read_json(given / "run.json")
+    run["config"]["tool"] = "calculator"
+    (given / "run.json").write_text(json.dumps(run))
+    config = toy(model_dir, tmp_path, adapter=given, cells=("sft-s0", "grpo-s0"))
+    assert grid.run(config) == ([], [])
+    start = config.folder(Cell("sft", 0)) / "adapter"
+    assert same(load_file(given / "adapter_model.safetensors"), adapter_of(config, "sft"))
+    info = AdapterInfo.load(config.folder(Cell("grpo", 0)) / "adapter")
+    assert (info.tool, info.run["start_adapter"]) == ("calculator", str(start))
+    assert result_of(config, "sft-s0")["training"]["seconds"] > 0  # the rivals' budgets follow from it
+    assert f"--adapter {given}" in result_of(config, "sft-s0")["command"]
 
 
 def test_a_rate_of_zero_changes_nothing_and_a_random_reward_something(finished):
