@@ -142,7 +142,10 @@ def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
     said = kept[shown]["msg"]
     if found[shown].get("type", "").endswith("_type"):  # no type of the union fits
         types = [e["msg"].removeprefix("must be ") for e in kept if e["loc"] == kept[shown]["loc"]]
-        said = f"must be {' or '.join(dict.fromkeys(types))}"
+        types = [
+            t for t in dict.fromkeys(types) if t != "a whole number" or "a number" not in types
+        ]
+        said = f"must be {' or '.join(types)}"
     if not param and found[shown].get("type") in _SAID:
         said = f"the body {said}"
     detail = f"{param}: {said}" if param else said

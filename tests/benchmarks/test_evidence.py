@@ -414,7 +414,9 @@ def test_a_named_adapter_is_the_start_of_all_arms(finished, model_dir, tmp_path,
     assert same(load_file(given / "adapter_model.safetensors"), adapter_of(config, "sft"))
     info = AdapterInfo.load(config.folder(Cell("grpo", 0)) / "adapter")
     assert (info.tool, info.run["start_adapter"]) == ("calculator", str(start))
-    assert result_of(config, "sft-s0")["training"]["seconds"] > 0  # the rivals' budgets follow from it
+    assert (
+        result_of(config, "sft-s0")["training"]["seconds"] > 0
+    )  # the rivals' budgets follow from it
     assert f"--adapter {given}" in result_of(config, "sft-s0")["command"]
 
 
