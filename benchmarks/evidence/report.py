@@ -66,6 +66,9 @@ def contents(results: Results) -> dict[str, Any]:
     if not (results.templates and any(ARMS[arm].role == "rival" for arm in rivals)):
         rivals = []
     largest = {arm: results.largest_lead(best, arm) for arm in rivals}
+    learned = [arm for arm in main if ARMS[arm].kind != "sft" and share(START, arm)]
+    # Without validations during training, a curve would only connect the start and the end.
+    on_the_way = any(len(cell["curve"]) > 1 for arm in learned for cell in results.arms[arm])
     seconds = [c["training"].get("wall", 0) + c["judging_seconds"] for c in results.cells]
     return {
         "ARMS": ARMS,
@@ -83,7 +86,7 @@ def contents(results: Results) -> dict[str, Any]:
         "beside_best": beside_best,
         "largest": largest,
         "controls": [a for a in arms if ARMS[a].role == "control" and share(a, START)],
-        "learned": [arm for arm in main if ARMS[arm].kind != "sft" and share(START, arm)],
+        "learned": learned if on_the_way else [],
         "hours": sum(seconds) / 3600,
     }
 

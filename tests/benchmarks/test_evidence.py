@@ -292,7 +292,8 @@ def test_a_committed_page_comes_out_of_the_committed_cells(name, tmp_path):
         for page in pages
     )
     assert made == pytest.approx(expected, abs=0.11)
-    assert (docs / "curves.png").stat().st_size > 5000
+    if (committed / "curves.png").exists():
+        assert (docs / "curves.png").stat().st_size > 5000
 
 
 # --- every arm on a tiny model ------------------------------------------------------------------
