@@ -212,10 +212,11 @@ VALUES |= {"--clip_eps": "0.1"}
 
 def test_an_option_that_the_names_page_calls_taken_is_taken():
     for option in TAKEN.split():
-        switches = ("--use_lora", "--use_4bit", "--use_wandb")
+        always = ("--use_lora", "--use_flash_attention")
+        switches = (*always, "--use_4bit", "--use_wandb")
         value = [] if option in switches else [VALUES.get(option, "8")]
         given = read_options(GRPOConfig, [option, *value], presets=PRESETS)
-        assert given or option == "--use_lora", option  # which is always on
+        assert given or option in always, option
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,15 @@ def switch(field: str, on: str) -> Flag:
     return Flag(kind=bool, becomes=lambda is_on: {field: on if is_on else "none"}, default=False)
 
 
-def _only_lora(wanted: bool) -> dict[str, Any]:
-    """Reject --no-use-lora; other programs have this option."""
-    if not wanted:
-        raise ValueError(
-            "--no-use-lora is not supported: only LoRA adapters are trained, never the base model"
-        )
-    return {}
+def always(reason: str) -> Flag:
+    """Make an alias for something that always holds: a boolean flag that rejects False."""
+
+    def becomes(wanted: bool) -> dict[str, Any]:
+        if not wanted:
+            raise ValueError(reason)
+        return {}
+
+    return Flag(kind=bool, becomes=becomes, default=True)
 
 
 # Flags of other programs' command lines (docs/reference/names.md), mapped to our config fields.
@@ -93,7 +95,12 @@ class GRPOConfig:
         "clip_eps": Flag(
             kind=float, becomes=lambda x: {"clip_eps_low": x, "clip_eps_high": x}, min=0, max=1
         ),
-        "use_lora": Flag(kind=bool, becomes=_only_lora, default=True),
+        "use_lora": always(
+            "--no-use-lora is not supported: only LoRA adapters are trained, never the base model"
+        ),
+        "use_flash_attention": always(
+            "--no-use-flash-attention is not supported: the fastest attention is always used"
+        ),
     }
 
     model: str | None = flag(

@@ -137,6 +137,7 @@ def test_an_unknown_preset_names_those_that_are():
     ("options", "why"),
     [
         ({"use_lora": False}, "never the base model"),
+        ({"use_flash_attention": False}, "the fastest attention is always used"),
         ({"aggregation": "mean"}, "sequence, token, constant"),
         ({"overlong_buffer": 600}, "longer than"),
         ({"algorithm": "ppo"}, "grpo, drgrpo, dapo, gspo, cispo, maxrl, topr"),
@@ -154,9 +155,8 @@ def test_an_unknown_preset_names_those_that_are():
 def test_what_cannot_be_is_refused_with_the_reason(options, why):
     with pytest.raises(ValueError, match=why):
         GRPOConfig(**options)
-    typed = [f"--{name}={value}" for name, value in options.items() if value is not True]
-    typed += [f"--{name}" for name, value in options.items() if value is True]
-    typed = ["--no-use_lora" if t == "--use_lora=False" else t for t in typed]
+    typed = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)]
+    typed += [f"--{'' if v else 'no-'}{n}" for n, v in options.items() if isinstance(v, bool)]
     with pytest.raises(UsageError):
         parse(GRPOConfig, typed, presets=PRESETS)
 
