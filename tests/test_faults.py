@@ -492,7 +492,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undis
     assert runs.result("run") == undisturbed_pair
 
 
-LOST = "error: another of the processes that share this run has ended or does not answer"
+LOST = "error: another process of this run has ended or does not answer"
 
 
 @pytest.mark.parametrize("rank", some([0, 1], [0]))

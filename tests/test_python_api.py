@@ -128,7 +128,7 @@ def test_a_tokenizer_of_ones_own_is_used(tmp_path):
     [
         ({"reward_funcs": [letters]}, "unexpected keyword argument 'reward_funcs'"),
         ({"model_name": tiny_model}, "model_name is a function: pass a hub id or a directory"),
-        ({"config": {"steps": 3}}, "config is a builtins.dict: pass a rlm.GRPOConfig"),
+        ({"config": {"steps": 3}}, "config is a builtins.dict: pass an rlm.GRPOConfig"),
         ({"reward_fn": []}, "CombinedReward needs at least one reward"),
     ],
 )

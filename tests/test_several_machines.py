@@ -24,7 +24,7 @@ def parity(completions, **columns):
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(len(text) % 2) for text in completions]
 """
-LOST = "error: another of the processes that share this run has ended or does not answer"
+LOST = "error: another process of this run has ended or does not answer"
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
 pytestmark = pytest.mark.slow  # a start of the script takes seconds, an agent's imports too

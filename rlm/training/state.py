@@ -68,7 +68,7 @@ class TrainingState:
     skipped_total: int = 0  # number of updates skipped because their gradient was not finite
     consecutive_skips: int = 0  # number of updates skipped in a row
     last_finite: int = 0  # the last step with a finite gradient, whose initial weights are good
-    updates: int = 0  # number of updates so far, for the warm-up
+    updates: int = 0  # number of updates so far, for the warmup
     keep: int = 2  # number of newest checkpoints to keep
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # the config and the data of the run
@@ -177,7 +177,7 @@ class TrainingState:
             raise UsageError(
                 f"{self.consecutive_skips} updates in a row had no finite gradient, "
                 + (
-                    "even at half the rate"
+                    "even at half the learning rate"
                     if loaded
                     else "and there is no checkpoint to go back to"
                 )
@@ -318,7 +318,7 @@ class MixedPrecisionAdapter:
         return {"loss_scale": self.loss_scale, "good_updates": self.good_updates, "dtype": dtype}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the loss scale, unless it belongs to another dtype (machines differ)."""
+        """Restore the loss scale, unless the run was resumed in another dtype."""
         if state["dtype"] == str(self.policy.dtype):
             self.loss_scale, self.good_updates = state["loss_scale"], state["good_updates"]
 
