@@ -82,8 +82,8 @@ def save_adapter(
 
     Only the adapter "default" is saved. When all files are on disk, the new adapter replaces the
     previous adapter. The previous adapter is moved to `<name>.prev` in the same folder, or to
-    `shipped_rlm_lora` if it came with the project. The previous adapter is deleted without
-    `keep_previous`, or if it has the same weights, because a resumed run may export again.
+    `shipped_rlm_lora` if it came with the project. It is deleted instead if `keep_previous` is
+    False or if it has the same weights, because a resumed run may export again.
 
     Raises:
         UsageError: the adapter cannot be written; the previous adapter is preserved.

@@ -70,9 +70,9 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
     place, for a matmul that has no backward pass. We train in eval mode (without dropout).
 
     Raises:
-        UsageError: the rows of 4-bit weights do not consist of whole blocks, or 8-bit matmuls are
-            wrong on this CPU. On CPUs with AVX-512, bitsandbytes 0.50 silently dequantizes such
-            rows wrongly, by 40 % of their norm.
+        UsageError: 8-bit matmuls are wrong on this CPU, or the rows of 4-bit weights on a CPU do
+            not consist of whole blocks. On CPUs with AVX-512, bitsandbytes 0.50 silently
+            dequantizes such rows wrongly, with an error of 40 % of their norm.
     """
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 

@@ -426,11 +426,14 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     (of_mlx / ADAPTER_FILES[1]).rename(of_mlx / "adapters.safetensors")
     for path, said in (
         (of_mlx, r"it contains adapters\.safetensors, but only adapter_model\.safetensors"),
-        (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
-        (grpo_run, rf"no adapter_config\.json; name the folder in it: {grpo_run}/adapter_best"),
+        (outer, rf"no adapter_config\.json; name a folder inside it: {outer}/default"),
+        (grpo_run, rf"no adapter_config\.json; name a folder inside it: {grpo_run}/adapter_best"),
         (sft_run, r"it is the directory of a run, whose adapter is saved in mine/sft$"),
         (pickled, r"contains adapter_model\.bin.*save_pretrained"),
-        (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),
+        (
+            outer / "default" / ADAPTER_FILES[1],
+            rf"is a file; name the folder that contains it: {outer}/default",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             check_adapter(path, "do this")
