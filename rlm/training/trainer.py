@@ -213,7 +213,7 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
     """
     if config.backend == "tinker":
         return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
-    # If SFT ran in this process, its trainer is a reference cycle that contains a gigabyte.
+    # If SFT ran in this process, its trainer holds a gigabyte in a reference cycle.
     gc.collect()
     release_memory()
     device = device or pick_device(config.dtype)
@@ -507,9 +507,9 @@ class TrainingRun:
         and gradient checkpointing.
 
         Args:
-            compute: splits rollouts by `micro_batches`, and computes their gradient or their
-                constant log-probabilities. It must neither apply the gradient nor exchange
-                anything with other processes.
+            compute: splits rollouts by `micro_batches`, and computes their gradient, or calls
+                `set_constant_logprobs`. It must neither apply the gradient nor exchange anything
+                with other processes.
         """
         try:
             return compute(*args, **kw)

@@ -180,7 +180,7 @@ def test_how_llama_cpp_calls_the_way_that_texts_are_split(tokenizer, name, tmp_p
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             byte_tokenizer(),
-            "rotary scaling of the kind linear",
+            "RoPE scaling of the type linear",
         ),
     ],
 )
