@@ -86,7 +86,7 @@ class GRPOConfig:
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
 
-    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # used until torch is imported
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # before torch is imported
 
     OTHER_SPELLINGS: ClassVar = {
         **SWITCHES,
@@ -265,7 +265,7 @@ class GRPOConfig:
     max_grad_norm: float = flag(1.0, "maximum gradient norm; larger gradients are clipped", above=0)
     updates_per_batch: int = flag(1, "training passes over the completions of each step", min=1)
     train_batch_size: int | None = flag(
-        None, "completions per micro-batch", min=1, default_text="as many as fit into memory"
+        None, "maximum completions per micro-batch", min=1, default_text="as many as fit in memory"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
     lora_alpha: float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)

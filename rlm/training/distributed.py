@@ -33,7 +33,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Distributed:
-    """The processes of a run. In a single process, each method returns its argument unchanged."""
+    """The processes of a run. In a single process, the methods leave their arguments unchanged."""
 
     rank: int = 0
     size: int = 1

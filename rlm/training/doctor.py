@@ -1,8 +1,8 @@
 """`train_grpo.py --doctor`: diagnoses the causes of a flat reward before training.
 
-The doctor samples a group of completions for each of 32 problems from the model that training would
-start from, scores the completions with the reward function of the run, and prints its findings with
-advice on what to change.
+The doctor samples a group of completions for each of up to 32 problems, with the model that
+training would start from. It scores them with the reward function of the run, and prints its
+findings with advice on what to change.
 """
 
 from __future__ import annotations

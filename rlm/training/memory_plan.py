@@ -164,8 +164,7 @@ def fit_micro_batch(
 ) -> tuple[int, bool, int]:
     """Choose the size of a micro-batch, and whether to use gradient checkpointing.
 
-    Gradient checkpointing is used only if otherwise even the smallest micro-batch would not fit
-    into the memory.
+    Gradient checkpointing is used only if no allowed size fits into the memory without it.
 
     Args:
         longest_sequence: the number of tokens in the longest sequence.
