@@ -433,7 +433,7 @@ def test_curves_are_joined_by_samples_not_by_place():
 
 
 def test_a_lead_that_comes_from_one_template_is_gone_without_it():
-    """There are two templates with two problems; GRPO leads only on one template."""
+    """Two templates of two problems; GRPO solves all of one more than its baseline."""
     ids = [f"{template}-{'0' * 11}{n}" for template in ("age", "area") for n in (1, 2)]
 
     def cells(arm, bits):
