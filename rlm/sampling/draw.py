@@ -35,9 +35,8 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         golden = np.uint64(0x9E3779B97F4A7C15)
-        state = np.asarray(
-            [seed % 2**64 for seed in seeds], dtype=np.uint64
-        )  # a seed may be negative
+        # A seed may be negative.
+        state = np.asarray([seed % 2**64 for seed in seeds], dtype=np.uint64)
         for value in (np.uint64(0), np.asarray(counters, dtype=np.uint64)):
             # Two rounds are used because neighbouring rows have consecutive seeds: with one round,
             # their streams would overlap.
