@@ -1,15 +1,16 @@
-"""Stage 2: trains a LoRA adapter with GRPO. The hand-written training loop is `GRPOTrainer.train`:
-sample and score (`_sample_and_score`), compare (`group_advantages`), learn (`_learn`).
+"""Stage 2: trains a LoRA adapter with GRPO. The hand-written training loop is `GRPOTrainer.train`.
 
 The loop does not use TRL's trainer. Each step samples a group of completions for each problem,
-rewards each completion with 1 or 0 for its final answer, compares the rewards inside each group and
-updates the adapter. There is no value model: the baseline is the mean reward of the group. The loop
-differs from the textbook in these points:
+scores them (by default with 1 for a right answer in the right format, and 0 otherwise), computes
+the advantages inside each group (`group_advantages`) and updates the adapter (`_learn`). There is
+no value model: the baseline is the mean reward of the group. The loop differs from textbook GRPO in
+these points:
 
 1. The KL term is off (--kl-weight 0), because the reward checks the answer itself. If the KL term
-   is on, the reference model is the adapter that training started from.
-2. Groups whose rewards are all equal have no gradient, so their loss is not computed. With
-   --algorithm grpo these groups still count in the average; the default, topr, leaves them out.
+   is on, the reference model is the model with the adapter that training started from.
+2. Groups whose rewards are all equal have zero advantages, so without a KL term their loss is not
+   computed. With --algorithm grpo these groups still count in the denominator of the loss; the
+   default, topr, leaves them out.
 3. With --algorithm grpo, a step makes one update, so the old log-probabilities equal the current
    ones. topr makes one update per mini-batch of two problems, and takes the old log-probabilities
    from the sampler. Neither needs a second forward pass.
@@ -189,7 +190,7 @@ class GRPOTrainer:
                 # 1. sample G completions of each of P problems, 2. score them
                 groups, reward_metrics = self._sample_and_score(data.problems, step, seconds)
 
-                # 3. compare, inside each group
+                # 3. compute the advantages inside each group
                 rewards = reward_tensor([g.rewards for g in groups])  # (P, G), without penalties
                 penalties = overlong_penalties(groups, config)  # (P, G)
                 scored = rewards + penalties
@@ -201,7 +202,7 @@ class GRPOTrainer:
                 kept = signal | (not algorithm.dynamic_sampling)
                 advantages[~kept] = 0.0  # log dropped groups with advantage 0
 
-                # 4. learn from rollouts whose loss is not exactly zero, one update per mini-batch
+                # 4. train on rollouts whose loss is not exactly zero, one update per mini-batch
                 batches = mini_batches(groups, advantages, kept, config, step)
                 with timer(seconds, "learn"):
                     learn_metrics = self._learn(run, batches, step)
@@ -269,7 +270,7 @@ class GRPOTrainer:
                 set_constant_logprobs, self.policy, score, config, source, split, rollouts
             )
 
-        lr = config.learning_rate_at(step, self.state.updates)  # of a step without an update
+        lr = config.learning_rate_at(step, self.state.updates)  # logged if there is no update
         for update in range(count := len(updates) * config.updates_per_batch):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
             for group in self.optimizer.param_groups:
@@ -291,10 +292,10 @@ class GRPOTrainer:
     def _accumulate_gradient(
         self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs
     ) -> list[tuple[MicroBatch, Tensor, Tensor, LossSums]]:
-        """Accumulate the gradient of this process's rollouts of a mini-batch.
+        """Accumulate the gradient of a mini-batch over the rollouts of this process.
 
         Returns:
-            Each micro-batch with its log-probabilities, its entropies and its sums.
+            Each micro-batch with its log-probabilities, its entropies and its `LossSums`.
         """
         config, learned = self.config, []
         algorithm, matches = config.resolved_algorithm, self.sampler.matches_trainer
@@ -363,10 +364,10 @@ class GRPOTrainer:
     def validation_scores(
         self, problems: Sequence[Problem], k: int, advance: Callable[[], None]
     ) -> Mapping[str, ProblemScores]:
-        """Return the mean score of each problem over k completions, for "accuracy" or "reward".
+        """Return the scores "accuracy" and "reward" of each problem, as means over k completions.
 
-        The scores contain the strict accuracy, unless all answers are open, and the mean reward if
-        the reward selects the adapter to export.
+        "accuracy" is graded strictly, and is left out if all answers are open. "reward" is included
+        only if it selects the adapter to export.
 
         Args:
             advance: callback that is called after each completion.

@@ -1,4 +1,5 @@
-"""Runs recipes.orchestrator.train, by its script name in docs/reference/names.md."""
+"""Runs recipes.orchestrator.train under the script name of another README (see
+docs/reference/names.md)."""
 
 import runpy
 

@@ -97,6 +97,8 @@ def train(
 ) -> dict[str, object]:
     """Train on the problems' solutions, write the adapter, and return the contents of run.json.
 
+    With `dry_run`, print examples and counts instead, and return an empty dict.
+
     Raises:
         UsageError: no problem has a solution, or all examples are too long; the tags differ from
             those of --adapter; there is no run to resume, or the run to resume was started with
@@ -250,7 +252,7 @@ def summary_card(config: SFTConfig, history: dict) -> None:
             "peak memory": f"{peak_memory_gb():.1f} GB",
             "adapter": config.output,
             "next": next_command(config),
-            "with a reward of yours": "add --reward FILE.py:NAME (rlm reward FILE.py writes one)",
+            "with your own reward": "add --reward FILE.py:NAME (rlm reward FILE.py writes one)",
         },
     )
 

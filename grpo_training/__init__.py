@@ -1,4 +1,5 @@
-"""A package name from the experience module's README: its commands run recipes.experience.train."""
+"""Runs recipes.experience.train under the commands of another README (see
+docs/reference/names.md)."""
 
 import runpy
 import sys

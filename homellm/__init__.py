@@ -1,4 +1,5 @@
-"""A package name from an RL module's README, in which homellm.training.rl is rlm."""
+"""Makes homellm.training.rl, the package name in another README, an alias of rlm (see
+docs/reference/names.md)."""
 
 import runpy
 import sys

@@ -15,7 +15,7 @@ if missing := [
         "`source .venv/bin/activate`"
     )
 
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before a hub library is imported
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # before huggingface_hub is imported
 
 from typing import TYPE_CHECKING, Any
 

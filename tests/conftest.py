@@ -1,7 +1,7 @@
-"""A tiny model with a tokenizer and a chat template, built in the process: no download, no weights.
+"""Fixtures: a tiny model with a tokenizer and a chat template, built without any download.
 
-Two layers, random weights wide enough apart (initializer_range 0.2) that a LoRA adapter can move
-what it says; the byte-level tokenizer needs no vocabulary file.
+The model has two layers. Its random weights are so large (initializer_range 0.2) that a LoRA
+adapter can change the output. The byte-level tokenizer needs no vocabulary file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries below are imported
-if not os.environ.get("RLM_TEST_GPU"):  # `make test-gpu`: a real card has other rounding
+if not os.environ.get("RLM_TEST_GPU"):  # set by `make test-gpu`; a real GPU rounds otherwise
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from collections.abc import Iterator
@@ -44,17 +44,17 @@ from rlm.ops.kernels import Kernels, load_ops
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# A developer's endpoints and keys win over a test's own file: real requests, which cost money.
+# A developer's endpoints and keys would override those of a test, and real requests cost money.
 for name in [*os.environ]:
     if name.startswith(("GENERATOR_", "CRITIC_", "JUDGE_")):
         del os.environ[name]
 
-# The same examples every time, and no time limit: a machine that pauses is no fault.
+# Each run uses the same examples. There is no time limit, because a machine may pause.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-torch.set_num_threads(1)  # bit-for-bit comparisons, and tests that run side by side
-os.fsync = os.fstat  # a run waits for the disk forty times, and no test cuts the power
-# A run's adapter is written several times; each time PEFT compiles the template of its model card.
+torch.set_num_threads(1)  # results are compared bit by bit, and tests run in parallel
+os.fsync = os.fstat  # saves time: a run would wait for the disk forty times
+# Cached, because PEFT compiles the template of its model card each time an adapter is saved.
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 
 CHATML = (
@@ -81,7 +81,7 @@ def byte_tokenizer(pad: str = "<|pad|>", template: str = CHATML) -> PreTrainedTo
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2 has it: a text begins with a space, and other characters are bytes."""
+    """Make a tokenizer like Llama 2's: texts begin with a space, and rare characters are bytes."""
     printable = {chr(c): c for c in range(33, 127)}
     pieces = [f"<0x{c:02X}>" for c in range(256)]
     vocabulary = {c: i for i, c in enumerate([*pieces, "▁", *printable, *SPECIAL, "<unk>"])}
@@ -127,22 +127,24 @@ def tiny_model(family: str = "llama", seed: int = 0, **options: object) -> PreTr
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-# Three query heads for each key-value head, of width 64, as SmolLM2-135M has.
+# Like SmolLM2-135M, with heads of width 64 and three query heads for each key-value head.
 USUAL_HEADS = {
-    "hidden_size": 96,  # a multiple of the heads, as transformers asks
+    "hidden_size": 96,  # transformers requires a multiple of the heads
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
 
 
-# Rows of 64 weights, which are packed in 4 bits as one block.
+# Rows of 64 weights, which form one block when they are quantized to 4 bits.
 PACKABLE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
-    """What is compiled for this CPU; that nothing can be is no failure. Each shape is a build of
-    seconds, so tests share those of (3, 64), (2, 8) and (1, 8)."""
+    """Return the kernels compiled for this CPU; skip the test if they cannot be compiled.
+
+    Each shape takes seconds to build, so the tests share (3, 64), (2, 8) and (1, 8).
+    """
     made = load_ops(dtype, queries, width)
     if not isinstance(made, Kernels):
         pytest.skip(made.description)
@@ -151,9 +153,9 @@ def kernels(dtype: torch.dtype, queries: int = 3, width: int = 64) -> Kernels:
 
 @functools.cache
 def loop_seconds() -> float:
-    """Return the CPU seconds of 100,000 additions in Python, the unit of limits on computing.
+    """Return the CPU seconds of 100,000 additions in Python.
 
-    A limit in seconds would depend on the machine.
+    Tests use this time as the unit of time limits, because seconds would depend on the machine.
     """
 
     def once() -> float:
@@ -166,7 +168,7 @@ def loop_seconds() -> float:
 
 
 def exit_code(script: ModuleType, config: type, *arguments: object) -> int:
-    """What `python script.py arguments` does, in this process; its exit code."""
+    """Run `python script.py arguments` in this process, and return its exit code."""
     with pytest.raises(SystemExit) as exit:
         run_main(script.main, config, argv=[str(argument) for argument in arguments])
     return exit.value.code or 0
@@ -174,7 +176,7 @@ def exit_code(script: ModuleType, config: type, *arguments: object) -> int:
 
 @torch.no_grad()
 def let_it_speak(policy: PeftModel, std: float) -> PeftModel:
-    """Give a new adapter, whose B is zeros, values with which it says something else."""
+    """Fill the zeros of a new adapter's B with random values, so that the output changes."""
     for name, tensor in policy.named_parameters():
         if "lora_B" in name:
             tensor.normal_(0, std)
@@ -186,7 +188,7 @@ TILES = Path(__file__).parent / "ops" / "tiles.h"
 
 @functools.cache
 def tile_kernels() -> Kernels:
-    """Kernels whose bf16 products are of AMX tiles: where the CPU has none, of tiles.h."""
+    """Return bf16 kernels that use AMX tiles; tiles.h emulates the tiles if the CPU has none."""
     compiler = os.environ.get("CC") or "cc"
     stand_in = f"{compiler} -include {shlex.quote(str(TILES))}"
     for command in [compiler] * torch.cpu._is_amx_tile_supported() + [stand_in]:
@@ -199,8 +201,8 @@ def tile_kernels() -> Kernels:
     pytest.skip(made.description)
 
 
-# The files of more than ten seconds (pytest --durations=0), the slowest first: one that starts last
-# would leave the other processes idle.
+# The test files that take more than ten seconds (pytest --durations=0), the slowest first. If a
+# slow file started last, the other processes would be idle.
 SLOWEST = (
     "test_train_grpo", "test_experience_train", "test_serving", "test_gpu", "test_scripts",
     "test_engine", "test_faults", "test_evidence", "test_inference", "test_orchestrator_train",
@@ -216,16 +218,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_not_garbage() -> None:
-    """Every run asks Python for a collection as it loads its model. That took half of a tiny run's
-    time, because it looked at each object of the libraries and of the other tests."""
+    """Exclude the objects that already exist from garbage collection.
+
+    Each run collects garbage when it loads its model. With all objects of the libraries and of
+    other tests, this takes half of the time of a tiny run.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes three times as long as a tiny model's run. test_scripts draws what it trains
-    (in a fixture of its module, which this one does not reach), test_evaluation every case."""
+    """Replace the drawing of learning curves, which takes three times as long as a tiny run.
+
+    A module fixture in test_scripts runs before this one, and draws the curves of its runs.
+    test_evaluation draws every kind of figure.
+    """
     if "train_grpo" in sys.modules:
         monkeypatch.setattr(
             "rlm.training.trainer.learning_curves", lambda rows, path, title: path.touch()
@@ -234,14 +242,14 @@ def curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def logging_is_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that a test runs in this process turns on the lines about data."""
+    """Reset the log level, which a script that runs in this process may have changed."""
     monkeypatch.setattr(logging.getLogger("rlm"), "level", logging.NOTSET)
     logging.getLogger("rlm").manager._clear_cache()
 
 
 @pytest.fixture(params=[1, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On so many threads."""
+    """Run the test with one thread and with five threads."""
     usual = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -250,13 +258,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 on every machine, for what is compared token by token: bf16 rounds to whole percents."""
+    """Select fp32 on every machine; bf16 is too inexact for a comparison of tokens."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The requests of a server, as they reach its engine."""
+    """Return a list that collects the requests that reach the engine of a server."""
     from rlm.serving.engine import Engine
 
     seen, add = [], Engine.add_request
@@ -266,7 +274,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list:
 
 @pytest.fixture
 def server_log() -> Iterator[io.StringIO]:
-    """What is logged, as the server writes it; afterwards logging is as it was."""
+    """Yield a stream of what the server logs, and restore the logging afterwards."""
     from rlm.serving import logging as logs
 
     stream, root = io.StringIO(), logging.getLogger()
@@ -278,7 +286,7 @@ def server_log() -> Iterator[io.StringIO]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
-    """The name of the embedded model, which is unpacked at its first use on a machine."""
+    """Return the name of the embedded model, and unpack it if this machine has not used it yet."""
     from rlm.cli import UsageError
     from rlm.model.base import model_directory
 
@@ -296,7 +304,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """A base model on disk, as `--model` takes it."""
+    """Return the folder of a tiny base model, for `--model`."""
     path = tmp_path_factory.mktemp("base")
     tiny_model().save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -1,7 +1,7 @@
-"""Models of any size that take no memory: their weights are pages that nobody has written.
+"""Models of any size that take no memory, because their weights are pages that were never written.
 
-What a plan counts (bytes of weights, of an adapter, of what a forward pass keeps) is that of the
-real model. What it says means nothing.
+The numbers that a memory plan uses (the bytes of the weights, of the adapter and of saved
+activations) equal those of the real model. The output of the model is meaningless.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-SMALL = 2**20  # numbers; below it a tensor is set to zero
+SMALL = 2**20  # tensors with fewer numbers are set to zero
 
 
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, device: str, quantize: str = "none"
 ) -> PreTrainedModel:
-    """A model without values, frozen, in eval mode; its linear layers packed if asked for."""
+    """Make a frozen model in eval mode whose large weights are unset, quantized on request."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     layers = model.get_decoder().layers
@@ -41,8 +41,10 @@ def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _pack(layers: nn.Module, dtype: torch.dtype, device: str) -> None:
-    """Replace linear layers by 4-bit ones. One of each shape is really packed; the others get
-    tensors of the same sizes."""
+    """Replace linear layers by 4-bit layers.
+
+    Only one layer of each shape is quantized; the others get tensors of the same sizes.
+    """
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
 

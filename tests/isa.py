@@ -1,11 +1,11 @@
-"""Runs the tests of what depends on numbers as on other CPUs: `make test-isa`.
+"""Runs the numerical tests with the instruction sets of other CPUs: `make test-isa`.
 
 Each setting compiles our code for an architecture and limits torch and oneDNN to its instructions.
-One that this CPU cannot run is left out, and the reason is printed.
+A setting that this CPU cannot run is left out, and the reason is printed.
 
-    python tests/isa.py                 all settings, all tests of numbers
+    python tests/isa.py                 all settings, all numerical tests
     python tests/isa.py --quick         a part of the tests, as .ci/run does
-    python tests/isa.py --only avx2     a setting; further options are pytest's
+    python tests/isa.py --only avx2     one setting; further options go to pytest
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlm.ops.cpu import CPU_INFO
 
 TESTS = Path(__file__).parent
 STAND_IN = f"-include {shlex.quote(str(TESTS / 'ops' / 'tiles.h'))}"
-# Name: the flags that a CPU must have, and the environment.
+# Name → the flags that the CPU must have, and the environment variables.
 SETTINGS = {
     "avx2": (
         "avx2 fma",
@@ -38,10 +38,10 @@ SETTINGS = {
         "avx512_bf16 avx512_vnni",
         {"RLM_MARCH": "cooperlake", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     ),
-    "amx": ("", {}),  # in plain C on a CPU without
+    "amx": ("", {}),  # emulated in C on a CPU without AMX
     "no-compiler": ("", {"CC": "none"}),
 }
-# Kernels, sampling, the learning pass, goldens, answers, the choice of a dtype.
+# The numerical tests: kernels, sampling, training, goldens, answers, and the choice of a dtype.
 NUMBERS = (
     "ops", "sampling/test_engine.py",
     "training/test_batches.py",
@@ -53,13 +53,13 @@ QUICK = ("ops/test_kernels.py", "ops/test_linear.py", "test_goldens.py")
 
 
 def cpu_flags() -> set[str]:
-    """What the CPU says that it can do; nothing where the system does not tell."""
+    """Return the flags of this CPU; the set is empty if the system does not list them."""
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.is_file() else []
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
 def run(name: str, tests: tuple[str, ...], options: list[str]) -> int:
-    """Run the tests in a setting; returns pytest's exit code, 0 if this CPU cannot."""
+    """Run the tests in a setting; return pytest's exit code, or 0 if this CPU cannot run them."""
     needed, variables = SETTINGS[name]
     flags = cpu_flags()
     if missing := sorted(set(needed.split()) - flags):

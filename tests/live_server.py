@@ -1,4 +1,4 @@
-"""A real server on loopback, over the scripted sampler: uvicorn in a thread of the test."""
+"""A real server on loopback with a scripted sampler; uvicorn runs in a thread of the test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_service(
     pause: float = 0.0,
     tool: Tool | None = None,
 ) -> tuple[Service, ScriptedSampler]:
-    """A service with two adapters, `tuned` (scripted) and `base` (which says nothing but 0)."""
+    """Make a service with the adapters `tuned` (scripted) and `base` (which always answers 0)."""
     prefix = prompt_prefix(tokenizer, FORMAT)
     samplers = {
         "tuned": ScriptedSampler(
@@ -70,7 +70,7 @@ class Live:
         return int(self.url.rpartition(":")[2])
 
     def client(self, **options) -> httpx2.Client:
-        # Without TLS: loading certificates takes a tenth of a second, and most clients ask once.
+        # There is no TLS, because loading certificates takes a tenth of a second.
         return httpx2.Client(base_url=self.url, timeout=30, verify=False, **options)
 
     def post(self, body: dict, path: str = "/phase1/reasoning", **options) -> httpx2.Response:
@@ -113,7 +113,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def events(text: str) -> list[tuple[str, str]]:
-    """(event, data) of a stream, comments left out."""
+    """Return the (event, data) pairs of a stream, without its comments."""
     found = []
     for block in text.split("\n\n"):
         lines = dict(

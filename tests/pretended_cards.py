@@ -1,13 +1,14 @@
-"""Pretends that this machine has NVIDIA GPUs, so that the code for them runs in tests without one.
+"""Simulates NVIDIA GPUs, so that tests can run the code for GPUs on a machine without one.
 
-Everything is computed on the CPU. `torch.cuda` answers as such cards would; a tensor that was put
-on "cuda" says so, and so does what is computed from it. Mixed devices, `.numpy()` of a card's
-tensor, a card that does not exist and more bytes than a card has raise. Not pretended: speed,
-kernels and their rounding, streams, Triton, fragmentation, NCCL (gloo does its work).
+Everything is computed on the CPU. `torch.cuda` answers as if there were such GPUs. A tensor that is
+moved to "cuda" reports this device, and so do all tensors computed from it. As on a real GPU, an
+error is raised for mixed devices, for `.numpy()` of a GPU tensor, for a GPU that does not exist and
+for more bytes than a GPU has. Speed, kernels and their rounding, streams, Triton, fragmentation and
+NCCL (replaced by gloo) are not simulated.
 
-A tensor's card is an attribute of its storage, which all views share and which lives as long as the
-memory. A function mode takes "cuda" out of calls from Python; a dispatch mode hands the mark on,
-also in the backward pass.
+The GPU of a tensor is an attribute of its storage, which all views share and which exists as long
+as the memory. A function mode removes "cuda" from calls in Python. A dispatch mode passes the
+attribute on to results, even in the backward pass.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CONTEXT = 2**29  # bytes of a card that CUDA's context and the libraries take
+CONTEXT = 2**29  # bytes of GPU memory that CUDA's context and the libraries use
 REAL_DEVICE, aten = Tensor.device, torch.ops.aten
-KERNEL = threading.local()  # while one `runs` that is written in Python: it sees the CPU's tensors
-# May mix devices: copies; indices may stay on the CPU.
+KERNEL = threading.local()  # `runs` is set during kernels in Python, which must see CPU tensors
+# Operations that may mix devices: copies, and operations whose indices may be on the CPU.
 MAY_MIX = {aten.copy_, aten._to_copy, aten.set_, aten.lift_fresh, aten.index, aten.index_put_}
 MAY_MIX |= {aten.index_put, aten._index_put_impl_, aten._unsafe_index}
 MOVES = {"to", "cuda", "cpu"}  # methods whose first argument may name a device
@@ -40,17 +41,17 @@ NO_OPERATIONS = (
 
 
 class Cards:
-    """What the pretended cards are, and what is on them."""
+    """The simulated GPUs and the memory that is allocated on them."""
 
     def __init__(self, gigabytes: float, capability: tuple[int, int], count: int) -> None:
         self.total, self.capability, self.count = int(gigabytes * 2**30), capability, count
         self.name = "pretended sm_{}{}".format(*capability)
         self.current = 0
-        self.allocated, self.peak = [0] * count, [0] * count  # bytes, by card
-        self.random_state = torch.Generator().get_state()  # the cards' own
+        self.allocated, self.peak = [0] * count, [0] * count  # bytes on each GPU
+        self.random_state = torch.Generator().get_state()  # of the GPUs' generator
 
     def parse(self, device: Any) -> torch.device | None:
-        """The card that an argument names; None: it names none."""
+        """Return the GPU that an argument names, or None if it names no GPU."""
         if isinstance(device, str) and device.split(":")[0] == "cuda":
             device = torch.device(device)
         if not isinstance(device, torch.device) or device.type != "cuda":
@@ -61,15 +62,15 @@ class Cards:
         return torch.device("cuda", index)
 
     def index(self, device: Any = None) -> int:
-        """The number of a card, as arguments of torch.cuda's functions name it."""
+        """Return the number of the GPU that an argument of a function in torch.cuda names."""
         device = torch.device("cuda", device) if isinstance(device, int) else device
         return self.parse(device or "cuda").index
 
     def put(self, tensor: Tensor, device: torch.device | None) -> None:
-        """Mark a tensor's memory as that of a card (None: of the CPU)."""
+        """Mark a tensor's memory as that of a GPU (None: of the CPU)."""
         storage = tensor.untyped_storage()
         if old := storage.__dict__.pop("pretended", None):
-            old[1]()  # its bytes are given back
+            old[1]()  # frees the bytes on the old GPU
         if device is None:
             return
         index, size = device.index, storage.nbytes()
@@ -88,30 +89,30 @@ class Cards:
 
 
 def card_of(tensor: Tensor) -> torch.device | None:
-    """The card that a tensor is on; None: none."""
+    """Return the GPU that a tensor is on, or None if it is on the CPU."""
     return tensor.untyped_storage().__dict__.get("pretended", (None,))[0]
 
 
 class _Arguments(TorchFunctionMode):
-    """Takes CUDA devices out of calls from Python, and marks what comes back."""
+    """Removes CUDA devices from calls in Python, and marks the results."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs, cards = list(args), dict(kwargs or {}), self.cards
         name = getattr(func, "__name__", "")
-        if name == "_parse_to":  # of Module.to, which then moves each tensor
+        if name == "_parse_to":  # called by Module.to, which then moves each tensor
             return func(*(torch.device("cuda", a) if type(a) is int else a for a in args), **kwargs)
-        if func is torch.device and type(args[0]) is int:  # a card's number
+        if func is torch.device and type(args[0]) is int:  # the number of a GPU
             return torch.device("cuda", args[0])
         if name in ("numpy", "__array__") and card_of(args[0]):
             raise TypeError(f"can't convert {card_of(args[0])} device type tensor to numpy")
         kwargs.pop("pin_memory", None)
-        if name == "pin_memory":  # what a torch that is built for CUDA would ask a driver for
+        if name == "pin_memory":  # needs a driver if torch is built with CUDA
             return args[0]
         if name == "cuda":
             func, args = Tensor.to, [args[0], torch.device("cuda", cards.index(*args[1:2]))]
-        target, said = None, name == "cpu"  # said: whether the call names a device at all
+        target, said = None, name == "cpu"  # `said` is whether the call names any device
         if name == "to" and len(args) > 1 and isinstance(args[1], Tensor):
-            target, said = card_of(args[1]), True  # as another tensor
+            target, said = card_of(args[1]), True  # the device of another tensor
         for key, value in [*enumerate(args), *kwargs.items()]:
             first = name in MOVES and key == 1
             if (key == "device" or (first and name == "to")) and type(value) is int:
@@ -132,7 +133,7 @@ class _Arguments(TorchFunctionMode):
         return result
 
     def _mark_made_in_c(self, args: list, kwargs: dict[str, Any], result: Any) -> None:
-        """C++ may have made the result by options that know no card: pad_sequence."""
+        """Mark a result that C++ code created without a device, as in pad_sequence."""
         places = {
             card_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()
         }
@@ -143,7 +144,7 @@ class _Arguments(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Hands the mark on to results, and refuses operations on two devices."""
+    """Passes the mark on to results, and rejects operations on two devices."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -177,7 +178,7 @@ def _modes(cards: Cards) -> Iterator[None]:
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation; products of 16-bit numbers with a wider result, which only CUDA has, too."""
+    """Run an operation. 16-bit matmuls with a wider result, which only CUDA has, are emulated."""
     if func._overloadname not in ("dtype", "dtype_out") or "mm" not in func.__name__:
         return func(*args, **kwargs)
     *operands, dtype = (part.float() if isinstance(part, Tensor) else part for part in args)
@@ -187,7 +188,7 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _answers(cards: Cards) -> dict[str, Any]:
-    """What functions of torch.cuda answer."""
+    """Return the replacements of functions in torch.cuda."""
     major, minor = cards.capability
     facts = {"name": cards.name, "total_memory": cards.total, "major": major, "minor": minor}
     facts |= {"multi_processor_count": 40, "warp_size": 32, "is_integrated": False}
@@ -214,7 +215,7 @@ def _answers(cards: Cards) -> dict[str, Any]:
 
 
 def _patches(cards: Cards) -> Iterator[Any]:
-    """What is replaced in torch."""
+    """Yield the patches of torch."""
     for name, answer in _answers(cards).items():
         yield mock.patch.object(torch.cuda, name, answer)
 
@@ -228,17 +229,17 @@ def _patches(cards: Cards) -> Iterator[Any]:
     join, begin = torch.distributed.init_process_group, autocast.__init__
 
     def on_cpu(self: Any, device_type: str, *arguments: Any, **options: Any) -> None:
-        kind = "cpu" if device_type == "cuda" else device_type  # mixed precision is the CPU's
+        kind = "cpu" if device_type == "cuda" else device_type  # uses the CPU's autocast
         begin(self, kind, *arguments, **options)
 
     def by_gloo(*_: Any, **__: Any) -> None:
         join("gloo")
 
-    def run_in_modes(self: threading.Thread) -> None:  # which are a thread's own
+    def run_in_modes(self: threading.Thread) -> None:  # modes apply to one thread
         with _modes(cards):
             run(self)
 
-    # Adam asks for it where torch is built for CUDA; without a driver the real one raises.
+    # If torch is built with CUDA, Adam reads the stream, which needs a driver.
     stream = types.SimpleNamespace(is_capturing=lambda: False)
     yield mock.patch.object(torch.accelerator, "current_stream", return_value=stream)
     yield mock.patch.object(autocast, "__init__", on_cpu)
@@ -250,13 +251,13 @@ def _patches(cards: Cards) -> Iterator[Any]:
 def pretended_cards(
     gigabytes: float = 16, capability: tuple[int, int] = (7, 5), count: int = 1
 ) -> Iterator[Cards]:
-    """Inside, this machine has `count` cards of so many GB each."""
+    """Simulate `count` GPUs of the given size during a `with` block."""
     from rlm.model.quantize import import_bitsandbytes
 
-    import_bitsandbytes()  # it must find out now that there is no GPU
+    import_bitsandbytes()  # while there is no simulated GPU
     cards = Cards(gigabytes, capability, count)
     with contextlib.ExitStack() as stack:
-        # What bitsandbytes keeps would be on another machine's card.
+        # The tensors that bitsandbytes caches would be on another simulated GPU.
         stack.enter_context(mock.patch.dict("bitsandbytes.functional.name2qmap", clear=True))
         for patch in _patches(cards):
             stack.enter_context(patch)

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that are made from the code: options.md, python-api.md's end.
+"""Generates options.md and the end of python-api.md in docs/reference from the code.
 
 PYTHONPATH=. python tests/reference_pages.py      # or: make reference
 """
@@ -47,8 +47,8 @@ OBJECTS = (  # module, name, methods
 
 
 def options_page() -> str:
-    """Each option once: a script names those that an earlier one has with the same meaning."""
-    os.environ["COLUMNS"] = "4000"  # an option a line
+    """Return the options page, which describes an option only at the first script that has it."""
+    os.environ["COLUMNS"] = "4000"  # one line per option
     sections, known = [OPTIONS], {}
     for script in SCRIPTS:
         groups = _options_of(script)
@@ -60,7 +60,7 @@ def options_page() -> str:
 
 
 def _repeated(rows: list[str], known: dict[str, str]) -> str:
-    """A line that names the rows of earlier scripts."""
+    """Return a line with the names of the options that earlier scripts have, too."""
     said = []
     for script in dict.fromkeys(known[row] for row in rows):
         names = sorted(_name(row) for row in rows if known[row] == script)
@@ -75,7 +75,7 @@ def _name(row: str) -> str:
 
 
 def _lists(groups: dict[str, list[str]], repeated: list[str]) -> str:
-    """The other rows: of a long list a list a group, else one."""
+    """Return the other options; a long list is divided into one list per group."""
     groups = {title: [r for r in rows if r not in repeated] for title, rows in groups.items()}
     if sum(map(len, groups.values())) < 40:
         return "".join(f"{row}\n" for rows in groups.values() for row in rows)
@@ -84,7 +84,7 @@ def _lists(groups: dict[str, list[str]], repeated: list[str]) -> str:
 
 
 def _options_of(script: str) -> dict[str, list[str]]:
-    """The rows of a script's options, by group, as --help prints them."""
+    """Return the rows of a script's options by group, as --help prints them."""
     code, text = run(script, "--help")
     assert code == 0, script
     after = re.split(r"^(?:positional arguments|options):$", text, maxsplit=1, flags=re.M)[1]
@@ -105,7 +105,7 @@ def _options_of(script: str) -> dict[str, list[str]]:
 
 
 def _row(option: str, text: str) -> str:
-    """An option without its --no- form and plain type, its meaning, and its default."""
+    """Return a row with the name of an option, its meaning and its default."""
     name = re.sub(r"(, --no-.*| (str|path|int|float)(\|none)?)$", "", option)
     said = re.sub(r"\(default: (.*)\)$", r"(\1)", text)
     return f"- `{name}`: {said}".replace("<", "&lt;")
@@ -137,7 +137,7 @@ def _documented(name: str, found: object) -> str:
 
 
 def _block(documentation: str) -> str:
-    """A docstring as text: its first paragraphs as they are, what is indented as a block."""
+    """Return a docstring as Markdown, with its sections Args and Raises as a code block."""
     text, _, more = documentation.partition("\n\nArgs:")
     head, _, raises = text.partition("\n\nRaises:")
     rest = (f"Args:{more}" if more else "") or (f"Raises:{raises}" if raises else "")

@@ -1,17 +1,17 @@
-"""What OpenAPI cannot say of a request, so that schemathesis may see it refused."""
+"""Tells schemathesis which requests may be rejected although they match the OpenAPI schema."""
 
 from __future__ import annotations
 
 import schemathesis
 
 RULES = (
-    "the limit is",  # of this server: tokens of the prompt, and of all completions together
-    "is empty",  # a question of spaces and invisible characters
+    "the limit is",  # the limits of this server on the tokens of a prompt and of all completions
+    "is empty",  # a question that consists of spaces and invisible characters
     "n above 1 requires a temperature above 0",
     "system messages stand at the beginning",
     "user and assistant take turns",
     "stream_options requires stream",
-    "valid integer",  # JSON Schema takes 7.0 for one
+    "valid integer",  # 7.0 is an integer in JSON Schema
     "an integer does not fit in 64 bits",  # FastAPI writes the bound of a seed as a float
 )
 
@@ -21,8 +21,10 @@ LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")
 
 @schemathesis.hook
 def before_call(context, case, kwargs) -> None:
-    """Let a valid request ask for an adapter and a length that this server has, else most would be
-    refused for these; of OpenAI's two names for the length it gives one."""
+    """Change valid requests to an adapter and a length that this server supports.
+
+    Otherwise most requests would be rejected. Of OpenAI's two names for the length, one is removed.
+    """
     body = case.body
     if not isinstance(body, dict) or not case.meta.generation.mode.is_positive:
         return
@@ -34,8 +36,11 @@ def before_call(context, case, kwargs) -> None:
 
 @schemathesis.hook
 def filter_failure(context, failure, case, response) -> bool:
-    """Whether it is one: a request that fits the schema may only be refused by a rule above; one
-    that does not may also be refused for its size, before anybody has read it."""
+    """Return whether a failure that schemathesis reports is a real failure.
+
+    A request that matches the schema may be rejected only by a rule above. Any other request may
+    also be rejected for its size, before it is parsed.
+    """
     if failure.code == "ST201":
         return response.status_code != 413
     if failure.code != "ST202":

@@ -1,11 +1,11 @@
-"""An LLM whose replies the test says, in place of a model or an API."""
+"""An LLM whose replies are set by the test, in place of a model or an API."""
 
 from recipes.orchestrator.runner import Reply
 from rlm.data import FORMATS
 
 
 class ScriptedLLM:
-    """Replies with `answer(call)`, a text or a whole Reply; keeps the batches."""
+    """Replies with `answer(call)`, which is a text or a whole Reply, and records the batches."""
 
     format = FORMATS["deepseek"]
 

@@ -1,7 +1,7 @@
-"""A scripted model for the experience recipe: it knows which prompt it was given.
+"""A scripted model for the experience recipe, which recognizes the kind of each prompt.
 
-`Model()` is what a ScriptedServer takes as `answer`. Its problems ask how many pens are in some
-boxes. Whether an answer is right depends on the request's seed alone: concurrent runs agree.
+`Model()` is the `answer` of a ScriptedServer. The problems ask how many pens are in some boxes.
+Whether an answer is right depends only on the seed of the request, so concurrent runs agree.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def operations(*listed: dict[str, Any]) -> str:
 
 
 class Model:
-    """Each method answers one kind of prompt; tests replace what they are about."""
+    """Answers each kind of prompt by a method of its own, which a test may replace."""
 
     def __call__(self, body: dict[str, Any]) -> str:
         return getattr(self, stage_of(body))(body["messages"][-1]["content"], body["seed"])

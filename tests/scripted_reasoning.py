@@ -1,12 +1,12 @@
-"""A stand-in for server.py, in a thread: it serves the page and says what a test tells it to.
+"""Replaces server.py by a server in a thread, which serves the page and scripted replies.
 
     with ReasoningServer() as server:
         server.script(stream(start(), reasoning("2 + 2"), Gate("half"), *ending("4")))
         …                        # a client asks, and sees "2 + 2"
         server.open("half")      # and now the rest
 
-A reply is cut into pieces where the script says so, and each piece is sent by itself, so that a
-test decides what the client has seen. What is not scripted is answered with `server.answer`.
+The script divides a reply into pieces, which are sent one by one, so a test determines what the
+client has seen. A request without a scripted reply is answered with `server.answer`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have now
 
 @dataclass(frozen=True)
 class Gate:
-    """The reply stops here until `server.open(name)`."""
+    """Stops the reply until `server.open(name)` is called."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class HangUp:
-    """The connection breaks here."""
+    """Breaks the connection."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Pieces go out one by one; a reply of one piece has a length, a longer one is chunked."""
+    """A reply whose pieces are sent one by one; a reply of several pieces is sent in chunks."""
 
     pieces: tuple[bytes | Gate | HangUp, ...]
     status: int = 200
@@ -99,7 +99,7 @@ def done(*args: Any, **kwargs: Any) -> bytes:
 
 
 def ending(final: str, **more: Any) -> tuple[bytes, ...]:
-    """The answer, and the full response. Only of several samples each is told as it ends."""
+    """Return the events that end a stream with one sample: the answer and the full response."""
     return (answer(final), done(final=final, **more))
 
 
@@ -126,7 +126,7 @@ def result(
     votes: Iterable[str | None] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """The full response, as the server's contract has it."""
+    """Return a full response in the format that docs/reference/serving.md describes."""
     answer = str(final) if answer is None else answer  # the server sends it without its tag
     cast = list(votes)
     counts = Counter(vote for vote in cast if vote is not None)
@@ -175,7 +175,7 @@ def result(
 
 
 def described(**more: Any) -> dict[str, Any]:
-    """What /phase1/info says."""
+    """Return the reply of /phase1/info."""
     return {
         "model": model(),
         "adapters": ["base", "final_rlm_lora", "sft_lora"],
@@ -197,35 +197,35 @@ def described(**more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as it arrived. body: None where there was none."""
+    """A request that has arrived. `body` is None if the request has no body."""
 
     path: str
     body: Any
-    headers: dict[str, str]  # names in lower case
+    headers: dict[str, str]  # with names in lower case
 
 
 class ReasoningServer:
-    """See the module. `url` ends with a slash; `requests` and `left` tell what happened."""
+    """A server that replies as scripted; see the docstring of the module. `url` ends with "/"."""
 
     def __init__(self) -> None:
         self.answer = result()
         self.info = described()
-        self.keys: frozenset[str] = frozenset()  # empty: open
-        self.not_ready: str | None = None  # a problem's code
+        self.keys: frozenset[str] = frozenset()  # if empty, requests need no key
+        self.not_ready: str | None = None  # the code of the problem
         self.requests: list[Seen] = []
-        self.left: list[str] = []  # paths whose client went away before the end
+        self.left: list[str] = []  # paths of the requests whose client disconnected early
         self._script: deque[Reply] = deque()
         self._gates: dict[str, threading.Event] = {}
 
     def script(self, *replies: Reply) -> None:
-        """The answers to the next questions, in order of arrival."""
+        """Set the replies to the next questions, in order of arrival."""
         self._script.extend(replies)
 
     def open(self, gate: str) -> None:
         self._gates.setdefault(gate, threading.Event()).set()
 
     def asked(self) -> list[Any]:
-        """The bodies of the questions."""
+        """Return the bodies of the questions."""
         return [seen.body for seen in self.requests if seen.path == "/phase1/reasoning"]
 
     def __enter__(self) -> ReasoningServer:
@@ -271,7 +271,7 @@ class ReasoningServer:
         return stream(start(), reasoning(text), answer("…"), event("done", self.answer))
 
     def pass_gate(self, gate: Gate, connection: socket.socket) -> bool:
-        """Wait; False if the client leaves first."""
+        """Wait until a gate opens; return False if the client disconnects first."""
         opened = self._gates.setdefault(gate.name, threading.Event())
         while not opened.wait(0.005):
             readable, _, _ = select.select([connection], [], [], 0)
@@ -283,7 +283,7 @@ class ReasoningServer:
 def _handler(server: ReasoningServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # a piece leaves when it is written
+        disable_nagle_algorithm = True  # sends each piece at once
 
         def do_GET(self) -> None:
             self._serve(None)
@@ -332,5 +332,5 @@ def _handler(server: ReasoningServer) -> type[BaseHTTPRequestHandler]:
 
 
 def crumbs(data: bytes, size: int = 1) -> tuple[bytes, ...]:
-    """The same bytes, cut without regard to characters, lines or events."""
+    """Cut data into pieces of equal size, regardless of characters, lines and events."""
     return tuple(data[i : i + size] for i in range(0, len(data), size))

@@ -1,7 +1,7 @@
-"""The real sampler over a tiny model, but what it draws is written down in the test.
+"""The real sampler of a tiny model, whose completions are scripted by the test.
 
-Everything else is real: batch, cache, seeds, forced tokens, aborting. Only the logits are replaced
-by ones that leave no choice, so that a test can say what the model answers to a question.
+Only the logits are replaced, by logits that allow a single token. The batch, the cache, the seeds,
+the forced tokens and the abortion of requests are real.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Script = Mapping[str, str | Sequence[str]]  # part of the question → the compl
 
 
 class ScriptedSampler(Sampler):
-    """Continues each row with its script; where something was forced, with `after_forced`."""
+    """Continues each row with its script, or with `after_forced` after forced tokens."""
 
     def __init__(
         self, model, tokenizer, script: Script, *, max_num_seqs=4, pause: float = 0.0, tool=None
@@ -28,7 +28,7 @@ class ScriptedSampler(Sampler):
         self.script, self.pause, self.after_forced = script, pause, "7</answer>"
         self.before_step: Callable[[list[str]], None] = lambda questions: None
         self.steps = 0
-        # Each row is asked for at each step; without these, that takes longer than the model does.
+        # Cached, because decoding at each step would take longer than the model.
         self._question = cache(lambda prompt: tokenizer.decode([*prompt]))
         self._script = cache(lambda text: [*tokenizer.encode(text, add_special_tokens=False), END])
         head = self._weights.head

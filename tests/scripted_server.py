@@ -1,14 +1,14 @@
-"""A stand-in for OpenAI-compatible servers, in a thread, on a free port of this machine.
+"""An OpenAI-compatible server with scripted replies, in a thread, on a free port of this machine.
 
     with ScriptedServer() as server:
         server.script(refuse(429, retry_after="0.1"), chat_reply("4"))
         APIClient(server.url).chat(…)           # sees a 429, then the reply
-        server.requests[-1].body["temperature"]    # what was asked
+        server.requests[-1].body["temperature"]    # the request
 
-What the script does not answer, the server does by itself: `/models`, loading and unloading of
-adapters (as vLLM), `/chat/completions` with the text or `Reply` of `answer(body)`, `/completions`
-with tokens that are a function of (prompt, seed) and end on the first of the request's
-`stop_token_ids`.
+Requests without a scripted reply are answered, too: `/models`, the loading and unloading of
+adapters (as in vLLM), `/chat/completions` with the text or `Reply` of `answer(body)`, and
+`/completions` with tokens that are a function of (prompt, seed) and end with the first of the
+request's `stop_token_ids`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-END = 2  # an end token for tests that need none in particular
-BASE = "base"  # the model that is always there
+END = 2  # an end token for tests in which any end token will do
+BASE = "base"  # the name of the base model
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer. body: an object sent as JSON, text sent as it is, or None: hang up instead."""
+    """A reply. `body` is an object sent as JSON, a text, or None to close the connection."""
 
     body: Any
     status: int = 200
@@ -42,7 +42,7 @@ GARBAGE = Reply('{"choices": [')
 
 
 def refuse(status: int, message: str = "no", *, retry_after: str | None = None) -> Reply:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     headers = {} if retry_after is None else {"Retry-After": retry_after}
     return Reply({"error": {"message": message, "code": status}}, status, headers)
 
@@ -56,7 +56,7 @@ def chat_reply(
     finish: str = "stop",
     delay: float = 0.0,
 ) -> Reply:
-    """A chat completion, with the number of tokens that were read and written."""
+    """Return a chat completion, with the numbers of prompt and completion tokens."""
     message = {"role": "assistant", "content": text}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
@@ -68,7 +68,7 @@ def chat_reply(
 def completion_choice(
     token_ids: list[int], logprobs: list[float], finish: str = "stop", index: int = 0
 ) -> dict[str, Any]:
-    """A choice of /completions as vLLM sends it when asked for token ids."""
+    """Return a choice of /completions as vLLM sends it if token ids are requested."""
     return {
         "index": index,
         "text": "",
@@ -85,39 +85,39 @@ def completions_reply(*choices: dict[str, Any]) -> Reply:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as it arrived. path: without /v1/."""
+    """A request that has arrived. `path` has no prefix /v1/."""
 
     path: str
     body: dict[str, Any]
-    headers: dict[str, str]  # names in lower case
+    headers: dict[str, str]  # with names in lower case
     at: float  # time.monotonic()
 
 
 class ScriptedServer:
-    """See the module. `requests` and `most_in_flight` tell what happened."""
+    """A server that records its requests; see the docstring of the module."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], str | Reply] = lambda body: "ok") -> None:
         self.answer = answer
         self.requests: list[Seen] = []
         self.most_in_flight = 0
         self.adapters: dict[str, str] = {}  # name → path
-        self.runtime_lora = True  # False: as without VLLM_ALLOW_RUNTIME_LORA_UPDATING
-        self.processed_logprobs = True  # False: as without --logprobs-mode processed_logprobs
+        self.runtime_lora = True  # whether VLLM_ALLOW_RUNTIME_LORA_UPDATING is set
+        self.processed_logprobs = True  # whether the option is --logprobs-mode processed_logprobs
         self.delay = 0.0  # seconds before each answer that is not scripted
-        self.port = 0  # 0: a free one
-        self.key = ""  # that requests must bring; none: all are answered
+        self.port = 0  # 0 selects a free port
+        self.key = ""  # the API key that requests must contain; "" accepts all requests
         self.max_model_len = 1024
-        self.info: dict[str, Any] = {}  # the answer to /phase1/info; {}: not this project's server
+        self.info: dict[str, Any] = {}  # the reply of /phase1/info; {} imitates another server
         self._script: deque[Reply] = deque()
         self._in_flight = 0
         self._lock = threading.Lock()
 
     def script(self, *replies: Reply) -> None:
-        """The answers to the next POST requests, in order of arrival."""
+        """Set the replies to the next POST requests, in order of arrival."""
         self._script.extend(replies)
 
     def asked(self, path: str) -> list[dict[str, Any]]:
-        """The bodies that were sent to this path."""
+        """Return the bodies of the requests to this path."""
         return [seen.body for seen in self.requests if seen.path == path]
 
     def __enter__(self) -> ScriptedServer:
@@ -150,7 +150,7 @@ class ScriptedServer:
 
     def _own(self, seen: Seen) -> Reply:
         body = seen.body
-        if seen.path == "/health":  # asks for no key, as vLLM's
+        if seen.path == "/health":  # needs no key, as in vLLM
             return Reply("", content_type="text/plain")
         if self.key and seen.headers.get("authorization") != f"Bearer {self.key}":
             return refuse(401, "Unauthorized")
@@ -185,9 +185,12 @@ class ScriptedServer:
         return Reply(f"Success: LoRA adapter '{name}'.", content_type="text/plain")
 
     def _choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
-        """Tokens 3… that count up from (prompt, seed + index); every third one is cut off."""
+        """Return tokens that count up from a function of (prompt, seed + index).
+
+        Every third completion is truncated.
+        """
         end = body["stop_token_ids"][0]
-        if body["top_p"] < 0.5:  # the best two are equal: certain once top_p leaves one of them out
+        if body["top_p"] < 0.5:  # two tokens are equally likely, so top_p keeps one
             logprob = 0.0 if self.processed_logprobs else -0.7
             return completion_choice([5, 6, end], [0.0, logprob, 0.0], "stop", index)
         start = 3 + (sum(body["prompt"]) + body["seed"] + index) % 100
@@ -199,7 +202,7 @@ class ScriptedServer:
 
 def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # connections are kept, as real servers do
+        protocol_version = "HTTP/1.1"  # keeps connections open, as real servers do
 
         def do_GET(self) -> None:
             self._serve({})
@@ -224,12 +227,12 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(text.encode())
 
         def log_message(self, *_: object) -> None:
-            pass  # one line a request on stderr otherwise
+            pass  # otherwise each request prints a line
 
         def handle_one_request(self) -> None:
             try:
                 super().handle_one_request()
-            except ConnectionError:  # the client of a time-out test has left
+            except ConnectionError:  # the client has disconnected after a timeout
                 self.close_connection = True
 
     return Handler

@@ -1,4 +1,4 @@
-"""A small app behind the security middleware on a real uvicorn, and raw sockets to talk to it.
+"""A small app with the security middleware on a real uvicorn server, which tests reach by sockets.
 
 with SecuredServer() as server:
     server.ask("GET", "/health")                    # a well-formed request, without a key
@@ -32,7 +32,7 @@ TIMEOUT = 30.0  # seconds until a test gives up on a socket
 
 
 def small_app() -> FastAPI:
-    """The routes that the middleware knows of, one that needs a key, and some that misbehave."""
+    """Make an app with the routes that the middleware knows, and some routes that misbehave."""
     app = FastAPI()
 
     @app.get("/")
@@ -71,7 +71,7 @@ def small_app() -> FastAPI:
 @dataclass(frozen=True)
 class Answer:
     status: int
-    headers: dict[str, str]  # names in lower case
+    headers: dict[str, str]  # with names in lower case
     body: bytes
 
     @property
@@ -80,7 +80,7 @@ class Answer:
 
 
 class SecuredServer:
-    """`settings`: fields of SecuritySettings."""
+    """A running server; `settings` are fields of SecuritySettings."""
 
     def __init__(self, app: Any = None, **settings: Any):
         self.app = app or small_app()
@@ -120,14 +120,14 @@ class SecuredServer:
         return socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
 
     def send(self, data: bytes) -> Answer | None:
-        """The first response to `data`; None if the server hangs up without one."""
+        """Send bytes, and return the first response; None if the server closes without one."""
         with self.connect() as sock:
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was all sent
+            with suppress(BrokenPipeError, ConnectionResetError):  # the server has closed early
                 sock.sendall(data)
             return read(sock)
 
     def ask(self, method: str, path: str, *headers: str | bytes, body: bytes = b"") -> Answer:
-        """A well-formed request with these header lines, and the answer that must come."""
+        """Send a well-formed request with these header lines, and return the response."""
         lines = [line if isinstance(line, bytes) else line.encode("latin-1") for line in headers]
         answer = self.send(request(method, path, *lines, body=body))
         assert answer is not None, "the server hung up"
@@ -148,7 +148,7 @@ def request(
 
 
 def read(sock: socket.socket, method: str = "") -> Answer | None:
-    """The next response on `sock`, or None if there is none."""
+    """Return the next response on a socket, or None if there is none."""
     response = http.client.HTTPResponse(sock, method=method)
     try:
         response.begin()
@@ -160,7 +160,7 @@ def read(sock: socket.socket, method: str = "") -> Answer | None:
 
 
 def rest(sock: socket.socket) -> bytes:
-    """All that comes until the server closes; a socket that stays open fails the test."""
+    """Return all data until the server closes; the test fails if the socket stays open."""
     data = b""
     with suppress(ConnectionResetError):
         while chunk := sock.recv(65536):

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Stands in for the ngrok agent: its command line, its log, its API, and an edge on this machine.
+"""Replaces the ngrok agent with its command line, log and API, and ngrok's edge.
 
-The edge has a port of its own (the "public" URL), forwards every request to the endpoint's
-upstream as ngrok does (Host unchanged, X-Forwarded-For added, the answer passed on as it comes),
-and keeps the rate limit of the traffic policy. What it is asked is written to $STAND_IN_RECORD,
-one JSON object a line. $STAND_IN_MODE:
+The edge has a port of its own (the "public" URL). It forwards every request to the upstream of the
+endpoint as ngrok does (Host is unchanged, X-Forwarded-For is added, and the response is streamed),
+and applies the rate limit of the traffic policy. The requests are recorded in $STAND_IN_RECORD, one
+JSON object per line. $STAND_IN_MODE selects the behaviour:
 
 ok          everything works
-bad-token   ngrok.com refuses the token, with a message of several lines that quotes it
-crash       ends at once, without a word
-silent      starts and says nothing
-no-network  says again and again that ngrok.com cannot be reached
-deaf        starts, and never answers when asked for an endpoint
-refuse      starts, and refuses the endpoint
-dies        works, and ends by itself half a second after the endpoint is there
+bad-token   ngrok.com rejects the token with a message of several lines that quotes the token
+crash       the agent exits at once without a message
+silent      the agent starts and prints nothing
+no-network  the agent repeats that ngrok.com cannot be reached
+deaf        the agent starts, but never answers a request for an endpoint
+refuse      the agent starts, but rejects the endpoint
+dies        the agent works, but exits half a second after it has created the endpoint
 """
 
 from __future__ import annotations

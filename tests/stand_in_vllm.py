@@ -1,8 +1,8 @@
-"""A program that is started as `vllm serve` would be: `ScriptedServer` at the port it is given.
+"""A program that replaces `vllm serve`, and runs a `ScriptedServer` on the given port.
 
-What it is asked goes to the file STAND_IN_LOG, one JSON line a request, the first of them its own
-command line and environment. STAND_IN says what goes wrong: "dies" (at the start), "mute" (no port
-is ever opened), "stops" (ends at the third batch).
+It logs its command line and environment, and then each request, as lines of JSON in the file
+STAND_IN_LOG. STAND_IN selects a fault: "dies" (at the start), "mute" (no port is opened) or "stops"
+(at the third batch).
 """
 
 import argparse
@@ -55,4 +55,4 @@ server = Server()
 server.port, server.key = options.port, os.environ["VLLM_API_KEY"]
 server.max_model_len = options.max_model_len
 with server:
-    threading.Event().wait(60)  # a test ends it; no test takes so long
+    threading.Event().wait(60)  # a test stops the server earlier

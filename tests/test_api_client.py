@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible servers, against a scripted one."""
+"""The client of OpenAI-compatible servers, tested with a scripted server."""
 
 import socket
 import subprocess
@@ -48,7 +48,7 @@ def client_of(server: ScriptedServer, **options) -> APIClient:
 
 @pytest.fixture
 def nobody():
-    """A URL where nobody answers. The port is bound, so that nobody else listens there either."""
+    """Yield a URL that nothing answers; the port is bound, so no other program listens on it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
@@ -68,7 +68,7 @@ def test_chat_sends_what_it_is_given_and_returns_text_tokens_and_cost(server):
         {"messages": HELLO, "model": "m", "temperature": 0.3, "max_tokens": 20}
         | {"seed": 7, "top_p": 0.9}
     ]
-    client.chat(HELLO, **ASK)  # the server's own answer: 10 tokens read, 5 written
+    client.chat(HELLO, **ASK)  # the default reply has 10 prompt tokens and 5 completion tokens
     assert client.budget.cost == pytest.approx(0.004 + 0.00007)
 
 
@@ -76,7 +76,7 @@ def test_chat_sends_what_it_is_given_and_returns_text_tokens_and_cost(server):
     "failure",
     [
         *(refuse(429), refuse(500), refuse(503), Reply("<html>bad gateway", 502), HANG_UP),
-        Reply({"error": {"message": "quota", "code": 429}}),  # as OpenRouter does
+        Reply({"error": {"message": "quota", "code": 429}}),  # an error of OpenRouter
     ],
     ids=["429", "500", "503", "502 in HTML", "hang up", "429 in 200"],
 )
@@ -122,9 +122,9 @@ def test_texts_in_parts_none_and_reasoning_that_comes_apart(server):
     apart = chat_reply(None, finish="length")
     apart.body["choices"][0]["message"]["reasoning_content"] = "2 and 2"
     renamed = chat_reply("4")
-    renamed.body["choices"][0]["message"]["reasoning"] = "2 and 2"  # vLLM, OpenRouter
+    renamed.body["choices"][0]["message"]["reasoning"] = "2 and 2"  # as in vLLM and OpenRouter
     left_out = chat_reply(None, finish="length")
-    del left_out.body["choices"][0]["message"]["content"]  # as Gemini's server does
+    del left_out.body["choices"][0]["message"]["content"]  # as in Gemini's server
     in_parts = chat_reply([*parts, {"type": "text", "text": "2 \ud83d"}])
     server.script(in_parts, apart, renamed, left_out)
     client = client_of(server)
@@ -148,7 +148,7 @@ def test_served_weights_are_those_of_the_named_adapter(server, monkeypatch):
 
 
 def test_a_reply_without_a_count_keeps_nobody_waiting(server):
-    """Beside it others wait for the part of the budget that it holds."""
+    """Other calls wait for the part of the budget that this call has reserved."""
     server.script(chat_reply("4", written=None, delay=0.2), *[chat_reply("4")] * 2)
     price = Price(completion=1e6)
     client = client_of(server, price=price, budget=Budget(12.0 + 2 * ASK["max_tokens"]))
@@ -168,7 +168,7 @@ def test_a_slow_server_runs_into_the_time_out(server):
 
 @pytest.fixture
 def pauses(monkeypatch) -> list[float]:
-    """What the client would have slept, in seconds."""
+    """Replace sleeping, and return the list of the seconds that the client would have slept."""
     slept = []
     clock = SimpleNamespace(sleep=slept.append, time=time.time, monotonic=time.monotonic)
     monkeypatch.setattr("rlm.api_client.time", clock)
@@ -180,7 +180,7 @@ def test_pauses_double_with_jitter_and_the_last_error_says_how_many_tries(server
     with pytest.raises(APIError, match=r"500 .*: out of memory \(attempts: 4\)") as caught:
         client_of(server, attempts=4, backoff=1.0).chat(HELLO, **ASK)
     assert (caught.value.status, len(server.requests)) == (500, 4)
-    assert len(pauses) == 3  # none after the last
+    assert len(pauses) == 3  # no pause follows the last attempt
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses))
     assert len({pause / 2**i for i, pause in enumerate(pauses)}) == 3
 
@@ -189,7 +189,7 @@ def test_pauses_double_with_jitter_and_the_last_error_says_how_many_tries(server
     ("header", "low", "high"),
     [
         (lambda: "1.5", 1.5, 1.6),
-        (lambda: formatdate(time.time() + 30, usegmt=True), 20, 31),  # whole seconds
+        (lambda: formatdate(time.time() + 30, usegmt=True), 20, 31),  # a date has whole seconds
         (lambda: formatdate(time.time() - 30, usegmt=True), 0, 0.1),
         (lambda: "soon", 0, 0.1),
         (lambda: "-3", 0, 0.1),
@@ -239,12 +239,12 @@ def test_tokens_a_minute_count_what_was_really_taken():
         )
         first = Usage(tokens=90)
         limit.wait(first)
-        first.tokens = 20  # less than was asked for
+        first.tokens = 20  # fewer tokens than were reserved
         limit.wait(Usage(tokens=80))
         assert clock[0] == 100
         limit.wait(Usage(tokens=10))  # a full minute after the first
         assert clock[0] == 160
-        limit.wait(Usage(tokens=1000))  # more than a whole minute allows: alone, then
+        limit.wait(Usage(tokens=1000))  # more than a minute allows, so it runs alone
         assert clock[0] == 220
 
 
@@ -252,15 +252,15 @@ def test_tokens_a_minute_count_what_was_really_taken():
 
 
 def test_the_budget_stops_before_it_is_passed(server):
-    # At most 20 tokens are written for 1 each; what is read is free.
+    # At most 20 completion tokens cost 1 each; prompt tokens are free.
     price = Price(completion=1e6)
     client = client_of(server, price=price, budget=Budget(max_cost=44))
     server.script(*[chat_reply("x", written=12) for _ in range(9)])
-    client.chat(HELLO, **ASK)  # 12 of 44
-    client.chat(HELLO, **ASK)  # 24
+    client.chat(HELLO, **ASK)  # the total cost is 12 of 44
+    client.chat(HELLO, **ASK)  # the total cost is 24
     with pytest.raises(BudgetExceeded, match="cost of 24: the next call could cost 21"):
         client.chat(HELLO, **(ASK | {"max_tokens": 21}))
-    client.chat(HELLO, **ASK)  # 24 + at most 20 fits exactly; 36
+    client.chat(HELLO, **ASK)  # 24 plus at most 20 fits exactly; the total cost is then 36
     with pytest.raises(BudgetExceeded):
         client.chat(HELLO, **ASK)
     assert client.budget.cost == 36
@@ -268,7 +268,7 @@ def test_the_budget_stops_before_it_is_passed(server):
 
 
 def test_what_is_read_is_bounded_by_bytes(server):
-    # "é" is two bytes; the whole request has more, so 2,000 tokens can not be ruled out.
+    # "é" has two bytes, and the request is longer, so it may have more than 2,000 tokens.
     client = client_of(server, price=Price(prompt=1e6), budget=Budget(max_cost=2000))
     with pytest.raises(BudgetExceeded):
         client.chat([{"role": "user", "content": "é" * 1000}], **ASK)
@@ -277,7 +277,7 @@ def test_what_is_read_is_bounded_by_bytes(server):
 
 
 def test_concurrent_calls_can_not_pass_the_budget_together(server):
-    # Each could cost 20 and costs 5: after eight calls 40 are spent, and 20 more do not fit in 58.
+    # Each call may cost 20, but costs 5. After eight calls the cost is 40, and 20 more exceed 58.
     server.delay = 0.02
     client = client_of(server, price=Price(completion=1e6), budget=Budget(max_cost=58))
 
@@ -310,12 +310,12 @@ def test_what_failures_cost(server, nobody):
         return client.budget.cost
 
     assert cost_after(chat_reply("x")) == 5
-    assert cost_after(refuse(500), chat_reply("x")) == 5  # refused: free
-    assert cost_after(HANG_UP, chat_reply("x")) == 25  # may have been charged, at most 20
+    assert cost_after(refuse(500), chat_reply("x")) == 5  # an error costs nothing
+    assert cost_after(HANG_UP, chat_reply("x")) == 25  # the lost reply may have cost up to 20
     client = APIClient(nobody, price=Price(completion=1e6), attempts=2, backoff=0)
     with pytest.raises(APIError):
         client.chat(HELLO, **ASK)
-    assert client.budget.cost == 0  # nobody was there
+    assert client.budget.cost == 0  # no server was reached
 
 
 # --- keys and addresses ---------------------------------------------------------------------
@@ -331,11 +331,11 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(server, monkeypat
     with pytest.raises(UsageError, match=r"provided: \*\*\*\.") as caught:
         client.chat(HELLO, **ASK)
     assert "sk-secret" not in repr(client) + str(caught.value) + caplog.text
-    server.script(refuse(401, "x" * 290 + " sk-secret."))  # where the text is cut
+    server.script(refuse(401, "x" * 290 + " sk-secret."))  # the message is truncated in the key
     with pytest.raises(UsageError) as caught:
         client.chat(HELLO, **ASK)
     assert "sk-" not in str(caught.value) + caplog.text
-    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):  # of another server
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):  # the keys of another server
         monkeypatch.setenv(name, "sk-secret")
     client_of(server).models()
     assert "authorization" not in server.requests[-1].headers
@@ -394,7 +394,7 @@ def test_no_server(nobody, pauses):
     client = APIClient(nobody)
     with pytest.raises(UsageError, match="no server answers at http://127"):
         VLLMSampler([client], [END])
-    assert (pauses, client.retries) == ([], 0)  # not five tries
+    assert (pauses, client.retries) == ([], 0)  # there was only one attempt
 
 
 def test_importing_the_client_loads_neither_torch_nor_openai():

@@ -1,4 +1,4 @@
-"""configs/: each file is planned on a pretended card of its size and fits, as README.md says."""
+"""The files in configs/ fit on simulated GPUs of their sizes, as configs/README.md says."""
 
 import re
 import shlex
@@ -22,9 +22,9 @@ from rlm.training.sft import plan_sft
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 README = (CONFIGS / "README.md").read_text(encoding="utf-8")
-CARDS = {"t4": (15, (7, 5)), "24gb": (24, (8, 6)), "80gb": (80, (8, 0))}  # a T4 has 15 GB to use
+CARDS = {"t4": (15, (7, 5)), "24gb": (24, (8, 6)), "80gb": (80, (8, 0))}  # 15 GB of a T4 are usable
 FILES = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
-# Of each model's published config.json.
+# Values of each model's published config.json.
 SHAPES = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
              "num_attention_heads": 14, "tie_word_embeddings": True},
@@ -36,9 +36,9 @@ SHAPES = {
            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
            "tie_word_embeddings": False},
 }  # fmt: skip
-PARAMETERS = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616}  # billions, as published
-# Tokens of GSM8K's longest train problem: its prompt, which begins with the system prompt, and its
-# example for SFT.
+PARAMETERS = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616}  # in billions, as published
+# Numbers of tokens in the longest training problem of GSM8K: the prompt, the system prompt at its
+# beginning, and the example for SFT.
 PROMPT, SHARED, EXAMPLE = 256, 40, 600
 
 
@@ -56,10 +56,10 @@ def config_of(name: str) -> GRPOConfig:
 
 
 class PlannedTrainer(train_grpo.GRPOTrainer):
-    """Has a model of the right shape, and prompts as long as GSM8K's longest.
+    """A trainer with a model of the right shape, and with prompts as long as GSM8K's longest.
 
-    A T4 computes in fp16. Planned is bf16, which takes the same bytes: a CPU takes much longer for
-    products in fp16.
+    A T4 computes in fp16, but the plan is made in bf16, which needs the same memory. fp16 matmuls
+    would be much slower on a CPU.
     """
 
     dtype = torch.bfloat16
@@ -76,8 +76,11 @@ class PlannedTrainer(train_grpo.GRPOTrainer):
 
 
 def activation_bytes_by_two_layers(policy) -> int:
-    """`activation_bytes` from the first layer and from the first two: each keeps as much. The head
-    keeps as much for any vocabulary, and a CPU without bf16 units takes minutes for all of it."""
+    """Compute `activation_bytes` from one and two layers, because all layers save equal amounts.
+
+    The head saves the same amount for any vocabulary. On a CPU without bf16 units, the whole model
+    would take minutes.
+    """
     base, kept = policy.get_base_model(), []
     decoder, head = base.get_decoder(), base.get_output_embeddings()
     layers, config, weight = decoder.layers, decoder.config, head.weight
@@ -91,7 +94,7 @@ def activation_bytes_by_two_layers(policy) -> int:
 
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
-    """Make the trainer of a file and its memory plan, on the card that is pretended."""
+    """Return a function that makes the trainer of a file and its memory plan on a simulated GPU."""
     monkeypatch.setattr(train_grpo, "base_model_hash", lambda *_, **__: "sha256:0")
     monkeypatch.setattr("rlm.training.memory_plan.activation_bytes", activation_bytes_by_two_layers)
 
@@ -115,7 +118,7 @@ QUICK = "qwen2.5-0.5b_t4"
     "name", [pytest.param(n, marks=[] if n == QUICK else [pytest.mark.slow]) for n in FILES]
 )
 def test_a_config_fits_on_its_card(name, plan, capsys):
-    """Both stages; on a T4 also in fp32, which is loaded where a model overflows in fp16."""
+    """Both stages fit. On a T4 they also fit in fp32, which is used if fp16 overflows."""
     card = name.rpartition("_")[2]
     with pretended_cards(*CARDS[card]):
         trainer, found = plan(name)
@@ -125,19 +128,19 @@ def test_a_config_fits_on_its_card(name, plan, capsys):
         if card == "t4":
             plan(name, torch.float32)
     assert "may not fit" not in capsys.readouterr().out
-    usable = CARDS[card][0] - 0.5  # CUDA's context takes half a gigabyte
+    usable = CARDS[card][0] - 0.5  # CUDA's context needs half a gigabyte
     assert max(stage_1, found.peak / 2**30) < usable
     assert row_of(name)[2:4] == [f"{stage_1:.1f} GB", f"{found.peak / 2**30:.1f} GB"]
 
 
 def row_of(name):
-    """The cells of a file's row in README.md."""
+    """Return the cells of a file's row in configs/README.md."""
     (row,) = re.findall(rf"^\| \[{re.escape(name)}\.yaml\].*$", README, re.M)
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def test_two_layers_say_what_all_layers_keep():
-    """The short way of this file is `activation_bytes` of the whole model."""
+    """The shortcut of this file equals `activation_bytes` of the whole model."""
     with pretended_cards(*CARDS["24gb"]):
         config = shape_of("Qwen/Qwen2.5-0.5B-Instruct")
         config.hidden_size, config.vocab_size, config.num_hidden_layers = 448, 512, 6

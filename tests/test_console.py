@@ -1,4 +1,4 @@
-"""The console command `rlm` and the wheel that brings it."""
+"""The console command `rlm`, and the wheel that installs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def console(monkeypatch, *arguments):
-    """What `rlm arguments` does, in this process; the exit code."""
+    """Run `rlm arguments` in this process, and return the exit code."""
     monkeypatch.setattr(sys, "argv", ["/usr/bin/rlm", *arguments])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(SystemExit) as exit:
@@ -96,7 +96,7 @@ def test_a_run_goes_on_by_the_command_that_started_it(monkeypatch, called, comma
 
 
 def test_a_wheel_holds_the_scripts_and_the_shipped_adapter(tmp_path):
-    """It is installed as `pip install .` does, and asked elsewhere."""
+    """The wheel is installed as by `pip install .`, and used from another folder."""
     build = ["egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
     build += ["install_lib", "--install-dir", tmp_path / "lib"]
     build += ["install_data", "--install-dir", tmp_path]
@@ -124,7 +124,7 @@ def test_a_wheel_holds_the_scripts_and_the_shipped_adapter(tmp_path):
 
 
 def test_a_python_without_the_environment_says_how_to_make_one():
-    command = [sys.executable, "-S", "train_grpo.py", "--help"]  # -S: no installed packages
+    command = [sys.executable, "-S", "train_grpo.py", "--help"]  # -S hides installed packages
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     last = done.stderr.splitlines()[-1]
@@ -156,7 +156,7 @@ def test_a_command_of_another_readme_runs_ours(typed, answer):
 
 @pytest.mark.filterwarnings("ignore:'recipes.orchestrator.train' found in sys.modules")
 def test_a_script_of_another_readme_runs_ours(monkeypatch, capsys):
-    """In this process, because the recipe imports torch before it answers."""
+    """The script runs in this process, which has already imported torch."""
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--trajectories-per-problem", "1"])
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(str(ROOT / "train_rl.py"), run_name="__main__")
@@ -166,7 +166,7 @@ def test_a_script_of_another_readme_runs_ours(monkeypatch, capsys):
 
 
 def test_a_generator_of_another_readme_keeps_its_number(monkeypatch, tmp_path):
-    monkeypatch.setenv("GENERATOR_2_BASE_URL", "https://example.invalid")  # without a key
+    monkeypatch.setenv("GENERATOR_2_BASE_URL", "https://example.invalid")  # there is no key
     options = ["--dataset", "word-problems", "--run-dir", tmp_path]
     done = run_python("-m", "grpo_training.generator2", *options)
     assert done.returncode == 2

@@ -1,6 +1,6 @@
-"""Every page: links lead somewhere, named files and options exist, commands are accepted by the
-real parser, Python compiles and finds its imports, figures are those of the results, generated
-pages are up to date. test_walkthroughs.py runs what pages show."""
+"""Checks of every page: links, files and options exist, the parser accepts the commands, Python
+code compiles and finds its imports, figures equal those of the results, and generated pages are up
+to date. test_walkthroughs.py runs the commands."""
 
 import ast
 import dataclasses
@@ -27,8 +27,8 @@ PAGES = [
     *(ROOT / "recipes").rglob("*.md"),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "data", "weights")),
 ]
-OLD = {"docs/log.md", "CHANGELOG.md"}  # they tell what was: files and options may be gone
-NAMING_OPTIONS = (  # in running text, and those of our scripts
+OLD = {"docs/log.md", "CHANGELOG.md"}  # these pages may name files and options that were removed
+NAMING_OPTIONS = (  # pages that name options of our scripts in running text
     "README.md",
     "docs/tutorials/first-run.md",
     "docs/tutorials/your-own-task.md",
@@ -42,7 +42,7 @@ NAMING_OPTIONS = (  # in running text, and those of our scripts
     "docs/explanation/algorithms.md",
     "docs/explanation/reliability.md",
 )
-OTHER_PROGRAMS = {"logprobs_mode"}  # vLLM's
+OTHER_PROGRAMS = {"logprobs_mode"}  # an option of vLLM
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 SCRIPT_CONFIGS = {
     "train_sft": ("rlm.training", "SFTConfig"),
@@ -74,7 +74,7 @@ def text_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """As GitHub and mkdocs make them from headings, repeated ones numbered."""
+    """Return the anchors that GitHub and mkdocs make from headings, with numbers if repeated."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.M):
         plain = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -98,7 +98,7 @@ def test_named_files_exist():
     folders = "rlm|tests|docs|configs|examples|benchmarks|recipes|data|weights"
     named = re.compile(rf"`((?:{folders})/[\w./-]+\.(?:py|md|c|yaml|json|jsonl|svg))`")
     for page in PAGES:
-        if name_of(page) in OLD or page.name == "names.md":  # which files other projects have
+        if name_of(page) in OLD or page.name == "names.md":  # names files of other projects
             continue
         for name in named.findall(text_of(page)):
             made = "api_keys" in name or "grpo_experiences" in name
@@ -107,7 +107,7 @@ def test_named_files_exist():
 
 @cache
 def options_of(script: str) -> set[str]:
-    """Every name that a script's options have, with underscores."""
+    """Return all names of a script's options, with underscores."""
     module, name = SCRIPT_CONFIGS[script]
     found = import_module(module)
     flags = flags_of(getattr(found, name))
@@ -115,7 +115,7 @@ def options_of(script: str) -> set[str]:
 
 
 def commands_of(page: Path):
-    """(script, words) of each command in a block, with files that are there."""
+    """Yield (script, words) for each command in a code block."""
     lines = re.findall(r"`(python [^`\n]*)`", text_of(page)) if page.name == "names.md" else []
     for block in [*FENCE.findall(text_of(page)), *lines]:
         for script, rest in COMMAND.findall(block.replace("\\\n", " ")):
@@ -163,7 +163,7 @@ def test_every_page_is_in_the_index_and_on_the_site():
 
 
 def names_in(code: str) -> set[str]:
-    """The names that a module defines, a class's methods as Class.method."""
+    """Return the names that a module defines, including methods as Class.method."""
     found = set()
     for node in ast.parse(code).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -196,7 +196,7 @@ def test_what_a_row_of_the_architecture_names_is_there():
 def test_python_of_a_page_compiles_and_its_imports_work():
     for page in PAGES:
         blocks = re.findall(r"^```python\n(.*?)^```$", text_of(page), re.M | re.S)
-        if page.name == "python-api.md":  # signatures are no statements
+        if page.name == "python-api.md":  # its signatures are not statements
             blocks = blocks[: text_of(page).partition("## Signatures")[0].count("```python")]
         for block in [*blocks, *re.findall(r"`(from (?:rlm|recipes)[^`…]*)`", text_of(page))]:
             for node in ast.walk(ast.parse(block, filename=name_of(page))):
@@ -227,10 +227,10 @@ def test_an_option_that_the_names_page_calls_taken_is_taken():
     ],
 )
 def test_a_generated_page_is_up_to_date(name: str, made, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "")  # options_page sets it, and it is put back here
+    monkeypatch.setenv("COLUMNS", "")  # options_page sets COLUMNS, and monkeypatch restores it
     page = (REFERENCE / name).read_text(encoding="utf-8")
     assert page == made(page), "make reference"
-    assert "0x" not in page  # the address of an object, which is another one each time
+    assert "0x" not in page  # the address of an object differs in each run
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_the_figures_of_the_demo_are_those_of_the_file():
 
 
 def test_the_figures_of_the_shipped_adapter_are_those_of_its_verdicts():
-    """Each verdict is a digit for the SFT adapter and one for the shipped adapter."""
+    """A verdict consists of one digit for the SFT adapter and one for the shipped adapter."""
     readme = text_of(ROOT / "README.md")
     card = text_of(ROOT / "weights/final_rlm_lora/README.md")
     verdicts = json.loads((ROOT / "docs/results/shipped/evaluation.json").read_text())["verdicts"]
@@ -275,7 +275,7 @@ def test_the_figures_of_the_shipped_adapter_are_those_of_its_verdicts():
 
 @pytest.mark.parametrize("grid", ["twenty", "six", "sixty", "sixty_topr"])
 def test_the_leads_of_the_evidence_page_are_those_of_the_results(grid: str):
-    """Each lead of the page with its interval stands in one of the generated pages."""
+    """The generated pages contain each lead that the page quotes, with its interval."""
     evidence = text_of(ROOT / "docs/explanation/evidence.md")
     rows = text_of(ROOT / f"docs/results/{grid}/README.md")
     found = re.findall(r"[+−]\d+\.\d \([+−]?\d+\.\d to [+−]?\d+\.\d\)", rows)
@@ -317,4 +317,4 @@ def test_the_figures_of_the_lm_eval_page_are_those_of_the_run():
 def test_the_notebook_asks_the_server_for_the_most_likely_answer():
     cells = json.loads((ROOT / "notebooks/colab.ipynb").read_text(encoding="utf-8"))["cells"]
     [cell] = [text for cell in cells if "chat/completions" in (text := "".join(cell["source"]))]
-    assert 'body["temperature"] = 0' in cell  # /v1 samples by default
+    assert 'body["temperature"] = 0' in cell  # by default, /v1 does not decode greedily

@@ -20,7 +20,10 @@ REQUESTS = [entry["request"] for entry in BOOK["prompts"]]
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
-    """Two questions, the second of which a shell could misread and the stand-in answers right."""
+    """Write a file with two questions.
+
+    The second question contains characters of the shell. The scripted server answers it correctly.
+    """
     path = tmp_path / "prompts.json"
     odd = {"prompt": 'It\'s $HOME, "12" + 7 = π?', "n": 2}
     prompts = [
@@ -53,7 +56,7 @@ def test_recorded_answers_are_all_of_one_run_or_none():
 
 
 def test_right_answers_come_first_and_are_counted():
-    """With the adapter that comes with the project."""
+    """The answers were recorded with the shipped adapter."""
     shipped = file_hash(ROOT / "weights/final_rlm_lora/adapter_model.safetensors")
     assert BOOK["model"]["adapter_sha256"] == shipped
     right = [is_right(e["answer"]["response"], e["gold"]) for e in BOOK["prompts"]]

@@ -1,4 +1,4 @@
-"""A skip that nobody expects fails the run where CI is set."""
+"""If CI is set, an unexpected skip makes the test run fail."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def test_is_skipped():
     [
         ([], "", "needs a moon", True, 0),
         ([], "true", "there is no CUDA GPU here", False, 0),
-        (["-n", "1"], "true", "needs ../shared/data", True, 1),  # which is there
+        (["-n", "1"], "true", "needs ../shared/data", True, 1),  # although the folder exists
     ],
     ids=["no CI", "expected", "xdist"],
 )

@@ -1,8 +1,8 @@
-"""What happens to runs: kills, signals, full disks, bad gradients, lost readers.
+"""Faults during a run: kills, signals, full disks, bad gradients and closed pipes.
 
-Each accident ends a real process (tests/faults.py); then `--resume` must give, bit for bit, the
-adapter, metrics and samples of a run to which nothing happened. The
-table is in docs/explanation/reliability.md.
+Each fault ends a real process (tests/faults.py). Then `--resume` must produce exactly the adapter,
+the metrics and the samples of an uninterrupted run. docs/explanation/reliability.md lists the
+faults.
 """
 
 import errno
@@ -49,7 +49,7 @@ def limit_file_sizes():
 
 
 class Runs:
-    """Runs of three steps on the tiny model, each in a process of its own."""
+    """Starts runs of three steps with the tiny model, each in a process of its own."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
@@ -66,7 +66,7 @@ class Runs:
         return [f"--{key}={value}" for key, value in (options | changes).items()]
 
     def main(self, name, *flags, before=lambda: None, **changes) -> None:
-        """A run that begins with `before`, as `python train_grpo.py` would run."""
+        """Call `before`, and then train as `python train_grpo.py` does."""
 
         def main(config):
             trainer = train_grpo.GRPOTrainer(
@@ -87,7 +87,7 @@ class Runs:
     def together(
         self, name, *flags, before=(lambda: None,) * 2, of_second=(), **changes
     ) -> list[faults.Ended]:
-        """A run of two processes, on machines that do not see each other's files."""
+        """Run two processes, as on two machines that do not share a disk."""
         elsewhere = self.folder / "elsewhere"
         there = {"run_dir": elsewhere / name, "output": elsewhere / f"{name}_adapter"}
 
@@ -100,7 +100,7 @@ class Runs:
         return ended
 
     def watched(self, name, react, *flags, **arguments) -> faults.Ended:
-        """A run in which `react` sees what is about to be changed on the disk."""
+        """Run training, and call `react` before each change on the disk."""
 
         def before():
             faults.on_file_events(self.folder, react)
@@ -108,7 +108,7 @@ class Runs:
         return self.run(name, *flags, before=before, **arguments)
 
     def result(self, name) -> tuple:
-        """All that must not depend on accidents: adapter, metrics, samples, spreadsheet columns."""
+        """Return the adapter, metrics, samples and CSV columns, which must not depend on faults."""
         run, adapter = self.folder / name, self.folder / f"{name}_adapter"
         rows = read_log(run / "metrics.jsonl")
         history = json.loads((adapter / "run.json").read_text())
@@ -126,14 +126,15 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def undisturbed(model_dir, tmp_path_factory):
-    """The result of a run to which nothing happens."""
-    train_grpo.GRPOTrainer(str(model_dir), GRPOConfig(sft_adapter=None), device=CPU)  # imports
+    """Return the result of an uninterrupted run."""
+    # Imports everything before the first fork.
+    train_grpo.GRPOTrainer(str(model_dir), GRPOConfig(sft_adapter=None), device=CPU)
     runs = Runs(model_dir, tmp_path_factory.mktemp("undisturbed"))
     ended = runs.run("run")
     assert ended.code == 0, ended.text
-    assert not {"\x1b", "\r"} & {*ended.text}  # without a terminal, lines are plain
+    assert not {"\x1b", "\r"} & {*ended.text}  # without a terminal, there are no control characters
     first, *_ = result = runs.result("run")
-    assert result[1][0]["optim/grad_norm"] > 0  # it did learn something
+    assert result[1][0]["optim/grad_norm"] > 0  # the run has trained
     assert len(first) > 1000
     return result
 
@@ -147,7 +148,7 @@ def runs(model_dir, tmp_path):
 
 
 def some(names, kept):
-    """All in `make test-faults`, these in `make test` too."""
+    """Return all names as test parameters; only those in `kept` also run in `make test`."""
     return [
         pytest.param(name, marks=() if name in kept else pytest.mark.slow, id=str(name))
         for name in names
@@ -155,7 +156,7 @@ def some(names, kept):
 
 
 def test_killed_and_resumed_equals_undisturbed(runs, undisturbed):
-    """The other changes on the disk are those of test_killed_before_every_change_on_the_disk."""
+    """test_killed_before_every_change_on_the_disk tests kills at all other changes."""
     ended = runs.watched("run", faults.at("os.rename", "checkpoints/step_000002", 1, kill))
     assert ended.code == KILLED, ended.text
     ended = runs.run("run", "--resume")
@@ -166,7 +167,7 @@ def test_killed_and_resumed_equals_undisturbed(runs, undisturbed):
 
 
 def test_killed_between_the_two_renames_of_an_export(runs, undisturbed):
-    """The old adapter has been moved away, the new one is not there yet."""
+    """The kill comes after the old adapter has been moved, and before the new one is moved."""
     assert runs.run("run", seed=4).code == 0
     old = (runs.folder / "run_adapter" / "adapter_model.safetensors").read_bytes()
     ended = runs.watched("run", faults.at("os.rename", "/run_adapter", 2, kill))
@@ -180,7 +181,7 @@ def test_killed_between_the_two_renames_of_an_export(runs, undisturbed):
 
 @pytest.mark.slow
 def test_killed_twice_and_in_the_middle_of_a_file(runs, undisturbed):
-    """The system itself ends the process as it writes the tensors of the second checkpoint."""
+    """The system ends the process while it writes the tensors of the second checkpoint."""
 
     def cut():
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -198,7 +199,7 @@ def test_killed_twice_and_in_the_middle_of_a_file(runs, undisturbed):
 
 @pytest.mark.slow
 def test_killed_before_every_change_on_the_disk(runs, undisturbed):
-    """All of them, one process each."""
+    """One process is started for each change on the disk."""
     ended = runs.watched("counted", lambda event, path: print("a change:", event))  # noqa: T201
     assert ended.code == 0
     changes = ended.text.count("a change:")
@@ -215,7 +216,7 @@ def test_killed_before_every_change_on_the_disk(runs, undisturbed):
         ended = runs.watched(name, react)
         assert ended.code == KILLED, (number, ended.text)
         ended = runs.run(name, "--resume")
-        if ended.code == 2:  # nothing had been saved: it says so, and starts anew
+        if ended.code == 2:  # no checkpoint was saved, so a new run starts
             assert "no checkpoint" in ended.text
             ended = runs.run(name)
         assert ended.code == 0, (number, ended.text)
@@ -228,7 +229,7 @@ def test_killed_before_every_change_on_the_disk(runs, undisturbed):
 
 
 def on_call(owner, name, number, action):
-    """Replace a function by one that does `action` before its n-th call."""
+    """Replace a function by one that runs `action` before its n-th call."""
     function, count = getattr(owner, name), 0
 
     def wrapped(*arguments, **options):
@@ -242,14 +243,14 @@ def on_call(owner, name, number, action):
 
 
 def sends(*numbers):
-    """Signals that a process gets in its second step."""
+    """Return a function that makes the process receive these signals in its second step."""
 
     def action():
         for number in numbers:
             os.kill(os.getpid(), number)
 
     def begin():
-        for number in numbers:  # nohup, and some shells, start us with signals ignored
+        for number in numbers:  # nohup and some shells start processes that ignore signals
             if signal.getsignal(number) == signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
         on_call(torch.nn.utils, "clip_grad_norm_", 2, action)
@@ -277,14 +278,14 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(runs, undisturbed, n
 @pytest.mark.slow
 def test_a_second_signal_leaves_at_once(runs, undisturbed):
     ended = runs.run("run", before=sends(signal.SIGINT, signal.SIGTERM))
-    assert ended.code == -signal.SIGTERM  # by the system itself; a shell says 143
+    assert ended.code == -signal.SIGTERM  # a shell would report 143
     assert len((runs.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert runs.run("run", "--resume").code == 0
     assert runs.result("run") == undisturbed
 
 
 def test_of_several_processes_none_is_ended_by_a_repeated_signal(tmp_path):
-    """Their launcher repeats what the terminal has sent."""
+    """The launcher of the processes repeats the signal of the terminal."""
 
     def be_told_twice():
         os.environ["WORLD_SIZE"] = "2"
@@ -311,7 +312,7 @@ def test_a_signal_anywhere(runs, undisturbed, place):
             faults.on_file_events(runs.folder, faults.at("os.rename", name, 1, interrupt))
 
     ended = runs.run("run", before=before)
-    if place == "export":  # the last step was over: what is left to do is done
+    if place == "export":  # all steps were done, so the export is completed
         assert ended.code == 0, ended.text
     else:
         assert ended.code == 143, ended.text
@@ -321,7 +322,7 @@ def test_a_signal_anywhere(runs, undisturbed, place):
 
 @pytest.mark.slow
 def test_what_was_ignored_stays_ignored(runs, undisturbed):
-    """nohup: the terminal may go."""
+    """With nohup, the terminal may be closed."""
 
     def before():
         sends(signal.SIGHUP)()
@@ -369,7 +370,7 @@ FULL = {
     "export": ("open", ".run_adapter.new/.run.json", 1),
     "spreadsheet": ("open", "train_logs.csv", 1),
 }
-LIMIT = "a limit on the size of files"  # the write itself fails, in the library that does it
+LIMIT = "a limit on the size of files"  # the write fails inside a library
 
 
 @pytest.mark.parametrize("place", some([*FULL, LIMIT], ["metrics"]))
@@ -392,7 +393,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(runs, undistur
 
 
 def poison(updates):
-    """The gradients of these updates (counted from 0) are NaN."""
+    """Replace the gradients of these updates (counted from 0) by NaN."""
     count = -1
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -416,7 +417,7 @@ FOREVER = {"steps": 8, "lr_schedule": "constant", "warmup_steps": 0}
 
 
 def test_three_bad_gradients_in_a_row_go_back_to_the_last_good_weights(runs):
-    """Updates 2, 3, 4 are bad: the weights that gave update 1 are those before step 2."""
+    """Updates 2, 3 and 4 are bad, so training continues from the weights before update 1."""
 
     def poisoned_and_kept():
         begin = TrainingState.begin
@@ -443,10 +444,10 @@ def test_three_bad_gradients_in_a_row_go_back_to_the_last_good_weights(runs):
 
 @pytest.mark.slow
 def test_going_back_survives_a_kill(runs):
-    """Killed while updates are being skipped, and after going back: nothing is counted twice."""
+    """No update is counted twice after a kill, before or after the weights are restored."""
     whole = runs.run("whole", before=lambda: poison({2, 3, 4}), **FOREVER)
     assert whole.code == 0, whole.text
-    for step in (4, 6):  # checkpoints after two skipped updates, and after going back
+    for step in (4, 6):  # after two skipped updates, and after the weights are restored
         name = f"killed{step}"
 
         def before(step=step):
@@ -466,7 +467,7 @@ def test_going_back_survives_a_kill(runs):
 
 @pytest.fixture(scope="module")
 def undisturbed_pair(undisturbed, model_dir, tmp_path_factory):
-    """The result of a run that two processes share and to which nothing happens."""
+    """Return the result of an uninterrupted run of two processes."""
     runs = Runs(model_dir, tmp_path_factory.mktemp("pair"))
     leader, follower = runs.together("run")
     assert (leader.code, follower.code) == (0, 0), (leader.text, follower.text)
@@ -486,18 +487,19 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_both_resume(runs, undis
     # A command that begins with `python` would continue with one process.
     assert "is saved up to step 2; to continue, start all processes again with -" in leader.text
     assert "to continue" not in follower.text  # it is said once
-    assert "stopping after this step\n" in [leader, follower][rank].text  # not "once more: at once"
+    # The notice does not mention a second signal.
+    assert "stopping after this step\n" in [leader, follower][rank].text
     ended = runs.together("run", "--resume", save_every=0)
     assert [each.code for each in ended] == [0, 0], ended
     assert runs.result("run") == undisturbed_pair
 
 
-LOST = "error: another of the processes that share this run has ended or does not answer"
+LOST = "error: another process of this run has ended or does not answer"
 
 
 @pytest.mark.parametrize("rank", some([0, 1], [0]))
 def test_one_of_two_processes_is_killed_and_both_resume(runs, undisturbed_pair, rank):
-    """The other ends with one line, long before it would have waited for ever."""
+    """The other process ends with one line, long before the timeout."""
     before = [lambda: None, lambda: None]
     before[rank] = lambda: on_call(torch.nn.utils, "clip_grad_norm_", 2, kill)
     began = time.monotonic()
@@ -515,7 +517,7 @@ def test_one_of_two_processes_is_killed_and_both_resume(runs, undisturbed_pair, 
 
 
 def test_a_run_that_torchrun_restarts_continues(runs, undisturbed):
-    """With --max-restarts it repeats the command, which would put the run away."""
+    """With --max-restarts, torchrun repeats the command, which would move the run away."""
 
     def restarted():
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
@@ -524,7 +526,9 @@ def test_a_run_that_torchrun_restarts_continues(runs, undisturbed):
         restarted()
         on_call(torch.nn.utils, "clip_grad_norm_", 3, kill)
 
-    assert runs.run("run", before=killed).code == KILLED  # its first step: nothing to continue
+    assert (
+        runs.run("run", before=killed).code == KILLED
+    )  # in the first step, so there is nothing to continue
     ended = runs.run("run", before=restarted)
     assert ended.code == 0, ended.text
     assert "before step 3" in ended.text
@@ -533,7 +537,7 @@ def test_a_run_that_torchrun_restarts_continues(runs, undisturbed):
 
 @pytest.mark.slow
 def test_what_two_processes_began_one_ends(runs):
-    """To the rounding of sums that two processes take in another order."""
+    """The results differ only by rounding, because two processes sum in another order."""
     same = {"learning_rate": 1e-4, "steps": 6}
     before = (lambda: None, lambda: on_call(torch.nn.utils, "clip_grad_norm_", 3, kill))
     assert runs.together("run", before=before, **same)[0].code == 2
@@ -546,13 +550,13 @@ def test_what_two_processes_began_one_ends(runs):
 
 @pytest.mark.slow
 def test_a_process_that_is_silent_ends_the_others(runs):
-    """A machine that loses its network says nothing."""
+    """A machine that loses its network sends no message."""
 
     def wait_less():
         distributed.TIMEOUT = timedelta(seconds=8)
 
     def stop():
-        if os.fork() == 0:  # a process that is stopped can not end itself
+        if os.fork() == 0:  # a stopped process cannot end itself
             time.sleep(20)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
@@ -571,7 +575,7 @@ def test_a_process_that_is_silent_ends_the_others(runs):
 
 
 def test_a_process_of_another_run_is_refused(runs):
-    """Each machine has its own files, and a command line that somebody typed."""
+    """Each machine has its own files and its own command line, which may differ."""
 
     def have_other_files():
         PROBLEMS.pop()
@@ -593,7 +597,7 @@ def test_a_process_of_another_run_is_refused(runs):
 
 @pytest.mark.slow
 def test_two_processes_go_back_together(runs):
-    """The bad gradients are one's alone; their sum is everyone's."""
+    """Only one process has bad gradients, but both get the sum."""
 
     def poison_mine():
         add, count = Distributed.all_reduce, -1
@@ -641,8 +645,8 @@ def test_other_options_and_data_are_shown_and_refused(runs, monkeypatch):
     assert "--learning-rate: 0.01 → 0.02" in ended.text
     assert "--group-size: 4 → 8" in ended.text
     assert "use the original values" in ended.text
-    assert "--max-num-seqs" not in ended.text  # how fast, not what
-    assert (runs.folder / "run" / "config.json").read_text() == config  # nothing was written
+    assert "--max-num-seqs" not in ended.text  # it changes only the speed
+    assert (runs.folder / "run" / "config.json").read_text() == config  # the file is unchanged
 
     ended = runs.run("run", "--resume", steps=3, lr_schedule="linear")
     assert (ended.code, "before step 3; 3 steps instead of 2" in ended.text) == (0, True)
@@ -657,7 +661,7 @@ def test_other_options_and_data_are_shown_and_refused(runs, monkeypatch):
 def test_what_is_a_change_and_what_is_none():
     origin = {"config": to_dict(GRPOConfig()), "data": {}, "start": "aa"}
     assert differences(origin, dict(origin), MAY_CHANGE) == []
-    # What a run is called, how long it lasts and how fast it is; of the data a hash is compared.
+    # These options change names, the duration and the speed; of the data, a hash is compared.
     assert {
         "resume", "model", "sft_adapter", "dataset", "max_samples", "eval_samples", "run_dir",
         "output", "save_every", "max_minutes", "tracker", "max_num_seqs", "sampler", "server",
@@ -668,7 +672,7 @@ def test_what_is_a_change_and_what_is_none():
     old = origin | {"config": {k: v for k, v in origin["config"].items() if k != "dtype"}}
     assert differences(old, origin, MAY_CHANGE) == [
         "--dtype: not recorded → auto"
-    ]  # an option since then
+    ]  # the option is newer than the run
     fewer = ["--steps: 20 → 19"]
     for schedule, steps, expected in (
         ("linear", 19, fewer), ("linear", 21, []), ("constant", 19, []),
@@ -711,7 +715,7 @@ CLOSE = {f.__name__: f for f in (close_the_pipe, close_stdout, close_all, full_s
 def test_nobody_has_to_read_what_a_run_prints(runs, undisturbed, close):
     ended = runs.run("run", before=CLOSE[close])
     assert ended.code == 0, ended.text
-    assert runs.result("run") == undisturbed  # and nothing of it landed in another file
+    assert runs.result("run") == undisturbed  # no output was written to another file
 
 
 def test_out_of_memory_is_one_line(runs):

@@ -1,4 +1,4 @@
-"""Goldens of learning: sampled groups, the adapters of short runs and of their resume."""
+"""Goldens of training: sampled groups, and the adapters of short runs and of a resumed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 
 def compute_groups(tokenizer, merged: bool) -> list:
-    """Continuous batching: five places for twelve completions; and a request of its own kind."""
+    """Sample twelve completions in a batch of five rows, and one request with other parameters."""
     from rlm.sampling import Request, Sampler, SamplingParams
 
     policy, rng = a_policy(), random.Random(0)
@@ -77,12 +77,12 @@ RUNS = {
     # The default algorithm: two updates a step, and some completions of a group are equal.
     "topr": f"{GRPO.replace(' 12 ', ' 2 ')} --sft-adapter SFT --warmup-steps 3 --temperature 0.3",
 }
-# Logged values that only the algorithm, the schedule and the mini-batches decide.
+# Logged values that depend only on the algorithm, the schedule and the mini-batches.
 LOGGED = ("loss/policy", "optim/lr", "optim/grad_norm")
 
 
 class Training:
-    """Both stages on the tiny model; `start` gives the adapter's tensors, by name."""
+    """Runs both stages with the tiny model; `start` returns the adapter's tensors by name."""
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
         self.folder, self.base = folder, model_dir
@@ -107,7 +107,7 @@ class Training:
 
 
 def numbers_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Of each tensor its norm, its sum's size, and five values."""
+    """Return the norm, the sum of absolute values and five values of each tensor."""
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     return {
         name: [t.norm().item(), t.abs().sum().item(), *t.flatten()[:: t.numel() // 4 - 1].tolist()]
@@ -141,12 +141,12 @@ def logged_steps(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_adapter_of_grpo_and_of_its_resume(training, monkeypatch, name):
-    """A run that a signal stops in its second step and that is resumed: bit for bit the same."""
+    """A run that is stopped by a signal in its second step and resumed has the same result."""
     whole = training.start("train_grpo.py", name, RUNS[name])
     check(f"adapter_{name}", numbers_of(whole), rel=1e-4, abs=1e-6)
     if name == "topr":
         check("steps_topr", logged_steps(training.folder / "topr_run"), rel=1e-4, abs=1e-6)
-    if name != "kl":  # how the others resume: test_train_grpo.py and test_faults.py
+    if name != "kl":  # test_train_grpo.py and test_faults.py resume the other algorithms
         return
     metrics = training.folder / f"{name}_parts_run" / "metrics.jsonl"
     monkeypatch.setenv("GOLDENS_STOP", str(metrics))

@@ -1,4 +1,4 @@
-"""Goldens of what users see: prompts, verdicts, the server's replies.
+"""Goldens of texts that users see: prompts, verdicts and replies of the server.
 
 The prompts of the embedded model are compared in test_inference.py, which unpacks it anyway.
 """
@@ -22,7 +22,7 @@ HOSTILE = [
 
 
 def compute_prompts(tokenizer) -> dict:
-    """Plain and hostile texts in every place that takes a user's text, and examples of SFT."""
+    """Render prompts with plain and hostile texts in each place for user text, and SFT examples."""
     from rlm.data.experiences import with_experiences
     from rlm.data.problem import Problem
     from rlm.data.prompts import FORMATS, render_problem, render_prompt
@@ -63,8 +63,11 @@ def test_prompts_of_the_tiny_tokenizer(tokenizer):
 
 
 def compute_verdicts() -> list:
-    """Both verdicts of each row of completions.json, which is written by hand: kind, gold, text and
-    tags; of the rows of tests/test_answers.py, of its pieces at random, choices and words."""
+    """Grade the rows of completions.json, those of test_answers.py, and random combinations.
+
+    completions.json is written by hand. A row contains the answer type, the reference answer, the
+    text and the tags. Both verdicts of each row are returned.
+    """
     from rlm.grading.answers import grade
 
     found = []
@@ -85,13 +88,18 @@ def test_verdicts():
 
 KEY = "a-key-of-some-length"
 ASKED = {"model": "tuned", "messages": [{"role": "user", "content": "two and three"}]}
-VOLATILE = {"request_id", "created", "timings", "title"}  # the title: by Python's version
+VOLATILE = {
+    "request_id",
+    "created",
+    "timings",
+    "title",
+}  # the title depends on the version of Python
 SAME = ("content-type", "cache-control", "x-accel-buffering", "www-authenticate", "retry-after")
 SAME += ("allow", "connection", "x-should-retry", "content-security-policy")
 SAME += ("x-content-type-options", "referrer-policy", "cross-origin-resource-policy")
 TWO = {"prompt": "two and three"}
 CHAT, PHASE1 = "/v1/chat/completions", "/phase1/reasoning"
-REQUESTS = {  # name: path, body (none: GET; bytes: as they are), headers
+REQUESTS = {  # name → path, body (None for GET, or bytes that are sent unchanged), headers
     **{path: (path, None) for path in ("/health", "/ready", "/v1/models", "/phase1/info", "/no")},
     "GET where POST is": (PHASE1, None),
     "plain": (PHASE1, TWO),
@@ -134,7 +142,7 @@ REQUESTS = {  # name: path, body (none: GET; bytes: as they are), headers
 
 
 def blank(value):
-    """Without ids, times and speeds."""
+    """Replace ids, times and speeds, which differ in each run."""
     if isinstance(value, dict):
         kept = {k: "…" if k in VOLATILE and v else blank(v) for k, v in value.items()}
         if re.match(r"(rsn|chatcmpl)_?-?[0-9a-f]{8}", str(value.get("id"))):
@@ -144,8 +152,10 @@ def blank(value):
 
 
 def joined(text: str) -> list:
-    """The events of a stream; the pieces of a text are added up: the clock decides their sizes and
-    which of several samples comes next."""
+    """Return the events of a stream, with the pieces of each text joined.
+
+    The sizes of the pieces and the order of several samples depend on the speed of the machine.
+    """
     found: dict[str, list] = {}
     for event, data in events(text):
         data = data if data == "[DONE]" else blank(json.loads(data))
@@ -164,7 +174,7 @@ def joined(text: str) -> list:
     of_samples = [item for item in listed if "sample" in item[1]]
     if not of_samples:
         return listed
-    of_samples.sort(key=lambda item: item[1]["sample"])  # each sample's own stay in order
+    of_samples.sort(key=lambda item: item[1]["sample"])  # the events of a sample stay in order
     return [listed[0], *of_samples, *listed[1 + len(of_samples) :]]
 
 

@@ -1,4 +1,4 @@
-"""The scripts on pretended GPUs of several sizes and generations (`tests/pretended_cards.py`)."""
+"""The scripts on simulated GPUs of several sizes and generations (`tests/pretended_cards.py`)."""
 
 import atexit
 import json
@@ -49,8 +49,10 @@ T4, GB8, GB24, GB80 = (16, (7, 5)), (8, (8, 6)), (24, (8, 9)), (80, (9, 0))
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A base that can be packed in 4 bits: its rows are whole blocks of 64. It has one layer,
-    because a pretended card looks at each operation."""
+    """Save a base model whose rows are whole blocks of 64 weights, as 4-bit quantization needs.
+
+    The model has a single layer, because a simulated GPU slows down each operation.
+    """
     path = tmp_path_factory.mktemp("gpu_base")
     shape = PACKABLE | {"intermediate_size": 128, "vocab_size": 264}
     tiny_model("qwen2", **shape, num_hidden_layers=1).save_pretrained(path)
@@ -68,7 +70,7 @@ def sft(base, path, *options) -> int:
 
 @pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory) -> Path:
-    """Of stage 1, on a card of 24 GB."""
+    """Train an adapter with SFT on a GPU of 24 GB."""
     path = tmp_path_factory.mktemp("adapter")
     with pretended_cards(*GB24):
         assert sft(base, path) == 0
@@ -96,7 +98,7 @@ def trained(base, path, *options) -> Path:
     [
         pytest.param(T4, [], id="T4"),
         pytest.param(GB8, ["--quantize=4bit"], id="8GB-4bit", marks=pytest.mark.slow),
-        pytest.param(GB80, [], id="80GB", marks=pytest.mark.slow),  # bf16, as on 8 GB
+        pytest.param(GB80, [], id="80GB", marks=pytest.mark.slow),  # bf16, as on the GPU of 8 GB
     ],
 )
 def test_every_script_runs(base, tmp_path, card, options):
@@ -117,7 +119,7 @@ def test_every_script_runs(base, tmp_path, card, options):
 
 
 def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
-    """In its own way, whose logits are of learned tokens alone, and keeps what fits on the card."""
+    """The custom loss, which computes only the logits of completion tokens, equals the CPU's."""
     losses, bf16 = [], Device("cpu", torch.bfloat16, "test")
     refuse = classmethod(lambda *_, **__: pytest.fail("TRL's loss, whose logits are of all tokens"))
     monkeypatch.setattr("trl.SFTTrainer.compute_loss", refuse)
@@ -138,7 +140,7 @@ def test_sft_computes_the_cpu_s_loss(base, tmp_path, capsys, monkeypatch):
 
 
 def test_a_resumed_sft_goes_on_with_the_card_s_random_numbers(base, tmp_path):
-    """Which draw the dropout."""
+    """The random numbers of the GPU determine the dropout."""
     dropout = "--lora-dropout=0.1"
     with pretended_cards(*GB8) as cards:
         cards.random_state = before = torch.Generator().manual_seed(7).get_state()
@@ -150,7 +152,7 @@ def test_a_resumed_sft_goes_on_with_the_card_s_random_numbers(base, tmp_path):
 
 
 def two_ranks(base, path) -> list[faults.Ended]:
-    """How two processes of one run end on a machine with two cards of 24 GB."""
+    """Run two processes on a machine with two GPUs of 24 GB, and return how they ended."""
 
     def be(rank: int) -> None:
         with pretended_cards(*GB24, count=2) as cards:
@@ -179,7 +181,7 @@ def test_more_processes_than_cards_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_a_base_is_read_straight_onto_the_card(base, monkeypatch, quantize):
-    """Not into host memory first, which may be smaller; also not onto another card."""
+    """The weights pass neither through host memory, which may be smaller, nor another GPU."""
     monkeypatch.setattr(PreTrainedModel, "to", lambda *_, **__: pytest.fail("moved as a whole"))
     with pretended_cards(*GB24, count=2) as cards:
         torch.cuda.set_device(1)
@@ -190,7 +192,7 @@ def test_a_base_is_read_straight_onto_the_card(base, monkeypatch, quantize):
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_what_overflows_in_fp16_is_loaded_in_fp32(base, tmp_path, capsys, quantize):
-    """As Qwen2.5 does on a T4 where its activations grow beyond 65,504; bf16 holds them."""
+    """Activations of Qwen2.5 exceed 65,504, the maximum of fp16, on a T4; bf16 can hold them."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.embed_tokens.weight.data.mul_(1e6)
     model.lm_head.weight.data.mul_(1e-3)
@@ -209,7 +211,7 @@ def test_what_overflows_in_fp16_is_loaded_in_fp32(base, tmp_path, capsys, quanti
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_noticed_in_the_one_transfer(bad, temperature):
-    """The batch waits for what is read of a card: once a token."""
+    """The batch waits for each transfer from the GPU, so there is only one per token."""
     logits, uniform = torch.zeros(3, 50), torch.full((3,), 0.5, dtype=torch.float64)
     params, reads = [SamplingParams(1, temperature)] * 3, []
 
@@ -240,20 +242,20 @@ def test_an_adapter_computes_in_the_base_s_type(base, adapter, quantize):
 
 
 def test_masks_need_no_copy_on_a_gpu():
-    """Its attention copies a mask whose rows are no multiple of 8 long, in every layer."""
+    """Attention on a GPU copies the mask in every layer unless its width is a multiple of 8."""
     rollouts = [Rollout(0, [1] * 5, [1] * 7, 1.0, 1.0, [0.0] * 7)]
     widths = {"cpu": 11, "cuda": 16}
     with pretended_cards(*T4):
         for device, width in widths.items():
             (micro,) = make_micro_batches(rollouts, 8, 512, device)
             assert micro.input_ids.shape == (1, width)
-        # Nor is most of a row computed in vain: a group of eight is two rows.
+        # A group of eight is split into two rows, so fewer masked positions are computed.
         (micro,) = make_micro_batches(rollouts * 8, 8, 512, "cuda")
         assert micro.input_ids.shape == (2, 32)
 
 
 def test_replicas_share_a_card_s_memory(adapter, tmp_path, monkeypatch):
-    """Each would choose a merged copy and half of what is free then: the last ones find nothing."""
+    """If each replica used half of the free memory, the last replicas would have too little."""
 
     def leaving_little(model):
         cards.total = cards.allocated[0] + CONTEXT + int(2.2 * copy_bytes(model, model.dtype))
@@ -275,7 +277,7 @@ def test_replicas_share_a_card_s_memory(adapter, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def larger_base(tmp_path_factory) -> Path:
-    """Wide and deep enough that a micro-batch's activations are what counts."""
+    """Save a base model so large that the activations of a micro-batch dominate the memory."""
     path = tmp_path_factory.mktemp("larger_base")
     shape = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "vocab_size": 320}
     tiny_model("qwen2", **shape, num_hidden_layers=6).save_pretrained(path)
@@ -350,9 +352,11 @@ def test_where_the_longest_completion_does_not_fit_activations_are_computed_twic
 def test_where_memory_runs_out_the_update_is_repeated_in_halves(
     base, tmp_path, capsys, monkeypatch, calls, options
 ):
-    """From its beginning, and gives the same adapter; the second time it ends the run."""
+    """The repeated update gives the same adapter; a second lack of memory ends the run."""
     calls_left, made = [], []  # the calls before memory runs out; one 1 for each call
-    device = Device("cuda", torch.float32, "test")  # in 16 bits sums depend on their order
+    device = Device(
+        "cuda", torch.float32, "test"
+    )  # in 16 bits, the order of a sum changes the result
 
     def fails(*arguments):
         made.append(1)
@@ -369,7 +373,7 @@ def test_where_memory_runs_out_the_update_is_repeated_in_halves(
         for name in ("whole", "halves"):
             config = a_config(tmp_path, name, steps=1, **options)
             trainer = train_grpo.GRPOTrainer(str(base), config, likes_letters, device=device)
-            last = len(made) + calls + 1 if calls < 0 else calls  # one micro-batch is learned from
+            last = len(made) + calls + 1 if calls < 0 else calls  # one micro-batch is trained on
             calls_left[:] = [last] if name == "halves" else []
             trainer.train(PROBLEMS)
             adapters.append({k: t.cpu() for k, t in trainer.adapter.items()})

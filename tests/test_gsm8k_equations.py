@@ -1,4 +1,4 @@
-"""GSM8K as equations: what is kept, and what a variant may change."""
+"""GSM8K as equations: which problems are kept, and what a variant may change."""
 
 import json
 import random
@@ -84,9 +84,9 @@ def test_sentences_write_each_equation_once(answer, sentences):
 @pytest.mark.parametrize(
     "answer",
     [
-        "It is <<3*4=12>>13.\n#### 12",  # another number than the calculator's
-        "It is <<3*4=12>>.\n#### 12",  # none
-        "From 5-3 = 2 come <<2*6=12>>12.\n#### 12",  # computed without it
+        "It is <<3*4=12>>13.\n#### 12",  # differs from the result of the calculator
+        "It is <<3*4=12>>.\n#### 12",  # no number follows
+        "From 5-3 = 2 come <<2*6=12>>12.\n#### 12",  # an equation outside of the calculator
         "As 2x+6=8, it is <<3*4=12>>12.\n#### 12",
     ],
 )
@@ -103,7 +103,7 @@ def test_a_variants_sentences_have_its_numbers():
         eaten = solution.equations[1][0].split("-")[1]
         between = f" nuts.\nShe eats {eaten} of the {solution.equations[0][1]} and keeps "
         assert solution.texts == ["She has ", between, "."]
-    for other in "of the 9", "of nine":  # a number that may depend on what is drawn
+    for other in "of the 9", "of nine":  # the number may depend on the drawn values
         told = read_sentences(ANSWER.replace("keeps", f"eats 7 {other} and keeps"))
         assert vary(QUESTION, told, rng) is None
 
@@ -126,25 +126,40 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
 @pytest.mark.parametrize(
     ("question", "equations"),
     [
-        ("She has 8 and 8.", [("8+8", "16")]),  # which of the two?
-        ("She has 6 pairs and 12 hats.", [("6*2", "12"), ("12+12", "24")]),  # a result, or hats?
-        ("She reads 7 pages a day. In a week?", [("7*7", "49")]),  # a week stays
+        ("She has 8 and 8.", [("8+8", "16")]),  # both numbers match
+        (
+            "She has 6 pairs and 12 hats.",
+            [("6*2", "12"), ("12+12", "24")],
+        ),  # 12 may be a result or the hats
+        (
+            "She reads 7 pages a day. In a week?",
+            [("7*7", "49")],
+        ),  # the 7 days of a week must not change
         ("He is 2 more than twice Bo's 1.", [("1*2", "2"), ("2+2", "4")]),
-        ("Half of 50% of 100.", [("100*50/100", "50"), ("50/2", "25")]),  # which 100, and 50?
+        ("Half of 50% of 100.", [("100*50/100", "50"), ("50/2", "25")]),  # 100 and 50 are ambiguous
         ("20 flats for two and 5 for 4.", [("20*2", "40"), ("40+20", "60")]),  # the other 20 is 5*4
-        ("She paints 8 hours, thrice as long she cooks.", [("24+8", "32")]),  # 24 of no day
-        ("They ran 24 feet: 20 and 4.", [("24-6", "18")]),  # a total; 6 comes from nowhere
+        (
+            "She paints 8 hours, thrice as long she cooks.",
+            [("24+8", "32")],
+        ),  # 24 is not in the text
+        (
+            "They ran 24 feet: 20 and 4.",
+            [("24-6", "18")],
+        ),  # 24 is a total, and 6 is not in the text
         ("They ran 24 feet: 20 and 4. In two days?", [("24*2", "48")]),
-        ("She has 15. She sells 10 and keeps.", [("10*2", "20")]),  # 15, of which 30 were sold
+        ("She has 15. She sells 10 and keeps.", [("10*2", "20")]),  # a variant might sell 30 of 15
         ("Sold at 60, made of 50 and 20 %.", [("60/50", "1.2"), ("1.2/1.2", "1"), ("20*1", "20")]),
-        ("He has 3 of 70. How many?", [("3*70", "210"), ("40", "40")]),  # 40 comes from nowhere
+        ("He has 3 of 70. How many?", [("3*70", "210"), ("40", "40")]),  # 40 is not computed
         ("Two throws of 30 and 17. Which is highest?", [("30+2", "32"), ("17+2", "19")]),
-        ("They share it 5:8, and hers is 8.", [("5+8", "13")]),  # which 8?
-        ("How many legs have 4 dogs?", [("4*4", "16")]),  # nobody says the other 4
-        ("She has 5 hats. He has 10 more.", [("5+15", "20")]),  # 15 comes from nowhere
-        ("She has 9 hats.", [("9*19.5", "175.5")]),  # 19.5 may come from the 9
-        ("It costs 3 of 7.", [("3/7", "0.43")]),  # rounded
-        ("It is 1,000 or 2.5 or 3/4 or 7:30 or 5th.", [("1000+30", "1030")]),  # no whole numbers
+        ("They share it 5:8, and hers is 8.", [("5+8", "13")]),  # 8 is ambiguous
+        ("How many legs have 4 dogs?", [("4*4", "16")]),  # the second 4 is not in the text
+        ("She has 5 hats. He has 10 more.", [("5+15", "20")]),  # 15 is not in the text
+        ("She has 9 hats.", [("9*19.5", "175.5")]),  # 19.5 may depend on the 9
+        ("It costs 3 of 7.", [("3/7", "0.43")]),  # the result is rounded
+        (
+            "It is 1,000 or 2.5 or 3/4 or 7:30 or 5th.",
+            [("1000+30", "1030")],
+        ),  # these are not whole numbers
     ],
 )
 def test_no_variant_where_one_cannot_be_sure(question, equations):
@@ -162,9 +177,9 @@ def test_what_a_question_says_in_words_stays_and_the_rest_is_drawn():
 
 
 def test_results_stay_of_their_kind():
-    assert recompute([("9/3", "3")], {9: "10"}) is None  # was whole
-    assert recompute([("9-3", "6")], {3: "11"}) is None  # was positive
-    for again in ("2.5", "2.50", "02.5"):  # however it is spelt
+    assert recompute([("9/3", "3")], {9: "10"}) is None  # the result was a whole number
+    assert recompute([("9-3", "6")], {3: "11"}) is None  # the result was positive
+    for again in ("2.5", "2.50", "02.5"):  # each spelling of the number is found
         assert recompute([("5/2", "2.5"), (f"{again}*4", "10")], {5: "7"}) == [
             ("7/2", "3.5"),
             ("3.5*4", "14"),
@@ -181,16 +196,16 @@ def test_numbers_keep_their_size_and_roundness():
 
 
 def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path):
-    letters = str.maketrans("0123456789", "abcdefghij")  # no number that no equation uses
+    letters = str.maketrans("0123456789", "abcdefghij")  # the names contain no digits
     names = [str(i).translate(letters) for i in range(HELD_OUT + 3)]
     rows = [{"question": f"row {name}: {QUESTION}", "answer": ANSWER} for name in names]
-    rows[-1]["answer"] = "#### 3"  # no equations
+    rows[-1]["answer"] = "#### 3"  # has no equations
     source, output = tmp_path / "gsm8k_train.jsonl", tmp_path / "new" / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(EquationsConfig(source=tmp_path, output=output, variants=2)) == 0
     problems = load_jsonl(output)
     rows_of = [p.question.split(":")[0].removeprefix("row ") for p in problems]
-    assert rows_of == ["caa", "cab", "caa", "caa", "cab", "cab"]  # 200 and 201
+    assert rows_of == ["caa", "cab", "caa", "caa", "cab", "cab"]  # rows 200 and 201
     assert problems[0].solution == "8*30=240\n240-7=233"
     assert problems[0].answer == "233"
     assert len({p.question for p in problems}) == 6

@@ -1,4 +1,4 @@
-"""inference.py: several answers, a budget, JSON, the prompt loop; and the adapter that ships."""
+"""inference.py: several samples, a budget, JSON, the prompt loop, and the shipped adapter."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def adapter(weights) -> Path:  # noqa: F811
 
 @pytest.fixture
 def scripted(monkeypatch) -> list[Request]:
-    """The model says what SCRIPT has; what the sampler was asked for."""
+    """Make the model answer with SCRIPT, and return the list of its requests."""
     asked = []
 
     class Watched(ScriptedSampler):
@@ -62,7 +62,7 @@ def scripted(monkeypatch) -> list[Request]:
 
 @pytest.fixture
 def ask(adapter, capsys):
-    """`python inference.py arguments`: what it prints, and its exit code."""
+    """Return a function that runs `python inference.py arguments`: its output and exit code."""
 
     def run(*arguments: object) -> tuple[str, int]:
         code = exit_code(inference, inference.InferenceConfig, "--adapter", adapter, *arguments)
@@ -75,7 +75,7 @@ def test_several_answers_vote(ask, scripted):
     out, code = ask("vote", "--n", 4)
     assert code == 0
     first, _, rest = out.partition("the most likely of the winning answers:")
-    assert first.strip() == SIX  # the first streams by; it is outvoted
+    assert first.strip() == SIX  # the first sample was streamed, but is outvoted
     assert rest.strip().startswith(ADD)
     assert [line.split()[-3:] for line in rest.splitlines() if " of 4" in line] == [
         ["2", "of", "4"],
@@ -130,8 +130,8 @@ def test_a_budget_closes_the_reasoning(ask, scripted):
 
 
 def test_a_tool_writes_into_the_answer(ask, adapter, scripted, monkeypatch):
-    """The one that the adapter was trained with, unless another is named; marked on a terminal."""
-    assert "tool_calls" not in json.loads(ask("marked", "--json")[0])  # trained with none
+    """The default is the tool of training. On a terminal, the tool's text is marked."""
+    assert "tool_calls" not in json.loads(ask("marked", "--json")[0])  # trained without a tool
     reply = json.loads(ask("marked", "--json", "--tool", "calculator")[0])
     start = SCRIPT["marked"].index("5>>")
     assert reply["response"] == SCRIPT["marked"]
@@ -250,14 +250,14 @@ def test_a_bad_question_ends_the_session_only_if_nobody_types_it(ask, scripted, 
             monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda now=is_typed: now))
             monkeypatch.delitem(sys.modules, "readline", raising=False)
             out, code = ask()
-            assert ("readline" in sys.modules) == is_typed  # for the arrow keys
+            assert ("readline" in sys.modules) == is_typed  # readline handles the arrow keys
             assert (code, len(left)) == ((0, 0) if is_typed else (2, 2))
             assert (says in out, out.count("answer: 5  (")) == (is_typed, is_typed)
 
 
 def test_no_question_is_a_mistake(ask, scripted, monkeypatch):
     assert ask(" \n") == ("", 2)
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # as from /dev/null
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # an empty input, as from /dev/null
     assert ask()[1] == 2
     monkeypatch.setattr("sys.stdin", io.StringIO("\ntwo and three\n\n \ntwo and three\n"))
     out, code = ask()
@@ -265,7 +265,7 @@ def test_no_question_is_a_mistake(ask, scripted, monkeypatch):
 
 
 def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
-    """Nothing scripted. No answer is in the format here: the likeliest of all is shown."""
+    """The model is not scripted. No sample is in the format, so the most likely one is shown."""
     drawn = ["--n", 3, "--temperature", 1.0, "--seed", 5, "--max-new-tokens", 12]
     reply = json.loads(ask("hello", "--json", *drawn)[0])
     model, _ = inference.load_rlm_model(adapter)
@@ -281,7 +281,7 @@ def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
 # --- what ships -----------------------------------------------------------------------------------
 
 SHIPPED = ROOT / "weights" / "final_rlm_lora"
-# Of one of SmolLM2-135M's 30 layers: inputs and outputs of its linear maps.
+# Inputs and outputs of the linear layers in one of the 30 layers of SmolLM2-135M.
 LINEAR = {
     "self_attn.q_proj": (576, 576),
     "self_attn.k_proj": (576, 192),
@@ -302,7 +302,7 @@ def shipped() -> Path:
 
 
 def test_the_adapter_that_ships_answers(shipped, smollm2):
-    """Greedily, with its calculator; it is sure of each token, so no chip's rounding matters."""
+    """The tokens of these greedy answers are so likely that rounding does not change them."""
     model, tokenizer = inference.load_rlm_model(shipped)
     questions = {
         "Each box holds 6 eggs. How many eggs do 4 boxes hold?": "24",
@@ -333,4 +333,4 @@ def test_the_adapter_that_ships_fits_its_base(shipped):
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
     for name, tensor in tensors.items():
         assert tensor.isfinite().all(), name
-        assert tensor.any(), name  # B begins as zeros: all were trained
+        assert tensor.any(), name  # B is zero before training

@@ -1,4 +1,4 @@
-"""Imports go one way: the layer table, no circle between packages, none inside one."""
+"""Imports go in one direction: they follow the layer table, and contain no cycles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCRIPTS = {"train_sft", "train_grpo", "eval", "inference", "server"}
 
 
 def imported(code: str) -> set[str]:
-    """The modules that code imports anywhere, also lazily or for types only."""
+    """Return the modules that code imports anywhere, including imports inside functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -43,7 +43,7 @@ def imported(code: str) -> set[str]:
 
 
 def packages(code: str) -> set[str]:
-    """The packages and modules right below `rlm` that code imports."""
+    """Return the packages and modules directly below `rlm` that code imports."""
     names = {name.split(".")[1] for name in imported(code) if name.startswith("rlm.")}
     return names & LAYERS.keys()
 
@@ -55,7 +55,7 @@ def against_the_table(package: str, code: str) -> set[str]:
 
 
 def modules(folder: str) -> dict[str, str]:
-    """Dotted name → code of every module below a folder of the project."""
+    """Return a map from the dotted name of each module below a folder to its code."""
     files = sorted((ROOT / folder).rglob("*.py"))
     return {
         ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f.read_text()
@@ -67,7 +67,7 @@ RLM = modules("rlm")
 
 
 def test_rlm_itself_offers_one_name_of_a_script():
-    """The exception: `from rlm import GRPOTrainer`, which loads the script at first use."""
+    """`from rlm import GRPOTrainer` is the exception; it loads the script at its first use."""
     names = imported(RLM["rlm"])
     assert {name for name in names if not name.startswith("rlm")} & SCRIPTS == {"train_grpo"}
     assert packages(RLM["rlm"]) == {"data", "training"}

@@ -6,7 +6,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-NOT_LOCKED = {"torch"}  # its build follows the machine
+NOT_LOCKED = {"torch"}  # the build depends on the machine
 
 
 def test_the_lock_has_every_pin_with_hashes():

@@ -1,4 +1,4 @@
-"""Programs and packages that a run can do without: each is taken away, and nothing is lost."""
+"""Optional programs and packages: a run works without each of them."""
 
 import ast
 import importlib
@@ -22,8 +22,8 @@ from tests.test_train_grpo import PROBLEMS, a_config, a_trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/reference/dependencies.md").read_text(encoding="utf-8")
-# Where programs are started, and which. Python itself (sys.executable) and the system's sh are
-# always there.
+# The files that start programs, and these programs, without Python itself (sys.executable) and the
+# system's sh.
 STARTS = {
     "rlm/evaluation/audit.py": set(),
     "rlm/ops/cpu.py": {"cc"},
@@ -37,7 +37,7 @@ STARTS = {
 
 @pytest.fixture
 def no_programs(monkeypatch, tmp_path):
-    """A PATH with nothing on it, and a cache without anything compiled."""
+    """Set an empty PATH and an empty cache."""
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setenv("RLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
@@ -51,7 +51,7 @@ def no_package(monkeypatch):
     def take_away(name: str) -> None:
         for known in [known for known in sys.modules if known.split(".")[0] == name]:
             monkeypatch.delitem(sys.modules, known)
-        monkeypatch.setitem(sys.modules, name, None)  # an import fails
+        monkeypatch.setitem(sys.modules, name, None)  # makes an import fail
         find_spec = importlib.util.find_spec
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda n, *p: None if n == name else find_spec(n, *p)
@@ -63,7 +63,7 @@ def no_package(monkeypatch):
 def test_a_run_that_finds_no_program_exports_its_adapter_and_resumes(
     no_programs, model_dir, tmp_path
 ):
-    """No git, no compiler, no nvidia-smi, as in a slim container."""
+    """There is no git, no compiler and no nvidia-smi, as in a slim container."""
     for steps in (1, 2):
         config = a_config(tmp_path, steps=steps, resume=steps == 2)
         a_trainer(model_dir, config).train(PROBLEMS)
@@ -97,8 +97,8 @@ def without_verl(tmp_path: Path) -> None:
     assert not any(name.startswith("verl") for name in found)
 
 
-# What a user reads in docs/reference/dependencies.md. A run without programs is above, and what is
-# said without each of them is tested beside the code that starts it, as are the trackers.
+# The programs in docs/reference/dependencies.md. The tests of the code that starts a program check
+# the message without this program; the same holds for trackers.
 PROGRAMS = {"cc", "git", "ngrok", "nvidia-smi", "vllm"}
 TRACKERS = {"tensorboard", "trackio", "wandb"}
 PACKAGES: dict[str, Callable[[Path], None]] = {
@@ -138,7 +138,9 @@ def test_the_table_has_every_program_and_package_that_the_code_calls():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 wanted.add(node.module.split(".")[0])
     ours = {file.stem for file in ROOT.glob("*.py")} | {"rlm", "recipes"}
-    third = wanted - set(sys.stdlib_module_names) - ours - {"_typeshed"}  # type checkers' own
+    third = (
+        wanted - set(sys.stdlib_module_names) - ours - {"_typeshed"}
+    )  # exists only for type checkers
     optional = {
         name
         for name in third

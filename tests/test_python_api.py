@@ -1,4 +1,4 @@
-"""What people type in Python: imports, arguments, data, what a run says; and what is refused."""
+"""The Python API: imports, arguments, data, the output of a run, and rejected values."""
 
 import json
 import subprocess
@@ -67,7 +67,7 @@ def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_p
     )
     trainer = rlm.GRPOTrainer(model_name=str(model_dir), config=a_config(tmp_path), device=CPU)
     summary = trainer.train(dataset, eval_dataset=ROWS[:2])
-    assert summary["steps_run"] == 3  # 9 problems, 4 a step
+    assert summary["steps_run"] == 3  # 9 problems, and 4 in each step
     assert summary["validated_on"] == 2
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recorded["steps"] == 3
@@ -111,7 +111,7 @@ def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tm
 
 
 def test_a_tokenizer_of_ones_own_is_used(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")  # which has none
+    tiny_model().save_pretrained(tmp_path / "model")  # the folder has no tokenizer
     tokenizer = byte_tokenizer()
     config = a_config(tmp_path)
     trainer = rlm.GRPOTrainer(str(tmp_path / "model"), config, tokenizer=tokenizer, device=CPU)
@@ -128,7 +128,7 @@ def test_a_tokenizer_of_ones_own_is_used(tmp_path):
     [
         ({"reward_funcs": [letters]}, "unexpected keyword argument 'reward_funcs'"),
         ({"model_name": tiny_model}, "model_name is a function: pass a hub id or a directory"),
-        ({"config": {"steps": 3}}, "config is a builtins.dict: pass a rlm.GRPOConfig"),
+        ({"config": {"steps": 3}}, "config is a builtins.dict: pass an rlm.GRPOConfig"),
         ({"reward_fn": []}, "CombinedReward needs at least one reward"),
     ],
 )

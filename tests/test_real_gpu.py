@@ -1,7 +1,7 @@
-"""What only a CUDA GPU can show; `make test-gpu` runs it where there is one.
+"""Tests that need a real CUDA GPU; `make test-gpu` runs them.
 
-Kernels of each dtype, unpacking of 4-bit weights, and memory as the allocator counts it: the
-rest is tested on pretended cards (`test_gpu.py`).
+They cover the kernels of each dtype, the dequantization of 4-bit weights, and the memory that the
+allocator counts. `test_gpu.py` tests everything else on simulated GPUs.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ CPU = Device("cpu", torch.float32, "test")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """Large enough that its activations are more than what the libraries take."""
+    """Save a base model whose activations need more memory than the libraries."""
     path = tmp_path_factory.mktemp("base")
     tiny_model("qwen2", **SHAPE, initializer_range=0.02).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
@@ -51,7 +51,7 @@ def a_micro_batch(device: str, count: int = 4):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_a_step_in_each_number_type(base, tmp_path, dtype, quantize):
-    """It draws, learns and stays finite; the sampler and the trainer agree as far as it rounds."""
+    """Weights stay finite, and sampler and trainer agree up to the rounding of the dtype."""
     config = a_config(tmp_path, steps=2, max_new_tokens=32, quantize=quantize)
 
     def alternating(completions, **_):
@@ -100,7 +100,7 @@ def test_the_plan_counts_what_the_allocator_gives(
     trainer = a_trainer(base, config, device=device)
     trainer.train(PROBLEMS)
     micro = a_micro_batch("cuda", 64)
-    for _ in range(2):  # the first call also allocates what libraries keep
+    for _ in range(2):  # the first call also allocates memory that libraries keep
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         logprobs, _ = token_logprobs(trainer.policy, micro, 1.0)

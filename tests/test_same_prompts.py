@@ -1,5 +1,8 @@
-"""Whatever is asked, each script asks the same token ids: with a system prompt of one's own, with
-other tags, and for each kind of answer; and an adapter that learned others is refused."""
+"""All scripts render the same token ids for a question.
+
+This holds for the user's own system prompt, for other tags and for each answer type. An adapter
+that was trained with other prompts is rejected.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from tests.test_train_grpo import a_config, a_trainer
 OWN = "You are a careful clerk.<|im_end|>\nThink in <think>, answer in <answer>."
 QUESTION = "How many eggs are in 7 boxes of 6?"
 SCRIPTS = ("sft", "grpo", "evaluate", "inference", "/phase1/reasoning", "/v1/chat/completions")
-RANK = {"lora_r": 16, "lora_alpha": 32}  # as SFT makes adapters
+RANK = {"lora_r": 16, "lora_alpha": 32}  # the defaults of SFT
 REWARD = """
 def short(completion, strict_verdict):
     assert strict_verdict.reason not in ("correct", "gold_unreadable")
@@ -39,15 +42,15 @@ def short(completion, strict_verdict):
 
 @dataclass(frozen=True)
 class Chain:
-    """An adapter's way from the data to the reply.
+    """The results of all scripts for one adapter.
 
-    asked: script → the ids of the prompts with QUESTION that it made.
+    asked: script → the token ids of its prompts that contain QUESTION.
     """
 
     folder: Path
     asked: Mapping[str, Sequence[Sequence[int]]]
-    json: Mapping[str, object]  # what inference.py --json printed
-    reply: Mapping[str, object]  # of /phase1/reasoning
+    json: Mapping[str, object]  # the output of inference.py --json
+    reply: Mapping[str, object]  # the reply of /phase1/reasoning
 
 
 def run(*command):
@@ -55,10 +58,10 @@ def run(*command):
 
 
 def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Chain:
-    """Train on the rows (column `ask`), evaluate and serve.
+    """Train on the rows, whose questions are in the column `ask`, and evaluate and serve.
 
     Args:
-        options: of train_sft.py.
+        options: options of train_sft.py.
         request: fields for the server.
     """
     patch, data = pytest.MonkeyPatch(), folder / "problems.jsonl"
@@ -87,7 +90,7 @@ def go_all_the_way(folder, model, rows, *options, reward=None, **request) -> Cha
     run(train_sft, train_sft.SFTConfig, *common, "--output", sft, "--run-dir", folder / "run_sft",
         "--batch-size", 8, "--micro-batch", 8)  # fmt: skip
     for option in options:
-        Path(option).unlink(missing_ok=True)  # from here on the adapter knows it
+        Path(option).unlink(missing_ok=True)  # the later scripts read it from the adapter
     script = "grpo"
     run(train_grpo, train_grpo.GRPOConfig, "--sft-adapter", sft, "--output", grpo, "--steps", 1,
         "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4, "--eval-samples", 1,
@@ -121,7 +124,7 @@ def texts(count: int = 12) -> list[str]:
 
 @pytest.fixture(scope="module")
 def seen(model_dir, tmp_path_factory) -> Chain:
-    """All scripts with a system prompt of one's own, in a file."""
+    """Run all scripts with the user's own system prompt in a file."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "system.txt").write_text(f"\n{OWN}\n")
     rows = [{"ask": text, "answer": "42", "solution": "7 * 6 = 42"} for text in texts()]
@@ -133,7 +136,7 @@ def test_all_five_scripts_make_the_same_prompts(seen, tokenizer):
     rendered = {tuple(render_prompt(tokenizer, text, format)): text for text in texts()}
     for script, asked in seen.asked.items():
         assert {*asked} <= {*rendered}, script
-    assert len({*seen.asked["sft"]}) == 12  # train and validation
+    assert len({*seen.asked["sft"]}) == 12  # training and validation problems
     assert {rendered[seen.asked[script][0]] for script in SCRIPTS[3:]} == {texts()[0]}
     check("system_prompt", {"prompt": [*seen.asked["/phase1/reasoning"][0]]})
 
@@ -153,7 +156,7 @@ def test_a_kind_of_answer_is_the_same_from_the_data_to_the_reply(
     row = {"answer": answer, "answer_type": kind, "solution": "7 * 6 = 42"}
     rows = [row | {"ask": text} for text in texts()]
     reward = f"{tmp_path}/mine.py:short"
-    # The tiny model says nothing sensible; what counts is how it is asked and read.
+    # The answers of the tiny model are meaningless; only prompts and parsing are tested.
     way = go_all_the_way(tmp_path, model_dir, rows, reward=reward)
     format = FORMATS["deepseek"].with_answer_type(kind)
     assert "give the final answer inside" in format.system_prompt
@@ -162,13 +165,13 @@ def test_a_kind_of_answer_is_the_same_from_the_data_to_the_reply(
         assert {*asked} <= rendered, script
     assert kinds_of(tmp_path) == [(kind,), (kind,)]
     assert way.reply["answer_type"] == way.json["answer_type"] == kind
-    # Another program that follows the card asks the same.
+    # A program that follows the model card renders the same prompt.
     info = AdapterInfo.load(tmp_path / "grpo")
     prompt = model_card(tmp_path / "grpo", info, merged=False).split("```\n")[1].strip()
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": texts()[0]}]
     written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tuple(tokenizer.encode(written, add_special_tokens=False)) in rendered
-    # The run counts verdicts though the reward is another, and evaluation shows its mean.
+    # The run counts verdicts although it has another reward, and the evaluation shows its mean.
     (metrics,) = map(json.loads, (tmp_path / "run_grpo/metrics.jsonl").open())
     (group, _) = map(json.loads, (tmp_path / "run_grpo/samples.jsonl").open())
     counted = {name for name in metrics if name.startswith("reason/")}
@@ -176,7 +179,9 @@ def test_a_kind_of_answer_is_the_same_from_the_data_to_the_reply(
     report = json.loads((tmp_path / "evaluation/evaluation.json").read_text())["greedy"]
     for figures in (*report["rows"].values(), *report["compared"].values()):
         assert "reward" in figures
-        assert ("strict" in figures) == (kind == "text")  # no accuracy without a gold answer
+        assert ("strict" in figures) == (
+            kind == "text"
+        )  # without a reference answer, there is no accuracy
     out = capsys.readouterr().out
     assert "start: validation reward" in out
     assert ("eval/accuracy" in metrics) == (kind == "text")
@@ -188,7 +193,7 @@ def test_of_mixed_data_the_request_says_which_kind(model_dir, tokenizer, tmp_pat
     rows = [{"ask": text, "answer": "42", "solution": "It is 42."} for text in numbers]
     choice = {"answer": "B", "solution": "It is B.", "answer_type": "choice"}
     rows += [choice | {"ask": text} for text in choices]
-    tags = ("--reasoning-format", "simple")  # SFT is told, the other scripts follow the adapter
+    tags = ("--reasoning-format", "simple")  # for SFT; the other scripts follow the adapter
     way = go_all_the_way(tmp_path, model_dir, rows, *tags, answer_type="choice")
     format = FORMATS["simple"]
     asked = {"number": {tuple(render_prompt(tokenizer, text, format)) for text in numbers}}
@@ -206,7 +211,7 @@ def test_of_mixed_data_the_request_says_which_kind(model_dir, tokenizer, tmp_pat
     assert info.describe_prompts().count("```") == 4
     report = json.loads((tmp_path / "evaluation/evaluation.json").read_text())
     assert report["config"]["reasoning_format"] == "simple"
-    # The same in Python.
+    # The Python API behaves in the same way.
     trainer = a_trainer(model_dir, a_config(tmp_path, sft_adapter=tmp_path / "sft", **RANK))
     assert trainer.config.reasoning_format == trainer.scorer.reasoning_format == "simple"
     run_json = json.loads((tmp_path / "grpo/run.json").read_text()) | {"answer_types": ["essay"]}
@@ -219,7 +224,7 @@ def test_the_prompt_stands_where_the_usual_one_does_and_forges_no_role(seen, tok
     ids = [*seen.asked["/phase1/reasoning"][0]]
     assert tokenizer.decode(ids).startswith(f"<|im_start|>system\n{OWN}<|im_end|>\n")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert ids.count(end) == 2  # of the system's turn and the user's: none of OWN's text
+    assert ids.count(end) == 2  # of the system and the user turn; OWN's text adds none
 
 
 def test_run_json_has_the_text(seen):
@@ -227,7 +232,7 @@ def test_run_json_has_the_text(seen):
         info = AdapterInfo.load(seen.folder / name)
         assert info.system_prompt == OWN
         assert info.format.system_prompt == OWN
-        assert info.run["config"]["columns"] == "question=ask"  # GRPO found it in SFT's
+        assert info.run["config"]["columns"] == "question=ask"  # GRPO read it from SFT's run.json
 
 
 def test_a_text_or_a_file(tmp_path):

@@ -1,4 +1,4 @@
-"""The four scripts, in-process, on a tiny model: SFT → GRPO → evaluation → inference."""
+"""Four scripts in this process with a tiny model: SFT → GRPO → evaluation → inference."""
 
 import ast
 import importlib.util
@@ -49,7 +49,7 @@ ROWS = ("base", "SFT", "GRPO")
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    """Whether the machine has a network does not matter."""
+    """Make the hub unreachable, so that the tests do not depend on a network."""
     for module in (machine, models):
         monkeypatch.setattr(module, "hub_reachable", lambda: False)
 
@@ -63,12 +63,12 @@ CONFIG_OF = {
 
 
 def run(script, *arguments):
-    """What `python script.py arguments` does, in this process; the exit code."""
+    """Run `python script.py arguments` in this process, and return the exit code."""
     return exit_code(script, CONFIG_OF[script], *arguments)
 
 
 def an_adapter(path, **history):
-    """Files that look like an adapter's, with this run.json."""
+    """Create empty adapter files with a run.json, and return their folder."""
     path.mkdir(exist_ok=True)
     for file in ADAPTER_FILES:
         (path / file).touch()
@@ -78,12 +78,12 @@ def an_adapter(path, **history):
 
 @pytest.fixture(scope="module")
 def trained(model_dir, tmp_path_factory):
-    """Both stages, once."""
+    """Run SFT and GRPO once, and return the folder of their results."""
     path = tmp_path_factory.mktemp("trained")
     common = ["--model", model_dir, *DATA]
     assert run(
         train_sft, *common, "--max-samples", 16, "--batch-size", 8, "--micro-batch", 4,
-        "--learning-rate", 1e-2,  # two steps are to change what it says, in bf16 too
+        "--learning-rate", 1e-2,  # two steps must change the output, even in bf16
         "--output", path / "sft", "--run-dir", path / "run_sft",
     ) == 0  # fmt: skip
     assert run(
@@ -102,7 +102,7 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
         assert history["stage"] == stage
         assert history["dataset"] == "word-problems:1"
     assert (trained / "run_grpo" / "curves.png").stat().st_size > 10_000
-    assert not list(trained.glob(".*"))  # nothing half-written stays
+    assert not list(trained.glob(".*"))  # no partial files are left
     tensors = load_file(trained / "sft" / "adapter_model.safetensors")
     assert all(tensor.abs().max() > 0 for name, tensor in tensors.items() if "lora_B" in name)
 
@@ -110,12 +110,12 @@ def test_both_stages_leave_an_adapter_with_its_history(trained):
 @pytest.mark.parametrize(
     ("options", "trained_on", "split"),
     [
-        ({}, "mine.jsonl", "validation"),  # its test split is all of the file
+        ({}, "mine.jsonl", "validation"),  # the test split is the whole file
         ({"split": "test"}, "mine.jsonl", "test"),
         ({"dataset": "other.jsonl"}, "mine.jsonl", "test"),
         ({}, "word-problems:1", "test"),
         ({"dataset": "./mine.jsonl"}, "mine.jsonl", "validation"),
-        ({"dataset": "sft.jsonl"}, "mine.jsonl", "validation"),  # the SFT row's
+        ({"dataset": "sft.jsonl"}, "mine.jsonl", "validation"),  # the dataset of the SFT row
         ({}, None, "test"),
         ({}, "gsm8k", "test"),
         ({"dataset": "word-problems+gsm8k"}, "word-problems+gsm8k", "test"),
@@ -137,14 +137,14 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
         ("word-problems+gsm8k", "word-problems", "gsm8k"),
         ("OpenAI/gsm8k+elementary:1+aime2024", "elementary:1", "gsm8k, aime2024"),
         ("word-problems+gsm8k:DIRECTORY", "word-problems+gsm8k:DIRECTORY", ""),
-        ("gsm8k+org/name", "gsm8k+org/name", ""),  # nothing else is left
+        ("gsm8k+org/name", "gsm8k+org/name", ""),  # no other part would be left
     ],
 )
 def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
     trained_on, evaluated_on, left_out, tmp_path, capsys
 ):
     given = {"sft_adapter": None, "adapter": an_adapter(tmp_path, dataset=trained_on)}
-    given["split"] = "test"  # without it, the hub is asked whether the dataset has a test split
+    given["split"] = "test"  # otherwise the hub is asked for the splits
     assert evaluate.EvaluateConfig.resolve(given)["dataset"] == evaluated_on
     said = " ".join(capsys.readouterr().out.split())
     line = f"evaluated on {evaluated_on} alone: {left_out} would need the Hugging Face hub"
@@ -164,7 +164,7 @@ def test_the_tool_is_the_adapters_unless_one_is_named(script, option, tmp_path):
         return cls(**cls.resolve({option: adapter, **options})).tool
 
     assert resolved() == "calculator"
-    assert resolved(tool="none") == "none"  # with and without are compared
+    assert resolved(tool="none") == "none"  # both settings can be compared
     assert resolved(tool="mine.py:Mine") == "mine.py:Mine"
     with pytest.raises(UsageError, match="name it again with --tool"):
         resolved("mine.py:Mine")
@@ -172,14 +172,14 @@ def test_the_tool_is_the_adapters_unless_one_is_named(script, option, tmp_path):
 
 
 def test_evaluation_with_and_without_a_tool(model_dir, tmp_path, monkeypatch):
-    """The model would write a wrong result, if it could."""
+    """The scripted model would write a wrong result, which the calculator replaces."""
     wrong = "<think>\n2 + 3 = <<2+3=6>>6\n</think>\n<answer>6</answer>"
 
     class Scripted(ScriptedSampler):
         def __init__(self, model, tokenizer, *, dtype, tool):
             super().__init__(model, tokenizer, {"": wrong}, tool=tool)
 
-        def _next(self, row):  # it goes on from what the tool has written
+        def _next(self, row):  # continues after the tool's text
             corrected = "5>>" in self.tokenizer.decode(row.ids)
             wanted = wrong.replace("6", "5") if corrected else wrong
             return [*self.tokenizer.encode(wanted, add_special_tokens=False), END][len(row.ids)]
@@ -209,7 +209,7 @@ def test_sft_teaches_the_marks_where_the_tool_is_on(model_dir, capsys):
     marked = re.findall(r"<<[^<>]*>>", shown["calculator"])
     assert marked
     assert "<<" not in shown["none"]
-    for mark in marked:  # and the calculator agrees with every mark
+    for mark in marked:  # the results in the marks are right
         expression, _, result = mark.removeprefix("<<").partition("=")
         assert Calculator()(f"<<{expression}=") == result
     assert re.sub(r"<<[^<>]*>>", "", shown["calculator"]).count("\n") == shown["none"].count("\n")
@@ -226,7 +226,7 @@ def test_adapters_with_the_same_weights_are_named(trained, tmp_path, capsys):
     shutil.copytree(trained / "sft", tmp_path / "copy")
     file = tmp_path / "copy/adapter_model.safetensors"
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
-    save_file(tensors, file)  # as GRPO exports in bf16 the start, which SFT wrote in fp32
+    save_file(tensors, file)  # GRPO may export in bf16 what SFT wrote in fp32
     assert same_weights(trained / "sft", tmp_path / "copy")
     name = next(iter(tensors))
     assert not same_weights(
@@ -318,7 +318,7 @@ def test_evaluate_writes_its_files(trained, capsys):
 
 
 def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
-    """To the same figures; a row is drawn again only if what it is made of has changed."""
+    """The results are the same. A row is evaluated again only if its model or options change."""
     names = ("base, greedy", "base, sampled", "SFT, greedy", "SFT, sampled", "GRPO, greedy")
     draw, drawn = evaluate.evaluate, []
 
@@ -344,7 +344,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
 
     assert evaluated("whole")[:2] == (0, 6)
     code, count, said = evaluated("parts", stop_after=0)
-    assert (code, said.err) == (130, "interrupted\n")  # there is nothing to go on from
+    assert (code, said.err) == (130, "interrupted\n")  # nothing is saved
     code, _, said = evaluated("parts", "--resume")
     assert code == 2
     assert "start without --resume" in said.err
@@ -361,7 +361,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert evaluated("parts", "--resume")[:2] == (0, 0)
 
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5)
-    assert (code, count) == (0, 3)  # greedy completions have no temperature
+    assert (code, count) == (0, 3)  # greedy rows do not depend on it
     assert f"{names[1]}: evaluated again (temperature: 1.0 → 0.5)" in said.out
     shutil.copytree(trained / "grpo", trained / "other")
     tensors = load_file(trained / "other/adapter_model.safetensors")
@@ -369,13 +369,13 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     save_file(halved, trained / "other/adapter_model.safetensors")
     other = ["--adapter", trained / "other"]
     code, count, said = evaluated("parts", "--resume", "--temperature", 0.5, *other)
-    assert (code, count) == (0, 2)  # other weights under the name of GRPO
+    assert (code, count) == (0, 2)  # the GRPO adapter has other weights
     assert f"{names[4]}: evaluated again (adapter: " in said.out
     assert evaluated("parts", "--tool", "calculator")[:2] == (0, 6)
     code, count, said = evaluated("parts", "--resume", "--tool", "none")
     assert (code, count) == (0, 6)
     assert f"{names[0]}: evaluated again (--tool: calculator → None)" in said.out
-    assert evaluated("parts")[:2] == (0, 6)  # without --resume all
+    assert evaluated("parts")[:2] == (0, 6)  # without --resume, all rows are evaluated
     before = (trained / "parts" / "completions.jsonl").read_bytes()
 
     def broken(*_, **__):
@@ -401,16 +401,16 @@ def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
 
 @pytest.fixture(scope="module")
 def demo():
-    """examples/demo.py as a module."""
+    """Import examples/demo.py as a module."""
     spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/demo.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module  # dataclasses look their module up
+    sys.modules["demo"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monkeypatch, demo):
-    """Not of the adapters of the rows above it, merged into the base."""
+    """A row does not contain the adapters of earlier rows."""
     monkeypatch.setattr("rlm.evaluation.report.accuracy_bars", lambda *_: None)
     adapters = {name: tmp_path / name for name in ("sft", "grpo")}
     for seed, path in enumerate(adapters.values()):
@@ -429,7 +429,7 @@ def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monk
         return {name: [f["completion"] for f in failed if f["row"] == name] for name in ROWS}
 
     both, alone = greedy_texts(adapters["sft"]), greedy_texts("none")
-    assert [len(texts) for texts in both.values()] == [2, 2, 2]  # none is right by chance
+    assert [len(texts) for texts in both.values()] == [2, 2, 2]  # all completions are wrong
     assert len({text for texts in both.values() for text in texts}) == 6
     assert (both["base"], both["GRPO"]) == (alone["base"], alone["GRPO"])
 
@@ -470,15 +470,15 @@ def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monke
     said = [line for line in capsys.readouterr().out.splitlines() if line]
     assert said == [
         "[1 of 4] base: no estimate of the time left yet",
-        "[2 of 4] sft: about 8 min left",  # twice as slow, but for GRPO's limit: 120 + 300 + 60 s
-        "[3 of 4] grpo: about 4 min left",  # as fast as expected, now: 200 + 30 s
+        "[2 of 4] sft: about 8 min left",  # twice as slow; GRPO has a limit: 120 + 300 + 60 s
+        "[3 of 4] grpo: about 4 min left",  # now as fast as expected: 200 + 30 s
         "[4 of 4] last: about 11 s left",
     ]
     assert clock.seconds == {"base": 20.0, "sft": 50.0, "grpo": 30.0, "last": 5.0}
 
 
 def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, capsys):
-    """Of five: both right, both wrong, GRPO alone, SFT alone, GRPO alone again."""
+    """The five results are: both right, both wrong, only GRPO, only SFT, and only GRPO."""
     asked = [problem(id=name, question=f"Question {name}?", answer="7") for name in "abcde"]
     right, wrong = (replace(graded(r), text=f"<answer>{r}</answer>") for r in ("correct", "wrong"))
     sft = Evaluation(asked, [[right], [wrong], [wrong], [right], [wrong]])
@@ -510,12 +510,12 @@ def test_inference_with_lessons_in_front(trained, tmp_path, capsys):
     assert plain["question"] == informed["question"] == "2 + 2?"
     assert (plain["experiences"], informed["experiences"]) == ([], ["G1-001"])
     lesson = "Lessons from earlier problems:\n1. Add the numbers.\n\nProblem:\n"
-    assert informed["prompt_tokens"] - plain["prompt_tokens"] == len(lesson)  # a byte a token
+    assert informed["prompt_tokens"] - plain["prompt_tokens"] == len(lesson)  # each byte is a token
 
 
 def test_inference_json_and_base(trained, capsys):
     common = ["2 + 2?", "--adapter", trained / "grpo", "--max-new-tokens", 8]
-    assert run(inference, *common) == 0  # streams, then says what it found
+    assert run(inference, *common) == 0  # streams the text, and then prints the answer
     text = capsys.readouterr().out
     assert "answer: " in text
     assert 1 <= int(re.search(r"(\d+) tokens, \d+ tokens/s", text)[1]) <= 8
@@ -530,7 +530,7 @@ def test_inference_json_and_base(trained, capsys):
 
 
 def test_plain_peft_loads_the_adapter_and_says_the_same(trained, model_dir, in_fp32):
-    """Greedy text of transformers + PEFT, with nothing of ours but the prompt."""
+    """transformers and PEFT generate the same greedy text; only the prompt is ours."""
     model, tokenizer = inference.load_rlm_model(trained / "grpo")
     text = inference.generate_reasoning("Tom has 3?", model, tokenizer, max_new_tokens=24)
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -564,7 +564,7 @@ def test_importing_rlm_loads_no_torch():
         "print(rlm.data.load_word_problem_table.cache_info().currsize)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("set()\n0\n", "")  # the table is read at first use
+    assert (done.stdout, done.stderr) == ("set()\n0\n", "")  # the table is read at its first use
 
 
 def test_ctrl_c_while_torch_is_imported_prints_no_traceback():
@@ -607,7 +607,7 @@ WRONG_FILES = [
 
 
 def test_help_and_mistakes_are_answered_before_torch_is_loaded(tmp_path):
-    """All of them in one process, which has no torch."""
+    """All commands run in one process that cannot import torch."""
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n{"question": \n')
     asked = [[script, option] for script in SCRIPTS for option in ("--help", "--hlep")]
     asked += [[script, *typed] for script, typed, _ in WRONG_FILES]
@@ -628,7 +628,7 @@ def test_help_and_mistakes_are_answered_before_torch_is_loaded(tmp_path):
 
 
 def importers():
-    """For each library, the files of ours that import it other than for annotations."""
+    """Return, for each library, our files that import it other than for annotations."""
     found = defaultdict(set)
     for file in [*ROOT.glob("*.py"), *ROOT.glob("rlm/**/*.py")]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -643,8 +643,10 @@ def importers():
 
 
 def test_who_imports_what():
-    """The loop is ours; and PEFT imports bitsandbytes, which must be done before it, our way
-    (`rlm.model.quantize.import_bitsandbytes`)."""
+    """The GRPO loop does not use TRL, and bitsandbytes is imported before PEFT imports it.
+
+    See `rlm.model.quantize.import_bitsandbytes`.
+    """
     found = importers()
     assert found["trl"] == {"rlm/training/sft.py", "rlm/conformance/peer_trl.py"}
     assert found["peft"] <= {
@@ -677,8 +679,8 @@ SUMS, LONG = [f"{i} + 1?" for i in range(40)], [f"{i} {'x' * 990}" for i in rang
 
 
 def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path, capsys):
-    """A byte is a token, and 1,024 of them the window."""
-    file = questions_in(tmp_path / "mine.jsonl", SUMS + LONG)  # of each kind some are held out
+    """Each byte is a token, and the window has 1,024 tokens."""
+    file = questions_in(tmp_path / "mine.jsonl", SUMS + LONG)  # some of both kinds are held out
     grpo, found = tmp_path / "grpo", tmp_path / "found"
     arguments = [
         "--model", model_dir, "--dataset", file, "--sft-adapter", "none", "--steps", 1,
@@ -704,7 +706,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path,
 
 
 def test_a_few_shot_row_whose_prompts_are_too_long_is_left_out(model_dir, tmp_path, capsys):
-    """The problems stay."""
+    """Only the row is left out; the problems of the other rows stay the same."""
     arguments = ["--base-only", "--model", model_dir, *DATA, "--max-samples", 2, "--few-shot", 9]
     assert run(evaluate, *arguments, "--max-new-tokens", 8, "--output", tmp_path) == 0
     said = capsys.readouterr().out
@@ -754,7 +756,7 @@ MISTAKES = [
     (evaluate, ["--adapter", "nowhere"], "python train_grpo.py"),
     (evaluate, ["--adapter", "none"], "no adapter to evaluate"),
     (evaluate, ["--temperature", "0"], "above 0"),
-    # A file in the way is found before the work.
+    # A file at --output is detected before the evaluation.
     (evaluate, ["--base-only", *DATA, "--output", __file__], "--output"),
     (
         train_grpo,
@@ -807,17 +809,17 @@ CONFIGS = [
     "benchmarks.serving.ServingConfig",
     "benchmarks.evidence.plan.EvidenceConfig",
 ]
-# Flags for which a negative number means something.
+# Flags that accept negative numbers.
 SIGNED = {"seed", "seeds"}
 
 
 @pytest.mark.parametrize("path", CONFIGS)
 def test_every_flag_refuses_what_makes_no_sense(path):
-    """Each flag of each --help: text for a number, a negative count, an unknown choice."""
+    """Each flag rejects text instead of a number, a negative count, and an unknown choice."""
     cls = pkgutil.resolve_name(path)
     for flag in flags_of(cls):
         kinds = str(flag.kind)
-        tried = []  # text and paths: what they name is looked up when the script runs
+        tried = []  # empty for text and paths, which are checked when the script runs
         if flag.choices:
             tried = ["nonsense"]
         elif "int" in kinds or "float" in kinds:
@@ -845,13 +847,13 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, tokenizer, cap
 
 
 def test_another_chat_template_than_in_training_is_refused(trained, model_dir, tmp_path, capsys):
-    """The prompts would be others than those it learned to answer."""
+    """With another template, the prompts would differ from those of training."""
     other = shutil.copytree(model_dir, tmp_path / "other")
     template = other / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
     assert run(inference, "hi", "--adapter", trained / "grpo", "--model", other) == 2
     assert "another chat template" in capsys.readouterr().err
-    template.unlink()  # of a base model that was never taught to chat
+    template.unlink()  # as of a base model without chat training
     assert run(inference, "hi", "--adapter", trained / "grpo", "--model", other) == 2
     assert "no chat template; use an instruct model" in capsys.readouterr().err
 
@@ -860,7 +862,7 @@ def test_another_chat_template_than_in_training_is_refused(trained, model_dir, t
     "file", sorted((ROOT / "configs").glob("[dos]*.yaml")), ids=lambda f: f.name
 )
 def test_yaml_configs_parse(file):
-    """Configs of the demos, the shipped run and the recipes; test_configs.py has the others."""
+    """These are configs of demos, the shipped run and recipes; test_configs.py tests the others."""
     classes = {"sft": "train_sft.SFTConfig", "grpo": "train_grpo.GRPOConfig"}
     kind = file.stem.rpartition("_")[2]
     cls = pkgutil.resolve_name(classes.get(kind, "recipes.orchestrator.config.OrchestratorConfig"))
@@ -871,7 +873,7 @@ def test_yaml_configs_parse(file):
 
 
 def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
-    """What `make demo` does, with options of a few seconds."""
+    """Run `make demo` with options that take a few seconds."""
     common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\neval_samples: 0\n"
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")
     (tmp_path / "grpo.yaml").write_text(
@@ -896,7 +898,11 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     assert summary["peak_memory_gb"] > 0
     curve = summary["curve"]
     lengths = {name: len(points) for name, points in curve.items()}
-    assert lengths == {"greedy": 3, "sampled": 2, "validation": 3}  # at the start, and each step
+    assert lengths == {
+        "greedy": 3,
+        "sampled": 2,
+        "validation": 3,
+    }  # at the start and after each step
     for points in curve.values():
         assert [seconds for seconds, _ in points] == sorted(seconds for seconds, _ in points)
     assert (tmp_path / "demo" / "learning.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""server.py: what it offers, how it refuses to start, a real process from start to end."""
+"""server.py: the adapters it offers, rejected options, and a real process from start to end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def weights(model_dir, tokenizer, tmp_path_factory) -> Path:
-    """A folder with two adapters of the tiny base, both far from zero."""
+    """Return a folder with two adapters of the tiny base model, both far from zero."""
     folder = tmp_path_factory.mktemp("weights")
     for seed, name in enumerate(("final_rlm_lora", "sft.v2")):
         torch.manual_seed(seed)
@@ -78,14 +78,16 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
         models = find_models(tmp_path / "a", None, None, base=base)
         assert (models.base_model, models.quantize) == (str(model_dir), "8bit")
         assert (list(models.adapters), models.default) == (offered, offered[-1])
-        assert models.adapters["base"].format == FORMATS["simple"]  # as inference.py --base asks
+        assert models.adapters["base"].format == FORMATS["simple"]  # as with inference.py --base
     nowhere = tmp_path / "none"
     assert find_models(nowhere, None, str(model_dir), base=True).default == "base"
     assert find_models(nowhere, weights, None, base=True).base_model == str(model_dir)
     (tmp_path / "a" / "run.json").write_text(
         json.dumps(run | {"base_model": "b", "base_hash": "b"})
     )
-    models = find_models(tmp_path / "a", weights, None, base=True)  # a folder of another base
+    models = find_models(
+        tmp_path / "a", weights, None, base=True
+    )  # a folder with an adapter of another base model
     assert (models.base_model, models.quantize) == (str(model_dir), "none")
 
 
@@ -156,7 +158,7 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
 def test_each_adapter_answers_as_if_it_were_alone(
     merged, weights, model_dir, tokenizer, in_fp32, monkeypatch
 ):
-    """All stand on one model and are asked at once; prefix, weights and cache are each one's."""
+    """All adapters share a model and are used at once, each with its own prefix and cache."""
     monkeypatch.setattr("rlm.serving.models.Sampler", partial(Sampler, merged=merged))
     models = find_models(weights / "final_rlm_lora", weights, None)
     engine = Engine(lambda: load_replicas(models, tokenizer, max_num_seqs=2), LIMITS)
@@ -214,7 +216,7 @@ def test_a_hostile_or_broken_adapter_is_refused_at_the_start(
 
 
 def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path, tokenizer):
-    """PEFT's base_model_name_or_path could be a hub id: nothing is loaded from there."""
+    """PEFT's base_model_name_or_path may be a hub id, from which nothing is loaded."""
     shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
     config = tmp_path / "a" / "adapter_config.json"
     changed = json.loads(config.read_text()) | {"base_model_name_or_path": "evil/model"}
@@ -235,7 +237,7 @@ def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
 
 @pytest.fixture(autouse=True)
 def logging_is_restored(server_log):
-    """server.main sends all logging to this test's stderr, which is closed after it."""
+    """Restore the logging, which server.main redirects to a stream that the test closes."""
 
 
 def start(capsys, *arguments) -> tuple[int, str]:
@@ -283,7 +285,7 @@ def test_who_may_ask_without_a_key_is_said(capsys, monkeypatch):
 
     def said(**options: object) -> str:
         server.main(server.ServerConfig(port=0, **options))
-        return capsys.readouterr().out.partition("loading")[0]  # above the line "loading …"
+        return capsys.readouterr().out.partition("loading")[0]  # the output before "loading …"
 
     limits = "with 20 requests a minute for each address and 1024 tokens for each request"
     for tunnel in ({"ngrok": True}, {"allow_host": ("my.ngrok.app",)}):
@@ -305,7 +307,7 @@ def test_who_may_ask_without_a_key_is_said(capsys, monkeypatch):
 
 
 def test_a_port_in_use(capsys, monkeypatch):
-    """Also one that another server has only just taken."""
+    """The message is the same if another server takes the port at the last moment."""
     monkeypatch.delenv("RLM_API_KEY", raising=False)
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -348,7 +350,7 @@ def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
 
 
 def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, SecuritySettings]:
-    """What stands around the app when the server runs with these options; it leaves at once."""
+    """Start the server with these options, and return it with its settings instead of running."""
     made = []
 
     class Watched(GracefulServer):
@@ -366,7 +368,7 @@ def served_by(monkeypatch, tokenizer, *arguments) -> tuple[GracefulServer, Secur
         keys = Keys(["a-key-of-some-length"])
         assert asyncio.run(server._serve(config, service, keys, listening)) == 0
     app = made[0].config.app
-    inner = getattr(app, "app", app)  # with --allow-origin CORS is around it
+    inner = getattr(app, "app", app)  # --allow-origin wraps the app in the CORS middleware
     assert inner._count == service.metrics.count_response
     settings = inner._settings
     assert settings.keys is keys
@@ -378,7 +380,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     usual, settings = served_by(monkeypatch, tokenizer)
     assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
     assert not settings.allowed_hosts.numeric
-    assert usual._seconds == 25  # of draining, as docs/reference/serving.md has it
+    assert usual._seconds == 25  # the time limit for draining in docs/reference/serving.md
     named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
     _, settings = served_by(monkeypatch, tokenizer, *named)
     assert settings.allowed_hosts == here | {"my.machine", "other"}
@@ -434,7 +436,7 @@ def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent):  # noqa:
         public = service.public_url
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with httpx2.Client(headers=key, timeout=30) as client:
-            info = client.get(public + "/phase1/info").json()  # from outside
+            info = client.get(public + "/phase1/info").json()  # through the tunnel
             assert (info["public_url"], info["needs_key"]) == (public, True)
             os.kill(agent.facts()["pid"], signal.SIGKILL)
             wait_until(lambda: service.public_url is None)
@@ -445,7 +447,7 @@ def test_the_public_url_is_told_until_the_agent_dies(tokenizer, agent):  # noqa:
         try:
             use_it()
         finally:
-            service.engine.state = "dead"  # the server leaves
+            service.engine.state = "dead"  # ends the server
 
     with ThreadPoolExecutor(1) as pool:
         used = pool.submit(use_it_and_end)
@@ -473,7 +475,7 @@ def test_the_tunnel_leads_to_the_address_that_is_bound():
 
 
 def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
-    """It watches the engine; without it nobody would."""
+    """The attendant watches the engine, so the server must not continue without it."""
 
     async def broken(*_):
         raise ZeroDivisionError
@@ -486,10 +488,10 @@ def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
 
 @contextmanager
 def server_process(folder: Path, *options: object):
-    """server.py, started in a folder: the process, its URL, and what it said until it was ready."""
+    """Start server.py in a folder; yield the process, its URL and its output until it is ready."""
     env = {k: v for k, v in os.environ.items() if k not in ("RLM_API_KEY", "NGROK_AUTHTOKEN")}
     command = [sys.executable, str(ROOT / "server.py"), "--port", "0", *map(str, options)]
-    with (folder / "log").open("w") as log:  # not a pipe: a full one that nobody reads stops it
+    with (folder / "log").open("w") as log:  # a pipe that is not read would fill up and block
         process = subprocess.Popen(
             command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=log
         )
@@ -513,8 +515,10 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
         assert said_first.startswith("API key for this run")
         assert "ready: " in rest
         key = re.search(r"shown once: (\S+)", said)[1]
-        lines = iter(process.stdout.readline, "")  # one may be about the batch
-        assert any("NGROK_AUTHTOKEN" in line for line in lines)  # no tunnel, and it continues
+        lines = iter(process.stdout.readline, "")  # a line may be about the batch
+        assert any(
+            "NGROK_AUTHTOKEN" in line for line in lines
+        )  # the server continues without a tunnel
         with httpx2.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "What is 2 + 3?"}
             assert client.post("/phase1/reasoning", json=body).status_code == 401
@@ -524,21 +528,21 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
             assert answer["model"]["adapter"] == "final_rlm_lora"
             other = client.post("/phase1/reasoning", json=body | {"adapter": "sft.v2"}).json()
             assert other["response"] != answer["response"]
-            with ThreadPoolExecutor(5) as pool:  # a signal with five in flight: all have an end
+            with ThreadPoolExecutor(5) as pool:  # all five requests end after a signal
                 post = partial(pool.submit, client.post, "/phase1/reasoning")
-                # The one row is taken for long: nearly greedy, the tiny base goes on to the limit.
-                # So the four behind it cannot have ended before the fifth has come.
+                # The first request occupies the only row for long: near temperature 0, the tiny
+                # base model continues to the limit. The next four cannot end before the fifth.
                 first = {"prompt": "x", "n": 16, "temperature": 0.01, "adapter": "base"}
                 asked = [post(json=first)]
                 wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 1)
-                behind = {"prompt": "x", "adapter": "base"}  # each adapter has rows of its own
+                behind = {"prompt": "x", "adapter": "base"}  # each adapter has its own rows
                 asked += [post(json=behind | {"seed": i, "stream": i > 2}) for i in range(1, 5)]
                 wait_until(lambda: client.get("/phase1/info").json()["running"]["requests"] == 5)
                 signalled = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 ends = [one.result() for one in asked]
-            # A slow machine may not finish all of them in the 25 s that a server drains; then it
-            # says so, and not before.
+            # A slow machine may not finish all requests in the 25 s for draining. Only then may the
+            # server report this.
             whole = [end.status_code == 200 for end in ends[:3]]
             whole += ["event: done" in end.text for end in ends[3:]]
             late = [end.text for end, finished in zip(ends, whole, strict=True) if not finished]
@@ -553,7 +557,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
 
 @pytest.mark.slow
 def test_the_image_has_what_the_server_imports(tmp_path):
-    """The Dockerfile leaves packages and files out; nothing that it keeps may ask for them."""
+    """The Dockerfile leaves out packages and files, which the remaining code must not import."""
     recipe = (ROOT / "Dockerfile").read_text()
     (left_out,) = re.findall(r"grep -vE '\^\(torch\|([\w|]+)\)=='", recipe)
     for name in re.findall(r"^COPY (\w+) \1$", recipe, re.M):

@@ -1,4 +1,4 @@
-"""`torchrun` on two machines: two agents on this one, each in a directory of its own."""
+"""`torchrun` on two machines, simulated by two agents in different directories of this machine."""
 
 import json
 import socket
@@ -24,10 +24,10 @@ def parity(completions, **columns):
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(len(text) % 2) for text in completions]
 """
-LOST = "error: another of the processes that share this run has ended or does not answer"
+LOST = "error: another process of this run has ended or does not answer"
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
-pytestmark = pytest.mark.slow  # a start of the script takes seconds, an agent's imports too
+pytestmark = pytest.mark.slow  # each start of the script and of an agent takes seconds
 
 
 class Machines:
@@ -85,7 +85,7 @@ def machines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(machines) -> dict[str, torch.Tensor]:
-    """The adapter of one process."""
+    """Return the adapter of a run with one process."""
     process = machines.start("alone")
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
@@ -113,7 +113,7 @@ def test_a_machine_dies_and_both_go_on(machines, alone, dead):
     ended = machines.two(DIES_AT=f"{dead}:3")
     assert time.monotonic() - began < 120
     code, said = ended[1 - dead]
-    assert code == 1, said  # the agent's, for its process ended with 2
+    assert code == 1, said  # the code of the agent; its process ended with 2
     assert said.count(LOST) == 1
     assert "exitcode  : 2" in said
     assert "Traceback" not in said.split(LOST)[0]

@@ -1,4 +1,4 @@
-"""The calculator against exact arithmetic, hostile text, and how a tool is named and checked."""
+"""Tools: the calculator compared with exact arithmetic, hostile texts, and checks of --tool."""
 
 import re
 import time
@@ -34,7 +34,7 @@ def test_a_result_is_exact(expression, result):
 @pytest.mark.parametrize(
     "text",
     [
-        "<<10/3=", "<<1/3=", "<<1/128=", "<<999999999999999+1=",  # no short finite decimal
+        "<<10/3=", "<<1/3=", "<<1/128=", "<<999999999999999+1=",  # no short decimal result
         "<<1/0=", "<<5/(3-3)=", "<<=", "<< =", "<<+=", "<<3+=", "<<*3=", "<<(3+4=", "<<3+4)=",
         "<<()=", "<<3 4=", "<<2(3)=", "<<3+4", "<<3+4==", "<<3+4>>=", "3+4=", "<3+4=", "<<3+\n4=",
         "<<x=", "<<1e5=", "<<2**3=", "<<7//2=", "<<1,000+1=", "<<$3+4=", "<<.=", "<<1.2.3=",

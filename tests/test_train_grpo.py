@@ -621,7 +621,7 @@ def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
     model_dir, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
-    with pytest.raises(UsageError, match="even at half the rate; start again with a lower --learn"):
+    with pytest.raises(UsageError, match="even at half the learning rate; start again"):
         train(model_dir, a_config(tmp_path, steps=30))
     said = capsys.readouterr().out
     assert "continuing from the weights of step 0 with half the learning rate" in said

@@ -1,4 +1,4 @@
-"""The checker of `make lint` sees into the trainer: an error that is put there is reported."""
+"""The type checker of `make lint` reports an error that is inserted into the trainer."""
 
 import subprocess
 import sys

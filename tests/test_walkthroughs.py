@@ -1,5 +1,8 @@
-"""What a reader types runs as it is written, on a tiny model: the Python blocks that the project
-was asked for, those of two pages, the tutorial's commands and the notebook's cells."""
+"""Runs the examples of the documentation unchanged, with a tiny model.
+
+The examples are the Python blocks of two pages and of a published document, the commands of the
+tutorial and the cells of the notebook.
+"""
 
 import ast
 import contextlib
@@ -112,7 +115,7 @@ trainer = GRPOTrainer(
 
 @pytest.fixture(scope="module")
 def early_model(tmp_path_factory):
-    """Half of the tokens end a completion, so examples with 512 new tokens take seconds."""
+    """Save a model in which half of the tokens are end tokens, so completions are short."""
     path = tmp_path_factory.mktemp("early")
     model = tiny_model(**PACKABLE, intermediate_size=128)
     model.generation_config.eos_token_id = [*range(128), 257]
@@ -123,7 +126,7 @@ def early_model(tmp_path_factory):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """An empty working directory, and a hub that has our own problems in GSM8K's fields."""
+    """Enter an empty directory, and simulate a hub with our own problems in GSM8K's columns."""
     monkeypatch.chdir(tmp_path)
     rows = list(map(vars, generate_word_problems("train", 12, 0, [1])))
     monkeypatch.setattr(loaders, "read_dataset", lambda name, arguments: enumerate(rows, 1))
@@ -134,14 +137,14 @@ def test_python_blocks(early_model, hub, capsys):
     names = {}
     for block in BLOCKS:
         exec(block.replace("MODEL", str(early_model)), names)
-    assert len(names["dataset"]) == 12  # all that this hub has
+    assert len(names["dataset"]) == 12  # the simulated hub has no more
     assert Path("weights/final_rlm_lora/adapter_model.safetensors").is_file()
     assert Path("runs/grpo/metrics.jsonl").is_file()
     out = capsys.readouterr().out
-    assert "steps: 3 (" in out  # one pass, 4 problems a step
+    assert "steps: 3 (" in out  # one pass, with 4 problems in each step
     assert "training starts from a bare model" in out
     assert "no CUDA GPU here, so the base model is loaded without quantization" in out
-    # What the blocks make, and do not use themselves:
+    # The blocks define these names, but do not use them.
     assert names["reward_fn"]("<think>so</think><answer>5</answer>", "5") > 0.5
     scores = names["trainer"].scorer(names["dataset"][:1], [["That is Correct.", "5"]])
     assert scores.rewards == [[1.0, 0.0]]
@@ -150,7 +153,7 @@ def test_python_blocks(early_model, hub, capsys):
 
 @needs_shared("seeds")
 def test_the_blocks_are_those_of_the_document_and_its_commands_are_accepted():
-    """Blocks as syntax trees, because comments are the document's own."""
+    """The blocks are compared as syntax trees, because the comments may differ."""
     (document,) = (SHARED / "seeds").glob("002_*.txt")
     text = document.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -212,7 +215,7 @@ SCRIPTS = {
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *argv = shlex.split(command, comments=True)
-    if name == "server.py":  # made, and not started
+    if name == "server.py":  # only its config is made
         config = resolve_config(server.ServerConfig, argv)
         assert server._service(config, ()).models.default == config.adapter.name
         return
@@ -225,7 +228,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         start = partial(run_main, script.main, config, argv=argv)
     with pytest.raises(SystemExit) as exit:
         start()
-    # The doctor says that this model knows nothing.
+    # The doctor finds that this model solves nothing.
     assert exit.value.code in ((1,) if "--doctor" in argv else (0, None)), command
 
 
@@ -243,7 +246,7 @@ def test_the_tutorials_commands_run(model_dir, tmp_path, monkeypatch, capsys):
 
 
 def test_the_tutorials_files(tmp_path):
-    """The script makes them, the page shows them, and no test problem is trained on."""
+    """The script writes the files, the page quotes them, and no test problem is trained on."""
     made = shutil.copy(ROOT / "examples/roman.py", tmp_path)
     subprocess.run([sys.executable, made], check=True)
     names = "roman.jsonl", "roman_test.jsonl"
@@ -268,8 +271,10 @@ def test_the_tutorials_files(tmp_path):
 
 @pytest.mark.slow
 def test_the_tutorial_teaches_the_real_model(smollm2, tmp_path, monkeypatch):
-    """From the file to the answer over both protocols. GRPO answers more of the held-out problems
-    than its start, with an interval above zero."""
+    """The tutorial's commands work with the embedded model, up to the server's two protocols.
+
+    GRPO improves the accuracy on held-out problems, and the interval is above zero.
+    """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", "examples")
     trained = [command for command in COMMANDS if re.match("train_(?!.*--doctor)|eval", command)]
@@ -311,7 +316,7 @@ def test_the_notebooks_cell_of_advantages_runs(capsys):
 
 @pytest.mark.slow
 def test_the_notebooks_cells_run_in_order(model_dir, tmp_path, monkeypatch):
-    for name in (*SCRIPTS, "server.py", "rlm"):  # a checkout whose runs and weights are its own
+    for name in (*SCRIPTS, "server.py", "rlm"):  # a checkout with its own runs and weights
         (tmp_path / name).symlink_to(ROOT / name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -339,7 +344,7 @@ def test_the_notebooks_cells_run_in_order(model_dir, tmp_path, monkeypatch):
             if cell["cell_type"] != "code" or tags == ["setup"]:
                 continue
             source = "".join(cell["source"]).replace("8000", port)
-            # IPython's own syntax: `!command {name}` becomes a call of `shell`.
+            # IPython's `!command {name}` becomes a call of `shell`.
             source = re.sub(r"^!(.*)$", lambda m: f"shell(f{m[1]!r})", source, flags=re.M)
             exec(compile(source, source[:60], "exec"), space)
             if tags == ["parameters"]:

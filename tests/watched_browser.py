@@ -1,10 +1,10 @@
-"""Chromium for tests of the page; conftest.py has the fixture `browser`, one for all modules.
+"""Chromium for tests of the page; all modules share the fixture `browser` in conftest.py.
 
     with watched_page(browser, url) as page:
         page.goto(url)
 
-On leaving, the page must have asked nothing of any other address, and must have raised no error,
-opened no dialog and violated no content security policy.
+At the end of the block, the page must not have requested any other address, raised an error, opened
+a dialog or violated its content security policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-PATIENCE = 15_000  # ms; a busy machine is no failure
+PATIENCE = 15_000  # milliseconds; long, because the machine may be busy
 
 # Runs before the page's own script, in every document.
 WATCH = """
@@ -45,7 +45,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def watched_page(browser: Browser, origin: str, **options: Any) -> Iterator[Page]:
-    """A new window with its own storage. options: of Playwright's new_context."""
+    """Open a new window with its own storage; `options` are those of Playwright's new_context."""
     context = browser.new_context(**({"viewport": {"width": 960, "height": 900}} | options))
     context.set_default_timeout(PATIENCE)
     context.add_init_script(WATCH)
@@ -63,7 +63,7 @@ def watched_page(browser: Browser, origin: str, **options: Any) -> Iterator[Page
 
 
 def expect(*args: Any) -> Any:
-    """Playwright's, imported only where a browser runs."""
+    """Call Playwright's `expect`, which is imported only if a browser runs."""
     from playwright.sync_api import expect as of_playwright
 
     return of_playwright(*args)

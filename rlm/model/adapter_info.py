@@ -43,7 +43,7 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
     if missing and path.is_dir():
         below = [str(file.parent) for file in sorted(path.glob(f"[!.]*/{ADAPTER_FILES[0]}"))]
         if below:
-            how_to_make = f"name the folder in it: {', '.join(below)}"
+            how_to_make = f"name a folder inside it: {', '.join(below)}"
         elif output := _settings(path / "config.json").get("output"):  # a run directory
             how_to_make = f"it is the directory of a run, whose adapter is saved in {output}"
         elif (path / "adapter_model.bin").is_file():
@@ -58,7 +58,9 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
             )
         raise UsageError(f"adapter {path} has no {missing[0]}; {how_to_make}")
     if path.is_file():
-        raise UsageError(f"adapter {path} is a file; name its folder: {path.parent}")
+        raise UsageError(
+            f"adapter {path} is a file; name the folder that contains it: {path.parent}"
+        )
     if missing:
         there = [str(file.parent) for file in sorted(path.parent.glob(f"[!.]*/{ADAPTER_FILES[1]}"))]
         there = [name for name in there if not name.endswith(".prev")]  # a replaced adapter
@@ -89,12 +91,14 @@ def _settings(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """The base model and the training settings of an adapter; defaults if another tool made it.
+    """The base model and the training settings of an adapter, as its run.json records them.
+
+    If another tool made the adapter, there is no run.json, and most fields have their defaults.
 
     base_model: the name in run.json, or else the name in PEFT's adapter_config.json.
     quantize: the quantization of the base model in training.
     reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    system_prompt: the user's system prompt; None stands for that of the reasoning format.
+    system_prompt: the user's system prompt; None: the one of the reasoning format.
     tool: the name of the tool for --tool.
     answer_types: the answer types of the training data, the most frequent type first.
     run: the whole content of run.json.
@@ -163,7 +167,8 @@ class AdapterInfo:
         """Return the base model and its quantization, from the flags or else from training.
 
         Raises:
-            UsageError: no base model is named, or that of training is a folder that does not exist.
+            UsageError: no base model is named, or the base model of training is a folder that
+                does not exist.
         """
         model = model or self.base_model
         if model is None:

@@ -84,14 +84,15 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
-        # Excludes routers with a class of the architecture (phimoe), but not quantized layers.
+        # Excludes routers whose class belongs to the architecture (phimoe), not quantized layers.
         and not type(module).__module__.startswith("transformers.models.")
     }
     options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
     try:
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
-        if made.target_parameters:  # PEFT added experts, whose old names these are
+        # PEFT also adapts experts if a name was that of their layers in an earlier version.
+        if made.target_parameters:
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)
             policy = get_peft_model(bare, LoraConfig(target_modules=[*names], **options))
@@ -263,9 +264,9 @@ def fill_adapter(policy: PeftModel, path: Path) -> None:
 def _plain_config(path: Path) -> LoraConfig:
     """Read adapter_config.json, and check that it describes plain LoRA of linear layers.
 
-    Other features of PEFT would change the base model, which rows, adapters and the KL term share,
-    or the sampler would ignore these features. Therefore only the options in `PLAIN_LORA` may be
-    set; every other option of the installed PEFT version must be off.
+    Other features of PEFT change the base model, which the other adapters and the reference model
+    share, or are ignored by the sampler. Therefore only the options in `PLAIN_LORA` may be set;
+    every other option of the installed PEFT version must be off.
 
     Raises:
         UsageError: the file cannot be read, or it describes more than plain LoRA.
@@ -311,7 +312,7 @@ def _plain_config(path: Path) -> LoraConfig:
 def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
     """Read the tensors of an adapter, and return them under the names that PEFT expects.
 
-    Some tools write the name of the adapter into the names of the tensors, where it is removed.
+    Some tools write the name of the adapter into the names of the tensors; it is removed from them.
 
     Raises:
         UsageError: a tensor is not a LoRA matrix of a linear layer (PEFT would write the tensor

@@ -44,7 +44,7 @@ PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by s
 LFS_POINTER = b"version https://git-lfs"
 READ_FILES = ("*.safetensors", "tokenizer*")  # model files that may be Git LFS pointers
 WEIGHTS = "model*.safetensors"  # weight files of a model on the hub
-# Exceptions of the libraries for files that are missing, damaged or of another program.
+# Exceptions that the libraries raise for files that are missing, damaged or in another format.
 LOADING_ERRORS = (
     *(ImportError, OSError, ValueError, TypeError, KeyError),
     *(SafetensorError, StrictDataclassError),
@@ -102,7 +102,7 @@ def _embedded_model() -> Path:
     folder, name = files[0].parent, files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     terminal.line(f"unpacking {EMBEDDED_MODEL} into {target}, once (0.5 GB)")
-    with redirect_stderr(io.StringIO()):  # hides a progress bar that has no option
+    with redirect_stderr(io.StringIO()):  # no option hides its progress bar
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
@@ -303,9 +303,9 @@ def decoder_and_head(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedMode
 def context_window(model: PreTrainedModel | PeftModel) -> int | None:
     """Return the maximum length of a prompt with its completion; None if there is no limit.
 
-    Neither the sampler nor the packed training pass supports longer sequences than `local_window`,
-    or than the original window of a model with LongRoPE (Phi-3 and Phi-4-mini), which rotates the
-    keys of all rows of a batch in another way if one row is longer.
+    Neither the sampler nor the packed training pass supports sequences beyond `local_window`. The
+    limit of a model with LongRoPE (Phi-3 and Phi-4-mini) is its original window, because a longer
+    row would change the rotation of the keys in all rows of its batch.
     """
     config = model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), local_window(model)]
@@ -316,7 +316,8 @@ def context_window(model: PreTrainedModel | PeftModel) -> int | None:
 
 
 def check_context_window(model: PreTrainedModel | PeftModel, tokens: int) -> None:
-    """
+    """Check that the model supports sequences of a given length.
+
     Args:
         tokens: the maximum length of a prompt with its completion.
 
@@ -427,7 +428,7 @@ def _announced_download(name: str, size: int) -> Iterator[None]:
 def _sha256(file: Path) -> bytes:
     """Return the SHA-256 of a file.
 
-    In the hub's cache the name of a large file is its hash, so that such a file need not be read.
+    In the hub's cache, the name of a large file is its hash, so such a file need not be read.
     """
     name = file.resolve().name
     if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", name):

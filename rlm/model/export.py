@@ -82,8 +82,8 @@ def save_adapter(
 
     Only the adapter "default" is saved. When all files are on disk, the new adapter replaces the
     previous adapter. The previous adapter is moved to `<name>.prev` in the same folder, or to
-    `shipped_rlm_lora` if it came with the project. The previous adapter is deleted without
-    `keep_previous`, or if it has the same weights, because a resumed run may export again.
+    `shipped_rlm_lora` if it came with the project. It is deleted instead if `keep_previous` is
+    False or if it has the same weights, because a resumed run may export again.
 
     Raises:
         UsageError: the adapter cannot be written; the previous adapter is preserved.
@@ -161,7 +161,7 @@ def merge_adapter(
     check_adapter(adapter, HOW_TO_TRAIN)
     model, _ = AdapterInfo.load(adapter).resolve_base(model)
     base = load_base(model, Device("cpu", getattr(torch, dtype), "merging"))
-    if getattr(base, "is_quantized", False):  # the files on the hub may be of 4 bits
+    if getattr(base, "is_quantized", False):  # the hub's files may be quantized
         base = base.dequantize(getattr(torch, dtype))
     check_base(adapter, model, base_model_hash(model))
     tokenizer = load_tokenizer(model)
@@ -172,7 +172,7 @@ def merge_adapter(
             "program uses it"
         )
     policy = load_adapter(base, adapter, trainable=False)
-    for layer in lora_layers(policy):  # PEFT's merge_and_unload would add in `dtype`
+    for layer in lora_layers(policy):  # PEFT's merge_and_unload would compute the sum in `dtype`
         layer.get_base_layer().weight.data = merged_weight(cast("nn.Module", layer))
     merged = policy.unload()
     # Other programs must stop at the same tokens as ours, including the token that ends a turn.
@@ -180,7 +180,7 @@ def merge_adapter(
     settings.eos_token_id = sorted(stop_token_ids(tokenizer, settings))
     try:
         settings.validate(strict=True)
-    except ValueError:  # transformers would not save a temperature that lacks do_sample
+    except ValueError:  # transformers refuses to save a temperature without do_sample
         settings.do_sample = True
     return merged, tokenizer
 

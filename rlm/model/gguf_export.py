@@ -28,7 +28,7 @@ ARCHITECTURES = {
 }
 GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
-# The steps of a pre-tokenizer, and llama.cpp's name of the pre-tokenizer (`tokenizer.ggml.pre`).
+# Maps the steps of a pre-tokenizer to llama.cpp's name of it (`tokenizer.ggml.pre`).
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,14 +45,14 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Check that llama.cpp computes the same results from the GGUF file as the model.
 
     Raises:
-        UsageError: the architecture, rotary scaling or tokenizer is not supported.
+        UsageError: the architecture, RoPE scaling or tokenizer is not supported.
     """
     config, reason = model.config, None
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in ARCHITECTURES:
         reason = f"the architecture {config.model_type}"
     elif rope.get("rope_type", "default") != "default":
-        reason = f"rotary scaling of the kind {rope['rope_type']}"
+        reason = f"RoPE scaling of the type {rope['rope_type']}"
     elif getattr(config, "use_sliding_window", False):
         reason = "a sliding window"
     elif _pre_tokenizer(tokenizer) is None:

@@ -280,10 +280,10 @@ def prepare_process() -> None:
 
 
 def _limit_threads() -> None:
-    """Use at most as many threads as control groups allow CPUs, such as Docker's option --cpus.
+    """Limit the threads to the CPUs that control groups allow, for example with Docker's --cpus.
 
-    torch counts the cores of the machine. Threads that wait for each other would use up the allowed
-    time, and the system would then stop all of them.
+    By default, torch uses all cores of the machine. Threads that wait for each other would use up
+    the allowed time, and the system would then stop all of them.
     """
     allowed = [torch.get_num_threads()]
     for group in _control_groups():
@@ -314,7 +314,7 @@ def _control_groups() -> list[Path]:
 
 
 def available_memory(device_type: str) -> int:
-    """Return the available memory in bytes: of the GPU, or of this machine or its control groups.
+    """Return the available bytes of the GPU, or of this machine within its control groups' limits.
 
     Containers, Slurm and systemd limit memory with control groups. Only version 2 is read.
     The processes that torchrun starts on a machine share its memory equally.

@@ -24,11 +24,10 @@ QUANTIZATIONS = ("none", "4bit", "8bit")
 
 
 def import_bitsandbytes() -> None:
-    """Import bitsandbytes before another library does, without its search for `kernels`.
+    """Import bitsandbytes before another library does, and hide the package `kernels` from it.
 
-    On CPUs with AVX512-BF16 importing bitsandbytes would download compiled code from the hub if
-    the package `kernels` is installed, and would print a warning if it is not installed. Nothing
-    here uses that code.
+    On CPUs with AVX512-BF16, the import of bitsandbytes would download compiled code from the hub
+    if `kernels` is installed, and would print a warning otherwise. Nothing here uses that code.
     """
     if "bitsandbytes" in sys.modules:
         return
@@ -49,7 +48,7 @@ def quantization_config(quantize: str, dtype: torch.dtype) -> BitsAndBytesConfig
     """Return the config with which transformers quantizes loaded weights; None for "none".
 
     Args:
-        dtype: dtype of the matmuls; 8-bit matmuls compute outliers in this dtype.
+        dtype: the dtype of 4-bit matmuls.
     """
     from transformers import BitsAndBytesConfig
 
@@ -70,9 +69,9 @@ def freeze_packed_weights(model: PreTrainedModel) -> None:
     place, for a matmul that has no backward pass. We train in eval mode (without dropout).
 
     Raises:
-        UsageError: the rows of 4-bit weights do not consist of whole blocks, or 8-bit matmuls are
-            wrong on this CPU. On CPUs with AVX-512, bitsandbytes 0.50 silently dequantizes such
-            rows wrongly, by 40 % of their norm.
+        UsageError: 8-bit matmuls are wrong on this CPU, or the rows of 4-bit weights on a CPU do
+            not consist of whole blocks. On CPUs with AVX-512, bitsandbytes 0.50 silently
+            dequantizes such rows wrongly, with an error of 40 % of their norm.
     """
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 
@@ -119,7 +118,7 @@ def multiplies_int8_exactly() -> bool:
 
 
 def dequantized_weight(linear: nn.Module) -> torch.Tensor:
-    """Return a linear layer's weight (out, in), dequantized as in its matmul if quantized."""
+    """Return a linear layer's weight (out, in); a quantized one is dequantized as in its matmul."""
     from bitsandbytes import functional
     from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt
 

@@ -460,7 +460,7 @@ def softmax_scale(query: Tensor, scaling: float | None, options: Mapping[str, ob
 
 
 def attention_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return the memory in bytes for the weights and scores of a block, and for their gradients.
+    """Return the bytes of the scores and attention weights of a block, and of their gradients.
 
     The result is 0 if the config names another attention implementation.
     """

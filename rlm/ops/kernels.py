@@ -113,7 +113,7 @@ def ops_for(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None
     """
     if model.device.type != "cpu":
         return TorchOps(
-            f"{model.device.type} is not supported", "the results of GPU matmuls depend on it"
+            "they run only on CPUs", "GPU matmuls may round differently for another batch size"
         )
     config = model.config.get_text_config()
     queries = config.num_attention_heads // num_key_value_heads(config)
@@ -143,7 +143,7 @@ class Kernels:
     """The functions of the C files, for tensors on the CPU."""
 
     description = "kernels compiled"
-    new_store = staticmethod(torch.empty)  # allocates a cache; rows read only what they wrote
+    new_store = staticmethod(torch.empty)  # allocates a cache; unwritten entries are never used
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, head_shape: tuple[int, int]
@@ -153,8 +153,8 @@ class Kernels:
         self._columns = library.block_columns()  # 32 if matmuls use AMX tiles
         # Whether matmuls are compiled for this CPU and dtype.
         self.has_linear = self._columns > 0
-        self._inputs_together = library.inputs_together()  # inputs with adjacent weights
-        self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, without a copy
+        self._inputs_together = library.inputs_together()  # number of inputs with adjacent weights
+        self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, which makes no copy
         self._library = library
         for name, arguments in _SIGNATURES.items():
             if name not in _MATMULS or self.has_linear:
@@ -303,7 +303,8 @@ class Kernels:
             uniform: random numbers (N,) in [0, 1).
 
         Returns:
-            The token ids (N,) and their log-probabilities (N,), or None if a logit is not finite.
+            The token ids (N,) and their log-probabilities (N,), or None if a row has a logit of NaN
+            or +inf, or only logits of -inf. A token with the logit -inf is never sampled.
         """
         assert logits.dtype == self.dtype
         logits, uniform = logits.contiguous(), uniform.double().contiguous()
@@ -374,7 +375,7 @@ class Kernels:
 
         Args:
             q: (B, S, H·Q, D), contiguous.
-            k: (B, S, H, D), and v, contiguous.
+            k, v: (B, S, H, D), contiguous.
             hidden: whether a key is hidden from a query, (B or 1, keys, queries) of bool, with
                 keys and queries padded to whole blocks.
             seen: whether any key of a block is visible to any query of a block, (B or 1, query

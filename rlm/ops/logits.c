@@ -57,7 +57,8 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
 /* Samples a token from each row of logits (rows, vocabulary), and computes its log-probability. The
  * method is that of torch_ops.py: the running sum over blocks of the vocabulary selects a block,
  * and the running sum inside this block selects the token. If `cold`, the first of the likeliest
- * tokens is selected. Returns 1 if the logits of a row are not finite. */
+ * tokens is selected. A logit of -inf is valid. Returns 1 if a row has a logit of NaN or +inf, or
+ * only logits of -inf. */
 int sample(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
            const double *uniform, int64_t *tokens, float *logprobs, int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;

@@ -1,4 +1,4 @@
-/* The dtype of all compiled code, and what several files use.
+/* Defines the dtype of all compiled code, and functions that several files use.
  *
  * Numbers are fp32, or bf16 with -DBF16. Every result is computed in fp32 and rounded once.
  */
@@ -60,7 +60,7 @@ static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
     return 1 / sqrtf(sum / width + epsilon);
 }
 
-/* AMX tiles multiply bf16 numbers where the CPU has them; tests define the tile instructions. */
+/* bf16 matmuls use AMX tiles if the CPU has them. Tests emulate the tile instructions by macros. */
 #if defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps))
 #define TILES
 #endif

@@ -49,7 +49,7 @@ enum {
     COLUMNS = LANES * VECTORS,
     WORDS = COLUMNS * DEPTH,       /* weights of DEPTH inputs */
     LINE = 64 / sizeof(number),    /* numbers in a cache line */
-    TASKS = 4, /* minimum number of tasks per thread, if there are enough rows: limits waiting */
+    TASKS = 4, /* minimum tasks per thread if there are enough rows, so threads wait less */
 };
 
 /* The next block of weights, which is prefetched a few inputs at a time. */

@@ -1,4 +1,4 @@
-"""Sampling and scoring in torch, on any device. `Kernels` runs the same operations in C code.
+"""Matmuls, attention, sampling and scoring in torch, on any device; `Kernels` uses C code instead.
 
 Shapes use these letters: N rows, V tokens of the vocabulary. Shapes of caches also use: L layers, P
 prompt slots, H key-value heads, Q query heads per key-value head, D head width, T tokens.
@@ -29,7 +29,7 @@ PACKED_FOR_ROWS = 64  # a hint for oneDNN's layout; any number of rows works
 
 
 class DecoderLayer(Protocol):
-    """What `Kernels.decode_layers` reads of a layer of the Llama family; see `FusedLayer`."""
+    """The attributes of a `FusedLayer` that `Kernels.decode_layers` reads."""
 
     qkv: LinearFunction
     out: LinearFunction
@@ -189,8 +189,8 @@ class TorchOps:
         of the vocabulary, and then inside the selected block, so sampling takes about as long as
         reading the logits. (`torch.multinomial` draws N × V random numbers on one thread.)
 
-        On a GPU, testing for finite logits would require a synchronization. The result is therefore
-        never None, but log-probabilities that are not finite.
+        On a GPU, a test of the logits would require a synchronization. Therefore the result is
+        never None there, and invalid logits produce log-probabilities that are not finite.
         """
         logits = logits.float()
         if temperature == 0:
@@ -256,8 +256,8 @@ def round_up(length: int, multiple: int, at_most: int) -> int:
 def score_bytes(vocabulary: int, tokens: int, dtype: torch.dtype, device_type: str) -> int:
     """Return the maximum memory in bytes for scoring this many tokens at once.
 
-    The memory contains the logits of all tokens, and the fp32 logits, exponentials and gradients of
-    the rows that are converted at a time.
+    These are the logits of all tokens, and the fp32 logits, exponentials and gradients of the rows
+    that are converted at a time.
     """
     rows = WIDE_ROWS if device_type == "cpu" else tokens
     return vocabulary * (tokens * dtype.itemsize + 3 * rows * 4)

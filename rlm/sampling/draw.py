@@ -1,6 +1,6 @@
 """Draws one token per row from logits.
 
-Letters: N rows, V vocabulary.
+Shape letters: N rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlm.cli import UsageError
 from rlm.ops import Ops, TorchOps
 from rlm.sampling.requests import SamplingParams
 
-# Lower temperatures are raised to this minimum: logits divided by less would overflow, and already
-# at the minimum only the most likely token is ever drawn.
+# Lower temperatures are raised to this minimum, because the division of the logits would overflow.
+# Even at the minimum, only the most likely token is ever drawn.
 MIN_TEMPERATURE = 1e-30
 NOT_FINITE = (
     "the model's logits are not finite: the weights of the model or the adapter are damaged, or "
@@ -35,7 +35,8 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         golden = np.uint64(0x9E3779B97F4A7C15)
-        state = np.asarray([seed % 2**64 for seed in seeds], dtype=np.uint64)  # also below 0
+        # A seed may be negative.
+        state = np.asarray([seed % 2**64 for seed in seeds], dtype=np.uint64)
         for value in (np.uint64(0), np.asarray(counters, dtype=np.uint64)):
             # Two rounds are used because neighbouring rows have consecutive seeds: with one round,
             # their streams would overlap.
@@ -103,7 +104,7 @@ def sample_tokens(
         The token ids (N,) and their log-probabilities (N,).
 
     Raises:
-        UsageError: the logits of a row are not finite.
+        UsageError: a row has a logit of NaN or +inf, or only logits of -inf.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
     if temperature and params.top_p < 1:

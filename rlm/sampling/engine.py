@@ -203,7 +203,7 @@ class Sampler:
         )
 
     def bytes_for(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> int:
-        """Estimate the memory of a batch in bytes: weight copy, cache and logits, not the model.
+        """Estimate the bytes of the merged copy, the cache and the logits of a batch.
 
         Args:
             n: the number of completions of each prompt.
@@ -281,7 +281,10 @@ class Sampler:
         state = RequestState(self._next_id, request, len(self._prefix) if shares else 0)
         prompt, new = len(state.cached_tokens), request.params.max_new_tokens
         if prompt > config.prompt_tokens or new > config.new_tokens:
-            raise ValueError(f"{len(request.prompt)} + {new} tokens do not fit the cache")
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and a completion of {new} tokens do not "
+                "fit into the cache"
+            )
         self._next_id += 1
         self._scheduler.waiting.append(state)
         return state.id
@@ -369,9 +372,9 @@ class Sampler:
 
 
 def _unused_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
-    """Return the special tokens without an embedding that no prompt contains.
+    """Return the special tokens without an embedding, if no prompt contains them.
 
-    The tokenizer of Gemma 3 has such a token for images, also for the models without images.
+    The tokenizer of Gemma 3 has such a token for images, even in the models without images.
     """
     added = tokenizer.added_tokens_decoder.items()
     roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)

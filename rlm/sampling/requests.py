@@ -1,5 +1,5 @@
-"""Requests for completions: their sampling parameters, the tokens that answer them, and the
-scheduler of continuous batching, which selects the requests that are prefilled and that run.
+"""Requests for completions, their sampling parameters and tokens, and the scheduler of continuous
+batching.
 
 `ToolTokens` inserts the output of a tool into completions; it is passed as `Request.force_tokens`.
 """
@@ -113,7 +113,7 @@ class Completion:
     def truncated(self) -> bool:
         """Whether the completion was cut off at its maximum length.
 
-        The length alone does not tell: the last allowed token may be an end token.
+        A completion of the maximum length is not truncated if its last token is an end token.
         """
         return self.finish_reason == "length"
 

@@ -265,6 +265,6 @@ class VLLMSampler:
         (drawn,) = self._group(client, model, [min(self.stop_ids)], 1, params, 0)
         if min(drawn.logprobs) < -1e-4:
             raise UsageError(
-                f"{client.url} gives log-probabilities that leave out temperature, top_p "
-                "and top_k: start it with --logprobs-mode processed_logprobs"
+                f"{client.url} computes log-probabilities before temperature, top_p and top_k are "
+                "applied: start it with --logprobs-mode processed_logprobs"
             )

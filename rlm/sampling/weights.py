@@ -70,7 +70,7 @@ class UnmergedWeights:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """
         Raises:
-            UsageError: this architecture does not compute the same with our KV cache.
+            UsageError: with our KV cache, this architecture does not compute the same logits.
         """
         self._decoder, self.head = decoder_and_head(model)
         self.dtype = model.dtype
@@ -344,7 +344,7 @@ class FusedLayer:
 
     When few rows are decoded, starting the threads of a pass costs more time than the pass itself.
     Therefore q, k and v are computed by one matmul, the norm weights are multiplied into the
-    projections that follow, and norms, residual sums and gating are fused into the matmuls.
+    projections that follow, and norms, residual additions and gating are fused into the matmuls.
     """
 
     def __init__(self, layer: LlamaDecoderLayer, ops: Ops, dtype: torch.dtype) -> None:
@@ -399,10 +399,10 @@ class FusedLayer:
 def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
     """Choose the dtype in which the sampler keeps its merged copy of the weights.
 
-    With "auto" on a CPU, a fused layer of this model is timed in each dtype, and the fastest dtype
-    is returned. Nothing is timed, and the model's own dtype is returned, for any other value of
-    --dtype, on a GPU, if the model has no fast path, or if its dtype is not the one that "auto"
-    selects for training. The caller has then chosen the dtype of the model.
+    With "auto" on a CPU, a fused layer of this model is timed in each dtype, and the faster dtype
+    is returned. In these cases nothing is timed, and the model's own dtype is returned: --dtype
+    names a dtype; the model is on a GPU or has no fast path; or the caller has loaded the model in
+    another dtype than "auto" selects for training.
     """
     return choose_sampling_dtype(model, dtype)[0]
 

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better each completion is than the others of its prompt.
+"""Group-relative advantages, which compare each completion with the others of the same prompt.
 
 In the shapes, P is the number of problems and G the group size.
 """
@@ -17,8 +17,9 @@ from rlm.sampling import Completion
 from rlm.training.config import GRPOConfig
 
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation of the rewards, as in TRL
-# With "share", rewards that differ by less count as equal. The shares do not depend on the size of
-# the differences, so without this tolerance a rounding error would weigh as much as a right answer.
+# With "share", a group has no signal if all its rewards are within this distance of each other. The
+# shares do not depend on the size of the differences, so without this tolerance a rounding error
+# would weigh as much as a right answer.
 SHARE_TOLERANCE = 1e-3
 
 
@@ -53,12 +54,12 @@ def group_advantages(
         share    G · (r - mean) / Σ |r - mean|, summed over the rollouts on the same side of the
                  mean. With rewards 0 and 1, each of K right rollouts gets +G / K and each of W
                  wrong ones -G / W. Every group has the same total weight, however
-                 small the differences of its rewards are; rewards that differ by
-                 less than 1e-3 count as equal.                            TOPR
+                 little its rewards differ, unless all of them are within 1e-3 of
+                 each other.                                               TOPR
 
     Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
     is left out of the group's mean and std, and its advantage is 0. In a group with fewer than two
-    verdicts or with equal rewards, all advantages are exactly 0.
+    verdicts or without signal (`has_signal`), all advantages are exactly 0.
 
     `copies`, (P, G) of bool, selects rollouts that count in the mean and the std, but whose
     advantage is 0 (see `copies_above_mean`).

@@ -1,5 +1,4 @@
-"""Definitions of the algorithms: each algorithm is a set of values. This module does not import
-torch.
+"""The algorithms, each defined by a set of values. This module does not import torch.
 
 The modules `advantages`, `batches` and `loss` read these values; they do not depend on the names of
 the algorithms. The papers are listed in docs/explanation/algorithms.md.
@@ -29,7 +28,7 @@ class Algorithm:
     distinct: bool = False  # count equal completions with rewards above the mean only once
     signal_only: bool = False  # exclude groups with equal rewards from the denominators
     dynamic_sampling: bool = False  # replace groups with equal rewards
-    overlong_share: float = 0.0  # last share of max_new_tokens, where length is penalized
+    overlong_share: float = 0.0  # share of max_new_tokens, at its end, in which length is penalized
     # Defaults of the options that depend on the algorithm.
     mini_batch_size: int | None = None  # problems per optimizer update; None: all problems
     learning_rate: float = 1e-4
@@ -66,7 +65,7 @@ class Algorithm:
             }[self.aggregation],
         ]
         if self.negative_weight != 1:
-            parts.insert(1, f"A < 0 times {self.negative_weight:g}")
+            parts.insert(1, f"negative A times {self.negative_weight:g}")
         if self.distinct:
             parts.append("equal completions above the mean count once")
         if self.signal_only:

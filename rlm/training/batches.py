@@ -37,10 +37,9 @@ def draw_problems(
 ) -> list[Problem]:
     """Draw the problems for the next sampling round of a step.
 
-    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw as
-    many new problems as groups with different rewards are missing. The result is a pure function
-    of the arguments, like that of `problems_for_step`. The result is empty if every group has
-    different rewards, or if no unused problem is left.
+    The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw
+    `config.batch_size` minus the number of groups whose rewards differ. The list is empty if this
+    number is 0, or if no unused problem is left. The result is a pure function of the arguments.
     """
     count, seed = config.batch_size, config.seed
     if not groups:
@@ -101,7 +100,7 @@ class Rollout:
 
 
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
-    """Return the weight of each rollout's tokens in the loss of an update.
+    """Return, for each rollout, the weight of its tokens in the loss of an update.
 
     The denominator covers the whole update, so the gradient does not depend on how the rollouts
     are split into micro-batches. `aggregation` selects the formula for rollout i:
@@ -239,11 +238,11 @@ class MicroBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """The mask of the tokens that are learned, (n, T) of bool.
+        """The mask of the tokens in the loss, (n, T) of bool.
 
         The mask is True for the tokens that the model sampled, up to and including the end token.
         The mask is computed from the lengths and the tool mask, never from token ids. Every sum
-        over tokens uses this mask; the other tokens are attended to but not learned.
+        over tokens uses this mask; the other tokens are attended to, but they have no loss.
         """
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]

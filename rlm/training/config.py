@@ -39,14 +39,14 @@ VLLM_COMMAND = "vllm serve"
 # Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
-# Defaults for a large model on a GPU (`defaults_by_size`).
+# Defaults for a large model; --steps only on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default number of steps on the command line
 REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups with equal rewards
 LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
 EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per validation problem
 LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
-# Without this number of warmup steps, a rate above the first value broke two of three runs
+# Without WARM warmup steps, a learning rate above COLD_RATE broke two of three runs
 # (docs/how-to/training-guide.md).
 COLD_RATE, WARM = 5e-4, 5
 USUAL_RATES = "--learning-rate 1e-5 to 3e-4: about ten times that of full fine-tuning"
@@ -81,14 +81,14 @@ SWITCHES = {
 @takes_aliases
 @dataclass(frozen=True)
 class GRPOConfig:
-    """The options of a training run. A step is one round of sample → score → compare → learn."""
+    """The options of a training run. A step is one round of sampling, scoring and updates."""
 
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "reward", "output"),
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
 
-    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # used until torch is imported
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # before torch is imported
 
     OTHER_SPELLINGS: ClassVar = {
         **SWITCHES,
@@ -272,7 +272,7 @@ class GRPOConfig:
     max_grad_norm: float = flag(1.0, "maximum gradient norm; larger gradients are clipped", above=0)
     updates_per_batch: int = flag(1, "training passes over the completions of each step", min=1)
     train_batch_size: int | None = flag(
-        None, "completions per micro-batch", min=1, default_text="as many as fit into memory"
+        None, "maximum completions per micro-batch", min=1, default_text="as many as fit in memory"
     )
     lora_r: int = flag(16, "LoRA rank of a new adapter", min=1)
     lora_alpha: float = flag(32, "LoRA alpha of a new adapter (scale = alpha / rank)", min=1)
@@ -299,7 +299,7 @@ class GRPOConfig:
     )
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     tracker: str = flag("none", "also log the metrics to this tracker", choices=TRACKER_NAMES)
-    seed: int = flag(0, "random seed for the problem order and the sampling")
+    seed: int = flag(0, "random seed for a new adapter, problem order and sampling")
     run_dir: Path = flag(Path("runs/grpo"), "folder for metrics, completions and checkpoints")
     output: Path = flag(
         Path("weights/final_rlm_lora"),
@@ -320,7 +320,7 @@ class GRPOConfig:
         looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
         refused = {
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
-            f"{self.max_new_tokens}: every completion would be punished": (
+            f"{self.max_new_tokens}: every completion would be penalized": (
                 self.overlong_buffer > self.max_new_tokens
             ),
             f"--mini-batch-size {self.mini_batch_size} is more than --batch-size "
@@ -374,7 +374,7 @@ class GRPOConfig:
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with defaults for unset options from the data and the algorithm."""
+        """Return the values, and fill in the defaults that depend on the data or the algorithm."""
         length = values["max_new_tokens"]
         if length is None:
             length = choose_max_new_tokens(values["dataset"])
@@ -409,8 +409,8 @@ class GRPOConfig:
 
         Raises:
             UsageError: the initial adapter does not exist, or contradicts --lora-r or --lora-alpha.
-                The default adapter has to exist only if no model is named, because training then
-                continues from the result of SFT.
+                The default adapter must exist only if neither --model nor --plan is given, because
+                training then continues from the result of SFT.
         """
         if given.get("backend") == "tinker":
             given = {"sft_adapter": None, **given}
@@ -478,12 +478,12 @@ class GRPOConfig:
     def learning_rate_at(self, step: float, updates: int) -> float:
         """Return the learning rate of an update.
 
-        The learning rate rises linearly during the warm-up. Then it is constant, or decays to
+        The learning rate rises linearly during the warmup. Then it is constant, or decays to
         LAST_RATE times the peak.
 
         Args:
             step: the number of the step, plus the share of the step's updates already made.
-            updates: the number of updates already made in the run, for the warm-up.
+            updates: the number of updates already made in the run, for the warmup.
         """
         if updates < self.warmup_steps:
             return self.learning_rate * (updates + 1) / self.warmup_steps
@@ -503,12 +503,12 @@ def start_info(
 
     Args:
         model: the base model that the user has named.
-        may_lack: whether the default adapter may be missing: --model names a model, or no weights
-            are trained here.
+        may_lack: whether the default adapter may be missing, because --model names a model or
+            because no weights are trained here.
 
     Returns:
-        The metadata, or None if training starts from a new adapter. That is also the case if the
-        default adapter belongs to another model; `resolve_start` prints the reason.
+        The metadata, or None if training starts from a new adapter, for example because the default
+        adapter belongs to another model; `resolve_start` prints the reason.
     """
     is_default = adapter == DEFAULT_SFT_ADAPTER
     if adapter is None or (is_default and may_lack and not adapter.exists()):
@@ -525,8 +525,8 @@ def judge_learning_rate(rate: float, warmup_steps: int) -> tuple[str, str] | Non
     """Judge a learning rate for GRPO with LoRA.
 
     Returns:
-        The verdict "too low" or "too high" and the reason; None if the learning rate is in the
-        range that is known to work.
+        "too low" or "too high", and the reason; None if the learning rate is in the range that is
+        known to work.
     """
     slow, fast = LORA_RATES
     if rate < slow:

@@ -33,7 +33,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Distributed:
-    """The processes of a run. In a single process, each method returns its argument unchanged."""
+    """The processes of a run. In a single process, the methods leave their arguments unchanged."""
 
     rank: int = 0
     size: int = 1
@@ -136,6 +136,6 @@ def _explain_lost_process() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise UsageError(
-            "another of the processes that share this run has ended or does not answer; see its "
-            "output for the cause, and start all of them again with --resume"
+            "another process of this run has ended or does not answer; see its output for the "
+            "cause, and start all processes again with --resume"
         ) from error

@@ -1,8 +1,8 @@
 """`train_grpo.py --doctor`: diagnoses the causes of a flat reward before training.
 
-The doctor samples a group of completions for each of 32 problems from the model that training would
-start from, scores the completions with the reward function of the run, and prints its findings with
-advice on what to change.
+The doctor samples a group of completions for each of up to 32 problems, with the model that
+training would start from. It scores them with the reward function of the run, and prints its
+findings with advice on what to change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>"
 
 @dataclass(frozen=True)
 class Finding:
-    """An issue with the set-up, and advice on how to fix it.
+    """An issue with the setup, and advice on how to fix it.
 
     Attributes:
         fault: whether the issue would make training useless; otherwise the finding is a note.
@@ -182,7 +182,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Fi
             "wrong chat template",
             f"the template contains {', '.join(foreign)}, which are not tokens of this tokenizer: "
             "the model reads each of them as several ordinary tokens",
-            "use the tokenizer and the template that came with the model",
+            "use the tokenizer and the template of this model",
         )
     if "".join(format.system_prompt.split()) not in "".join(text.split()):
         yield Finding(
@@ -210,7 +210,7 @@ def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
     yield Finding(
         "another kind of answer",
         f"{share:.0%} of the completions answer with a {'calculation' if computed else 'number'}; "
-        f"the task wants {wanted}",
+        f"the task requires {wanted}",
         f"teach the format first: {teach}",
         fault=share > 1 - NOTABLE_SHARE,
     )
@@ -219,7 +219,7 @@ def _kind(drawn: Evaluation, teach: str) -> Iterator[Finding]:
 def _parsing(
     drawn: Evaluation, format: Format, metrics: dict[str, float], teach: str
 ) -> Iterator[Finding]:
-    """Detect answers that the lenient grading can read, but not the strict grading."""
+    """Detect answers that only the lenient grading accepts, because their format is wrong."""
     strict, lenient = metrics["answer in the right tags"], metrics["answer anywhere"]
     texts = [g.text for g in drawn.completions]
     for name, other in FORMATS.items():
@@ -229,7 +229,7 @@ def _parsing(
                 "parser mismatch",
                 f"{opened:.0%} of the completions think inside "
                 f"<{other.reasoning_tag}>, but the reward looks for <{format.reasoning_tag}>",
-                f"--reasoning-format {name}",
+                f"use --reasoning-format {name}",
             )
             return
     if lenient - strict > NOTABLE_SHARE:
@@ -256,7 +256,11 @@ def _reward(
     metrics: dict[str, float],
     rewards: Sequence[Sequence[float | None]],
 ) -> Iterator[Finding]:
-    """Detect a reward that does not prefer right answers, by scoring right and wrong texts."""
+    """Detect a reward that does not prefer right answers.
+
+    A right completion must earn more than each of several wrong ones, which are made here. If only
+    some of the sampled completions are right, their rewards must not all be equal.
+    """
     if problem.answer_type == "open":  # open answers have no reference
         return
     # A reward may also check the reasoning, and then pays only for a worked solution.
@@ -294,9 +298,9 @@ def _reward(
 def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterator[Finding]:
     """Detect that too many groups have no gradient because their rewards are equal."""
     share = metrics["groups with equal rewards"]
-    advice = f"easier problems, a larger --group-size, or teach the format first: {teach}"
+    advice = f"use easier problems or a larger --group-size, or teach the format first: {teach}"
     if metrics["pass@1, strict"] > 0.5:
-        advice = "harder problems, or a higher --temperature"
+        advice = "use harder problems or a higher --temperature"
     if share > FAULT_SHARE:
         yield Finding(
             "no signal",
@@ -317,8 +321,8 @@ def _options(metrics: dict[str, float], config: GRPOConfig) -> Iterator[Finding]
     if metrics["truncated"] > NOTABLE_SHARE:
         yield Finding(
             "truncation",
-            f"{metrics['truncated']:.0%} of the completions do not end within "
-            f"{config.max_new_tokens} tokens, so they have no answer",
+            f"{metrics['truncated']:.0%} of the completions are cut off after "
+            f"{config.max_new_tokens} tokens, often before their answer",
             "raise --max-new-tokens, or teach shorter reasoning with train_sft.py",
             fault=metrics["truncated"] > FAULT_SHARE,
         )

@@ -51,7 +51,7 @@ class SamplingTime:
 
 
 def show_plan(trainer: Trainer, data: TrainingData) -> None:
-    """Time one step of a run, and print an estimate for the whole run."""
+    """Time parts of a step, and print an estimate for the whole run."""
     sampler, config, policy = trainer.sampler, trainer.config, trainer.policy
     assert isinstance(sampler, Sampler)  # GRPOConfig rejects --plan with a server's sampler
     plan, shard = data.plan_memory(trainer), trainer.distributed.shard

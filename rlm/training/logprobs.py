@@ -107,10 +107,10 @@ def set_constant_logprobs(
     split: Callable[[Sequence[Rollout]], Sequence[MicroBatch]],
     rollouts: Sequence[Rollout],
 ) -> None:
-    """Compute the log-probabilities of rollouts that stay constant during the updates of a step.
+    """Set the `ref_logprobs` and `old_logprobs` of rollouts, which no update of the step changes.
 
-    `ref_logprobs` are set if there is a KL term, and `old_logprobs` if a forward pass has to
-    compute them.
+    `ref_logprobs` are set only if there is a KL term, and `old_logprobs` only if a forward pass has
+    to compute them.
 
     Args:
         score: computes log-probabilities under the current policy, on this machine or on a server.
@@ -150,7 +150,7 @@ def score_tokens(
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """Computes log-probabilities, entropies and the gradient of tokens from one set of logits.
+    """Computes log-probabilities, their gradients and entropies from one set of logits.
 
     The derivative d logprob / d hidden = Σ_v (1[v = target] - p_v) W[v] / temperature does not
     depend on the loss. Therefore the forward pass computes this derivative from its logits, and the

@@ -43,8 +43,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Estimate KL(policy ‖ reference) for each sampled token, (n, T).
 
     The estimate is exp(d) - d - 1, where d = ref_logprobs - logprobs (the estimator k3 of Schulman,
-    2020, as in DeepSeekMath). Its value is never negative, and unbiased for tokens that the policy
-    sampled. Its gradient is not: in expectation, it is that of KL(reference ‖ policy).
+    2020, as in DeepSeekMath). Its value is never negative, and it is unbiased for tokens that the
+    policy sampled. Its gradient is biased: the expected gradient is that of KL(reference ‖ policy).
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1

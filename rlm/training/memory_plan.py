@@ -103,7 +103,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of a GRPO run, choose the micro-batch, and print the plan.
 
-    This starts the sampler's servers, if it has any.
+    If the sampler has servers of its own, this function starts them.
 
     Args:
         prompts: the longest prompts of the run, as token ids.
@@ -164,8 +164,7 @@ def fit_micro_batch(
 ) -> tuple[int, bool, int]:
     """Choose the size of a micro-batch, and whether to use gradient checkpointing.
 
-    Gradient checkpointing is used only if otherwise even the smallest micro-batch would not fit
-    into the memory.
+    Gradient checkpointing is used only if no allowed size fits into the memory without it.
 
     Args:
         longest_sequence: the number of tokens in the longest sequence.

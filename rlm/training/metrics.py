@@ -1,8 +1,8 @@
 """The metrics of a training step (`area/name`), and what a run prints of them: the progress lines,
 the warnings and the summary.
 
-Each rule of the warnings is evaluated on the last steps. A warning is printed when a rule begins to
-hold. It is printed again only if the rule has stopped holding in between.
+Each warning has a rule, which is evaluated on the last steps. The warning is printed when its rule
+begins to hold, and again only if the rule has stopped holding in between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
-RECENT_STEPS = 5  # number of steps over which a rule averages, and that estimate the time left
-CUT_OFF = 0.1  # a larger share of truncated completions is reported, already after step 1
+RECENT_STEPS = 5  # number of last steps over which rules and the estimate of the time left average
+CUT_OFF = 0.1  # a larger share of truncated completions is reported, even after step 1
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
 FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat
 FLAT_CEILING = 0.9  # a higher reward is not reported, because it cannot rise much further
@@ -63,7 +63,7 @@ def mean_metrics(
     """Average the metrics of the reward function over its calls in all processes.
 
     Each element of `calls` is the number of groups and the metrics. The average is weighted by the
-    number of groups. Of metrics whose name ends in "_max", the maximum is returned.
+    number of groups. For metrics whose name ends in "_max", the maximum is returned.
 
     >>> mean_metrics([(3, {"a": 1.0, "a_max": 2}), (1, {"b": 4.0, "a_max": 5}), (0, {})])
     {'a': 0.75, 'a_max': 5, 'b': 1.0}
@@ -89,8 +89,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the rewards, the completions and the times of a step.
 
-    The metrics include the groups that dynamic sampling dropped. Without these groups the mean
-    reward would look better than it is.
+    The metrics include the groups that dynamic sampling dropped. Without these groups, the mean
+    reward would not be that of the policy.
 
     Args:
         rewards: the rewards returned by the reward function, (P, G), with NaN for a completion
@@ -133,7 +133,7 @@ def step_metrics(
 
 @dataclass
 class LearnMetrics:
-    """Collects sums over the micro-batches of a step, and computes the training metrics."""
+    """Sums over the micro-batches of a step, from which `as_dict` computes the training metrics."""
 
     mini_batches: int = 1  # number of updates in a pass
     passes: int = 0  # number of passes that have begun
@@ -164,13 +164,14 @@ class LearnMetrics:
             self.gaps.append((gap.sum().item(), gap.max().item(), sums.tokens))
 
     def as_dict(self, distributed: Distributed) -> dict[str, float]:
-        """Return the means over the tokens of all processes; empty if no token was learned."""
+        """Return the metrics over all processes; empty if the step trained on no rollout."""
         sums, gaps = distributed.gather(self.sums), distributed.gather(self.gaps)
         entropy = distributed.gather(self.entropy)
         if not sums:
             return {}
         tokens, norms = sum(s.tokens for s in sums), self.grad_norms[-self.mini_batches :]
-        norms = [norm for norm in norms if math.isfinite(norm)] or norms  # others were skipped
+        # The other updates were skipped.
+        norms = [norm for norm in norms if math.isfinite(norm)] or norms
         gap, gap_max, compared = zip(*gaps, strict=True)
         return {
             "loss/policy": sum(s.policy for s in sums) / self.mini_batches,
@@ -288,11 +289,11 @@ NO_REWARD = (
     "try easier problems, a larger --group-size, or SFT first"
 )
 TOO_SHORT = (
-    "{:.0%} of the completions were cut off before their answer: use --max-new-tokens {}, or "
-    "train the format longer with SFT"
+    "{:.0%} of the completions were cut off, often before their answer: use --max-new-tokens {}, "
+    "or train the format longer with SFT"
 )
 AGENTS_TOO_SHORT = (
-    "{:.0%} of the agents' replies were cut off, most before their answer: use "
+    "{:.0%} of the agents' replies were cut off, often before their answer: use "
     "--agent-max-tokens {}"
 )
 CONSTANT = (

@@ -35,13 +35,14 @@ def resolve(
     """Return the given options of a training config, with missing options filled in.
 
     The model, the data, the quantization, the tool, the rank, the tags and the system prompt come
-    from the initial adapter, or from the machine if there is no initial adapter.
+    from the initial adapter. Without an initial adapter, the model, the data and the quantization
+    depend on the machine.
 
     Args:
         given: the options that the user has set, field → value.
         start: the metadata of the initial adapter, if there is an initial adapter.
-        gpu_defaults: the defaults that replace the usual defaults for a large model on a GPU. If
-            None, as in calls from Python, no model and no data are selected.
+        gpu_defaults: the defaults for a large model (see `defaults_by_size`). If None, as in calls
+            from Python, no model and no data are selected.
     """
     from rlm.model import default_values, pick_quantization
 
@@ -64,8 +65,9 @@ def resolve(
 def defaults_by_size(values: Mapping[str, Any], gpu_defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the missing options whose defaults differ for a large model, and print the reason.
 
-    The learning rate depends only on the model, and the other options also on a GPU. A hub model
-    other than the embedded one counts as large, because its size is unknown before the download.
+    The default learning rate depends only on the model; the other defaults apply only on a GPU. A
+    hub model other than the embedded one counts as large, because its size is unknown before the
+    download.
     """
     import torch
 
@@ -151,10 +153,10 @@ def check_start(
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
-    """Complete a config that was made in Python with `resolve`.
+    """Apply `resolve` to a config that was made in Python.
 
     An option that equals its default counts as unset, so the initial adapter's rank replaces the
-    default rank. The default "none" of --quantize and --tool is a value.
+    default rank. Only --quantize and --tool always count as set, even if they are "none".
     """
     usual = {o.name: o.default for o in fields(config) if o.name not in ("quantize", "tool")}
     given = {n: v for n, v in vars(config).items() if n not in usual or v != usual[n]}

@@ -40,7 +40,8 @@ PROGRESS_INTERVAL = 20.0  # seconds between two progress messages
 PORTS_TRIED = 3  # maximum number of ports to try
 LOG_LINES = 15  # number of log lines to print when the server has exited
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
-KV_SHARE = 0.4  # share of the remaining memory for vLLM's KV cache; training gets the rest
+# vLLM's KV cache gets this share of the memory that its weights leave free; training gets the rest.
+KV_SHARE = 0.4
 # Names or prefixes of the environment variables that torchrun sets for each process. The server
 # must not inherit these variables.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
@@ -206,7 +207,7 @@ class ManagedVLLM:
                 last = "".join(self._last_lines(1)).split("] ")[-1].strip()[:80]
                 terminal.line(f"vLLM is starting: {terminal.duration(now - began)} so far: {last}")
             time.sleep(0.1)
-        terminal.line(f"vLLM answers after {terminal.duration(time.monotonic() - began)}")
+        terminal.line(f"vLLM is ready after {terminal.duration(time.monotonic() - began)}")
 
     def check(self) -> None:
         """Check that the server is still running.

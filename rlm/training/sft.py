@@ -1,10 +1,10 @@
 """TRL's SFTTrainer with a custom loss and custom checkpoints.
 
-The custom loss computes the system prompt once per micro-batch, and computes logits only for the
-tokens that are learned. TRL's own loss leaves out the prompts before the matmul with the LM head
+The custom loss processes the system prompt once per micro-batch, and computes logits only for the
+tokens of the completions. TRL's own loss leaves out the prompts before the matmul with the LM head
 only if Triton is available. Otherwise TRL computes the logits of every position, and then drops the
-masked positions (TRL 1.16, `_use_triton`). In a word problem two thirds of the tokens belong to the
-prompt, and in a small model this matmul takes a third of the time of a step.
+masked positions (TRL 1.16, `_use_triton`). In a word problem, two thirds of the tokens belong to
+the prompt. In a small model, this matmul takes a third of the time of a step.
 
 With the custom checkpoints, a run that is resumed produces exactly the same adapter as a run that
 was never stopped. The checkpoints of transformers contain pickles and may be half-written. Because
@@ -96,7 +96,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return -logprobs.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
-        """Return the mean loss of the examples, in nats per learned token.
+        """Return the mean loss of the examples, in nats per completion token.
 
         `Trainer.evaluate` would return the mean over batches, which depends on the micro-batch.
         """
@@ -235,7 +235,7 @@ def make_trainer(
 
 
 class CheckpointCallback(TrainerCallback):
-    """Logs the metrics, saves checkpoints and decides whether to stop, after each step."""
+    """Logs metrics, saves checkpoints, and stops the run at a signal or at the time limit."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class CheckpointCallback(TrainerCallback):
         base_hash: str,
         examples: Sequence[Example],
     ) -> None:
-        """Begin the run, or load its newest checkpoint for the trainer."""
+        """Begin a new run, or load the newest checkpoint of a run that is resumed."""
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
         self.steps, self.step = config.steps(len(examples)), 0  # all steps, steps done before
         self._seconds_before = 0.0

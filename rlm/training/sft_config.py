@@ -17,10 +17,10 @@ from rlm.training.config import SWITCHES, start_info
 from rlm.training.resolve import LARGE, check_output_place, check_start, resolve
 
 MAX_SAMPLES = 400  # default, except for the user's own data files
-# Number of steps after which a small data set has been learned: with 11 examples, a model learned
-# nothing in one step, but it learned a text task in twenty steps.
+# Number of steps that suffice for a small dataset. With 11 examples, a model learned nothing in one
+# step, but it learned a text task in twenty steps.
 ENOUGH_STEPS = 20
-# Defaults for a large model on a GPU (`defaults_by_size`).
+# Defaults for a large model; except for the learning rate, only on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 

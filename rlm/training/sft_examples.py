@@ -108,7 +108,7 @@ def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> Mi
 def show_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
     """Print the prompt of an example, which has no loss, and the completion."""
     prompt = example["labels"].count(IGNORE_INDEX)
-    parts = {"prompt, no loss": slice(prompt), "completion, learned": slice(prompt, None)}
+    parts = {"prompt, no loss": slice(prompt), "completion, with loss": slice(prompt, None)}
     for what, part in parts.items():
         ids = example["input_ids"][part]
         terminal.line(f"--- {what} ({len(ids)} tokens)\n{tokenizer.decode(ids)}")

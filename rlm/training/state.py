@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from rlm.sampling import TinkerEngine
 
-MAX_CONSECUTIVE_SKIPS = 3  # updates in a row without a finite gradient until a restore
+# After this many updates in a row without a finite gradient, a checkpoint is restored.
+MAX_CONSECUTIVE_SKIPS = 3
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
 # Options that may change when a run is resumed. Apart from rounding, training does not depend on
 # these options, or a hash of the model, adapter or data that the option names is compared instead.
@@ -67,8 +68,8 @@ class TrainingState:
     best: dict[str, Tensor] = field(default_factory=dict)
     skipped_total: int = 0  # number of updates skipped because their gradient was not finite
     consecutive_skips: int = 0  # number of updates skipped in a row
-    last_finite: int = 0  # the last step with a finite gradient, whose initial weights are good
-    updates: int = 0  # number of updates so far, for the warm-up
+    last_finite: int = 0  # the last step with a finite gradient; the weights before it are good
+    updates: int = 0  # number of updates so far, for the warmup
     keep: int = 2  # number of newest checkpoints to keep
     lr_scale: float = 1.0  # factor of the learning rate; `restore_if_diverged` halves it
     origin: dict[str, Any] = field(default_factory=dict)  # the config and the data of the run
@@ -105,9 +106,9 @@ class TrainingState:
         """
         self._began = time.monotonic()
         if self.distributed.is_main:
-            # A checkpoint contains the adapter, the best adapter and two moments. In addition to
-            # the `keep` newest checkpoints, there may be a protected checkpoint, the checkpoint
-            # that is being written, and the exported best and last adapters.
+            # A checkpoint contains the adapter, the best adapter and Adam's two moments. In
+            # addition to the `keep` newest checkpoints, there may be a protected checkpoint, the
+            # checkpoint that is being written, and the exported best and last adapters.
             size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
             check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
@@ -177,7 +178,7 @@ class TrainingState:
             raise UsageError(
                 f"{self.consecutive_skips} updates in a row had no finite gradient, "
                 + (
-                    "even at half the rate"
+                    "even at half the learning rate"
                     if loaded
                     else "and there is no checkpoint to go back to"
                 )
@@ -318,7 +319,7 @@ class MixedPrecisionAdapter:
         return {"loss_scale": self.loss_scale, "good_updates": self.good_updates, "dtype": dtype}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the loss scale, unless it belongs to another dtype (machines differ)."""
+        """Restore the loss scale, unless the run was resumed in another dtype."""
         if state["dtype"] == str(self.policy.dtype):
             self.loss_scale, self.good_updates = state["loss_scale"], state["good_updates"]
 

@@ -100,7 +100,7 @@ LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 
 
 class StepScorer(Protocol):
-    """Scores all completions of a step; `rlm.rewards.Scorer`, or a scorer defined by a recipe."""
+    """Scores groups of completions; `rlm.rewards.Scorer`, or a scorer that a recipe defines."""
 
     def __call__(
         self,
@@ -152,7 +152,7 @@ def check_arguments(model_name: object, config: object) -> None:
         )
     if not isinstance(config, GRPOConfig | None):
         kind = f"{type(config).__module__}.{type(config).__name__}"
-        raise TypeError(f"config is a {kind}: pass a rlm.GRPOConfig")
+        raise TypeError(f"config is a {kind}: pass an rlm.GRPOConfig")
 
 
 def resolve_start(
@@ -187,7 +187,7 @@ def resolve_start(
         adapter = None  # this can only be the default adapter: the config rejects all others
     elif adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
         if problem := adapter_mismatch(adapter, model, base_hash):
-            terminal.line(f"starts from a new adapter: {problem}")
+            terminal.line(f"training starts from a new adapter: {problem}")
             adapter = None
     elif adapter is not None:
         check_adapter(adapter, HOW_TO_TRAIN_SFT)
@@ -213,7 +213,7 @@ def load_policy(config: GRPOConfig, model: str, device: Device | None) -> PeftMo
     """
     if config.backend == "tinker":
         return adapter_without_base(model, r=config.lora_r, alpha=config.lora_alpha)
-    # If SFT ran in this process, its trainer is a reference cycle that contains a gigabyte.
+    # If SFT ran in this process, its trainer holds a gigabyte in a reference cycle.
     gc.collect()
     release_memory()
     device = device or pick_device(config.dtype)
@@ -325,7 +325,7 @@ class TrainingData:
                 warnings.append(other_forms)
             if isinstance(scorer.reward, CorrectnessReward) and config.sft_adapter is None:
                 warnings.append(
-                    "training starts from a bare model, and only a right number in the right tags "
+                    "training starts from a bare model, and only a right answer in the right tags "
                     "is rewarded, so the model will likely learn nothing: teach the tags first "
                     f"({command_of('train_sft')} --model {config.model}), or reward the tags too "
                     "(in Python: reward_fn=[FormatReward(), CorrectnessReward()])"
@@ -341,7 +341,7 @@ class TrainingData:
         limit = f", or {config.max_minutes:g} minutes" if config.max_minutes else ""
         few = ""
         if config.group_size < 8:
-            few = " (fewer than 8: the group's mean is noisy, and more groups teach nothing)"
+            few = " (fewer than 8: the group's mean is noisy, and more groups have equal rewards)"
         values = {option: getattr(config, option.name) for option in fields(config)}
         usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
         changed = {
@@ -359,7 +359,7 @@ class TrainingData:
             "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
             "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
-            "signal": "share of groups whose rewards differ; the other groups teach nothing",
+            "signal": "share of groups whose rewards differ; the model learns only from these",
             "options": ", ".join(f"{name} {value}" for name, value in changed.items()),
         }
         if not config.plan:
@@ -431,7 +431,8 @@ class TrainingRun:
         self._stopped = state.early_stopping_reason(self.first_step)
         self.steps = self.first_step if self._stopped else required(config.steps, "--steps")
         self.memory_plan = data.plan_memory(trainer)
-        self._largest = self.memory_plan.train_batch_tokens  # of the micro-batches made last
+        # Tokens in the largest of the micro-batches that were made last.
+        self._largest = self.memory_plan.train_batch_tokens
         self._is_last = False  # whether the run ends after the current step
         self.start_metrics = self.validate(0) if self.first_step == 0 else {}
         directory.raise_if_interrupted(distributed.any(directory.interrupted))
@@ -506,9 +507,9 @@ class TrainingRun:
         and gradient checkpointing.
 
         Args:
-            compute: splits rollouts by `micro_batches`, and computes their gradient or their
-                constant log-probabilities. It must neither apply the gradient nor exchange
-                anything with other processes.
+            compute: splits rollouts by `micro_batches`, and computes their gradient, or calls
+                `set_constant_logprobs`. It must neither apply the gradient nor exchange anything
+                with other processes.
         """
         try:
             return compute(*args, **kw)
@@ -595,7 +596,7 @@ class TrainingRun:
         trainer, self.steps_run = self.trainer, step + 1
         if self._is_due(trainer.config.eval_every, step):
             self._stopped = trainer.state.early_stopping_reason(step + 1)
-        # This is asked here, because a signal may arrive during the validation.
+        # This is checked here, because a signal may arrive during the validation.
         interrupted = trainer.distributed.any(self.directory.interrupted)
         if self._is_due(trainer.config.save_every, step) or self._stopped or interrupted:
             trainer.state.save(self.directory, step + 1)

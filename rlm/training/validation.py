@@ -101,8 +101,8 @@ class Validations:
     def fall(self) -> str:
         """Describe how far the accuracy has fallen since the start of training.
 
-        The accuracy shows that a reward which ignores the answers ruins a model; the mean reward
-        does not show this.
+        If a reward ignores the answers, the accuracy may fall while the mean reward stays the same,
+        so the mean reward alone does not reveal the damage.
 
         Returns:
             The description, or "" if the fall may be due to chance, or if the measure has risen by
@@ -163,8 +163,8 @@ class Validations:
 def choose_export(validations: Validations, last_step: int, stopped: str = "") -> tuple[str, str]:
     """Choose the adapter to export.
 
-    The adapter of the last step is chosen, unless the interval of the gain of the best adapter over
-    the last adapter is above zero.
+    The adapter of the last step is chosen, unless the best adapter is better than it by more than
+    chance: the confidence interval of the difference must be above zero.
 
     Args:
         last_step: the number of steps that were run.

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic and their arms on a tiny model; no speed is asserted anywhere."""
+"""The benchmarks with a tiny model; these tests check results, but no speeds."""
 
 import json
 import os
@@ -251,7 +251,7 @@ def test_two_servers_are_asked_in_turns_in_a_row_and_at_once(vllm, capsys):
 
 
 def test_the_other_server_computes_in_the_dtype_of_the_machine(monkeypatch):
-    """`generate` and TRL do so, too. Our server chooses its dtype by itself."""
+    """`generate` and TRL get this dtype, too. Our server selects its dtype by itself."""
     started = []
 
     @contextmanager
@@ -271,7 +271,7 @@ def test_the_other_server_computes_in_the_dtype_of_the_machine(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "second"), [("half", [0, 0, 0]), ("all", [1, 0, 1])])
 def test_scripted_rewards_are_a_second_clock(kind, second):
-    """Every second group has signal, or all have."""
+    """Either every second group has signal, or all groups have."""
     reward = trainers.ScriptedReward(kind, group_size=3)
     assert reward.score(completions=["x"] * 9, answer=["1"] * 9) == [1, 0, 1, *second, 1, 0, 1]
     reward.score(completions=["x"] * 9)
@@ -305,7 +305,7 @@ def test_arms_train_and_account_for_every_step(step_config, arm):
 
 
 def test_the_adapter_that_ships_is_a_start():
-    """Its folder is also where a run without --output writes, which would be refused."""
+    """A run without --output would write to the folder of this adapter, and would be rejected."""
     config = grpo_step.GRPOStepConfig(adapter=Path("weights/final_rlm_lora"))
     assert config.training().sft_adapter == Path("weights/final_rlm_lora")
 

@@ -1,4 +1,4 @@
-"""The evidence grid: statistics by hand, rules for reading, and every arm on a tiny model."""
+"""The evidence grid: statistics by hand, rules of the report, and all methods on a tiny model."""
 
 import importlib
 import json
@@ -279,7 +279,7 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
     ],
 )
 def test_a_committed_page_comes_out_of_the_committed_cells(name, tmp_path):
-    """Of all arms, so before `in_process` takes some away; rounding may move a last digit."""
+    """The page contains all methods, and its last digits may differ by rounding."""
     committed, docs = ROOT / "docs/results" / name, tmp_path / "docs"
     shutil.copytree(committed, docs, ignore=shutil.ignore_patterns("*.png"))
     report.write_report(EvidenceConfig(grid=tmp_path / "none", docs=docs))
@@ -301,7 +301,7 @@ def test_a_committed_page_comes_out_of_the_committed_cells(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def in_process():
-    """Cells run in this process: imports take longer than a tiny model's whole cell."""
+    """Run cells in this process, because imports take longer than a cell with a tiny model."""
 
     def run_child(module, function, payload, log, inherited):
         return getattr(importlib.import_module(module), function)(**payload)
@@ -336,7 +336,7 @@ def adapter_of(config, arm):
 
 
 def same(a, b):
-    """Up to bf16, in which an adapter is exported where bf16 is computed in."""
+    """Return whether two adapters are equal after rounding to bf16, the dtype of an export."""
     return all(torch.equal(a[name].bfloat16(), b[name].bfloat16()) for name in a.keys() | b.keys())
 
 
@@ -432,7 +432,7 @@ def test_a_rate_of_zero_changes_nothing_and_a_random_reward_something(finished):
 
 
 def test_curves_are_joined_by_samples_not_by_place():
-    """A run that was interrupted has a point that the other seeds lack."""
+    """An interrupted run has a point that the other seeds lack."""
 
     def point(samples, *bits):
         return {"seconds": samples / 2, "samples": samples, "greedy": {"strict": bits}}
@@ -453,7 +453,7 @@ def test_curves_are_joined_by_samples_not_by_place():
 
 
 def test_a_lead_that_comes_from_one_template_is_gone_without_it():
-    """Two templates of two problems; GRPO solves all of one more than its rival."""
+    """Two templates of two problems; GRPO solves all of one more than its baseline."""
     ids = [f"{template}-{'0' * 11}{n}" for template in ("age", "area") for n in (1, 2)]
 
     def cells(arm, bits):
@@ -514,7 +514,7 @@ def test_a_cell_needs_its_start(model_dir, tmp_path, in_process):
 
 @contextmanager
 def held(folder: Path):
-    """What a cell's process holds; UsageError where another one does."""
+    """Hold the lock of a cell, and yield its file descriptor."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock_file(folder / "lock", "cell", "is running it") as stream:
         yield stream.fileno()
@@ -528,7 +528,7 @@ def test_a_cell_that_another_process_is_at_is_left_alone(model_dir, tmp_path, in
 
 
 def test_a_killed_grid_leaves_its_cell_to_the_child(tmp_path):
-    """The child inherits the lock: while it lives nobody else may begin the cell."""
+    """The child process inherits the lock, so no other process may begin the cell."""
     with held(tmp_path) as lock:
         child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
     with pytest.raises(UsageError, match="is running it"), held(tmp_path):
@@ -581,7 +581,7 @@ class Killed(Exception):
 
 
 def test_a_killed_cell_goes_on_to_the_same_end(finished, model_dir, tmp_path, monkeypatch):
-    """Killed in the second step, and again between two test sets."""
+    """The cell is killed in the second step, and again between two test sets."""
     from rlm.training import TrainingRun
 
     config = toy(model_dir, tmp_path, cells=("sft-s0", "random_reward-s0"))
@@ -638,7 +638,7 @@ def test_trl_takes_a_rate_of_zero(finished, model_dir, tmp_path):
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.5, 150, 250), (0.2, 280, 360)])
 def test_verdicts_are_turned_round_the_same_way_again(share, least, most, monkeypatch):
-    """Of 400 right completions; half of them is a random reward."""
+    """The verdicts of some of 400 right completions are inverted."""
     monkeypatch.setattr(training, "grade", grade)  # which `in_process` replaces
     texts = [f"<think>\n{i}\n</think>\n<answer>2</answer>" for i in range(400)]
     rows = {"prompts": ["p"] * 400, "completions": texts, "answer": ["2"] * 400}

@@ -1,6 +1,6 @@
-"""A GGUF file in llama.cpp itself: the same token ids, and the same greedy completions.
+"""llama.cpp reads the GGUF files: equal token ids, and equal greedy completions.
 
-Skipped where llama.cpp is not installed: pip install -e '.[llama-cpp]'.
+The tests are skipped if llama.cpp is not installed: pip install -e '.[llama-cpp]'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEXTS = ["What is 12 + 7?", "at 1212 watts!!", "  don't\n\nWAIT 3.12 "]
 
 
 def merging_tokenizer(*steps):
-    """The byte tokenizer with a few merges, which llama.cpp asks for, and another split."""
+    """Make the byte tokenizer with a few merges, which llama.cpp requires, and another split."""
     tokenizer = byte_tokenizer()
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     first = len(tokenizer)
@@ -37,7 +37,7 @@ def merging_tokenizer(*steps):
 
 
 def rounded_model(family, vocab_size):
-    """A tiny model whose weights f16 holds exactly, and whose biases are not zero."""
+    """Make a tiny model whose weights are exact in f16, and whose biases are not zero."""
     model = tiny_model(family, vocab_size=vocab_size)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -50,7 +50,7 @@ def rounded_model(family, vocab_size):
 @pytest.mark.parametrize(("kind", "tokens", "least"), [("f16", 12, 7), ("q8_0", 1, 6)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_llama_cpp_continues_as_the_model_does(family, kind, tokens, least, tmp_path):
-    """Near ties may turn: llama.cpp rounds the cache to f16, and with q8_0 activations too."""
+    """Rounding may change near ties: the cache is in f16, and q8_0 also rounds activations."""
     tokenizer = merging_tokenizer()
     model = rounded_model(family, len(tokenizer))
     write_gguf(model, tokenizer, tmp_path / "m.gguf", kind)

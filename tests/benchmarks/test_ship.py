@@ -1,4 +1,4 @@
-"""A trained adapter is rounded, judged and described; nothing of this machine is in what ships."""
+"""Preparation of the shipped adapter: rounding, evaluation and model card, without local paths."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ OPEN = '{"question": "Say something.", "answer": "", "answer_type": "open"}\n'
 
 @pytest.fixture(scope="module")
 def run(model_dir, tmp_path_factory):
-    """A directory with the adapters of both stages, trained with the calculator."""
+    """Return a directory with adapters of both stages that were trained with the calculator."""
     folder, dataset = tmp_path_factory.mktemp("run"), DATA[1]
     same = {"model": str(model_dir), "dataset": dataset, "tool": "calculator"}
     train_sft.main(

@@ -1,4 +1,4 @@
-"""The soak: what it counts as a failure, and a short one on the tiny model."""
+"""The soak test: its failures, and a short run with the tiny model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_that_differs_or_a_server_that_grows_is_a_failure():
 
 
 def test_what_stops_the_thread_that_trains_is_a_failure(tmp_path, monkeypatch):
-    """A run that ends with 0 and has lost its adapter: the one loss that nothing else reports."""
+    """A run that exits with 0 but has no adapter counts as a failure."""
     monkeypatch.setattr(Training, "start", lambda *_, **__: SimpleNamespace(wait=lambda *_: 0))
     training = Training(SoakConfig(run_dir=tmp_path))
     training.run(end=0.0)

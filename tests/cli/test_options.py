@@ -1,4 +1,4 @@
-"""Options: where a value may come from, what is refused, and the one line a mistake is worth."""
+"""Options: the sources of values, rejected values, and one-line error messages."""
 
 import ast
 import errno
@@ -303,7 +303,7 @@ def test_a_value_out_of_bounds_is_refused_in_python_and_when_typed(values, messa
 
 
 def test_values_that_python_may_give():
-    """On a bound, a list for a tuple, and a text that becomes the path that it names."""
+    """Values on a bound are valid, a list may replace a tuple, and a text may replace a path."""
     Bounded(count=None, share=1.0, sizes=(), kind="b")
     assert parse(Bounded, ["--count=1", "--share=1", "--sizes=2,3"]).sizes == (2, 3)
     assert Bounded(sizes=[3, 2]).sizes == [3, 2]
@@ -392,7 +392,7 @@ def test_every_name_in_the_table_of_groups_is_an_option_somewhere():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_examples_of_help_can_be_copied(script):
-    """Each is read as it stands: options that exist, values of their kinds, no contradictions."""
+    """The parser accepts each example unchanged."""
     cls = SCRIPTS[script]
     module = script.removeprefix("-m ").replace(".", "/").removesuffix("/py") + ".py"
     text = ast.get_docstring(ast.parse((ROOT / module).read_text())).replace("\\\n", " ")

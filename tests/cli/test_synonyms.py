@@ -166,7 +166,7 @@ STAGES = [("GRPOConfig", GRPOConfig), ("SFTConfig", SFTConfig)]
 
 
 def trl_fields(name):
-    """Of the installed TRL; those of transformers' TrainingArguments are among them."""
+    """Return the fields of a config of the installed TRL, including those of transformers."""
     return [
         field.name for field in dataclasses.fields(getattr(importlib.import_module("trl"), name))
     ]

@@ -1,4 +1,4 @@
-"""What is shown is shown as it is: nothing in a path, a dataset or a model's text is markup."""
+"""Output on the terminal: paths, datasets and texts of a model are never read as markup."""
 
 import io
 import sys

@@ -1,5 +1,7 @@
-"""The conformance kit: ours passes, a broken formula of ours does not, TRL's differences are known,
-and the page's adapter and table are what the kit makes of them."""
+"""The conformance kit: our formulas pass, broken ones fail, and TRL's differences are known.
+
+The adapter and the table of the page are checked, too.
+"""
 
 import json
 import re
@@ -109,7 +111,7 @@ def test_a_line_that_is_gone_is_said():
 
 @pytest.fixture
 def example(tmp_path):
-    """The adapter of the page."""
+    """Write the example adapter of the page to a file, and return its path."""
     file = tmp_path / "my_trainer.py"
     file.write_text(re.findall(r"```python\n(.*?)```", PAGE, re.S)[0])
     return file

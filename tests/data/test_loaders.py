@@ -36,7 +36,7 @@ GOOD = {"question": "What is 1 + 1?", "answer": "2"}
 
 @pytest.fixture
 def write(tmp_path):
-    """Write rows (objects, or lines as bytes) to a JSONL file; returns its path as text."""
+    """Return a function that writes rows (objects, or lines as bytes) to a JSONL file."""
 
     def write(*rows, name="problems.jsonl"):
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
@@ -56,7 +56,7 @@ def questions(problems):
 
 
 def refusal(*arguments, **options):
-    """The message of the UsageError that load_problems raises; it is one line."""
+    """Return the message of the UsageError that load_problems raises, which has one line."""
     with pytest.raises(UsageError) as caught:
         load_problems(*arguments, **options)
     message = str(caught.value)
@@ -70,7 +70,7 @@ def refusal(*arguments, **options):
 def test_a_row_becomes_a_problem(write):
     row = {"id": 7, "problem": " How many? ", "answer": "1,000", "solution": "Count.", "level": 2}
     row |= {"topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
-    # Names that a reward's call uses already are no columns.
+    # Names of a reward function's arguments are not columns.
     row |= dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
     [problem] = load_jsonl(write(row))
     columns = {"level": 2, "topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
@@ -433,7 +433,7 @@ def test_every_gold_of_gsm8k_is_read(tmp_path):
     assert not set(questions(train)) & set(questions(validation))
     assert questions(validation) == published[:200]
     assert {*questions(train)} == {*published[200:]}
-    # As published, train is all of the file: also the 200 of validation.
+    # As published, the train split is the whole file, including the 200 validation problems.
     (tmp_path / "gsm8k_train.jsonl").write_text("\n".join(lines[:203]))
     assert load_gsm8k(path=tmp_path)[:200] == validation
     assert questions(load_gsm8k(path=tmp_path)) == published[:203]
@@ -462,12 +462,12 @@ def test_aime(year):
 
 
 class DatasetsError(Exception):
-    """What the errors of `datasets` itself are."""
+    """The base class of the errors of `datasets`."""
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stand-ins for `datasets` and `huggingface_hub`: rows, calls, whether it is up."""
+    """Replace `datasets` and `huggingface_hub`; return their rows, their calls and their state."""
     state = SimpleNamespace(
         rows=[], calls=[], down=None, config=SimpleNamespace(HF_HUB_OFFLINE=False)
     )

@@ -433,7 +433,7 @@ def test_numbers_of_python_are_read_exactly(answer, text):
 
 
 def test_nan_is_a_missing_value(tmp_path):
-    """pandas writes it into lists of dicts and into JSON."""
+    """pandas writes NaN into lists of dicts and into JSON."""
     row = dict.fromkeys(("solution", "id", "answer_type", "choices", "note"), math.nan)
     row |= {"question": "2 + 3?", "answer": 5}
     single = row | {"solution": np.float32("nan"), "note": Decimal("nan")}
@@ -593,7 +593,7 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
     train, validation = (load_problems(path, s, **choice) for s in ("train", "validation"))
     assert (len(train), len(validation)) == (36, 4)
     assert {*answers(train), *answers(validation)} == {*range(40)}
-    # What was held out of a slice is found again under the same slice.
+    # The same slice has the same held-out problems.
     assert load_problems(path, "validation[:40]", columns=COLUMNS) == validation
     assert sorted(answers(load_problems(path, "test[90:]", columns=COLUMNS))) == [*range(90, 100)]
     assert "a file has one split" in refusal(path, rows="test[:5]")
@@ -679,7 +679,7 @@ def test_a_worked_solution_without_tags(completion, answer, solution):
 
 
 def test_a_solution_ends_before_its_answer():
-    """GSM-Plus has the answer in both columns."""
+    """In GSM-Plus, both columns contain the answer."""
     rows = [{"question": "2 + 3?", "answer": "5", "solution": "#### Step\n2+3=5\n#### 5"}]
     assert as_problems(rows)[0].solution == "#### Step\n2+3=5"
 
@@ -785,7 +785,7 @@ configs:
 
 
 def mirror(folder):
-    """A dataset with two configs, one with a test split."""
+    """Write a dataset with two configs, one of which has a test split."""
     write_jsonl(folder / "easy/train.jsonl", rows_of(40))
     write_jsonl(folder / "easy/test.jsonl", [*rows_of(10, 100), {"ask": "Why?", "target": "so"}])
     (folder / "hard.csv").write_text(
@@ -865,7 +865,7 @@ def test_invalid_rows_of_a_published_dataset_are_refused_with_the_ways_out(
 
 
 def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch):
-    """And what is validated on does not depend on how many are trained on."""
+    """The validation problems do not depend on the number of training problems."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for module in (loaders, splits):
         monkeypatch.setattr(module, "POOL", 50)
@@ -897,7 +897,7 @@ def test_a_large_split_is_not_read_whole_for_a_few_samples(tmp_path, monkeypatch
 
 
 def test_the_real_library_reads_from_a_hub(tmp_path):
-    """`datasets` itself, against a server that answers as the hub does."""
+    """The library `datasets` reads from a server that imitates the hub."""
     mirror(tmp_path / "repository")
     code = (
         "from rlm.data import load_problems\n"

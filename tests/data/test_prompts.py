@@ -1,4 +1,4 @@
-"""Rendering: the same ids in every stage, no forged roles, nothing eaten, one end token."""
+"""Rendering: equal ids in every stage, no forged roles, no lost characters, and one end token."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ from rlm.training.sft_examples import to_example
 DEEPSEEK = FORMATS["deepseek"]
 START, END = 256, 257  # <|im_start|>, <|im_end|>
 
-# Templates that behave as those of known families do; written for these tests.
+# Templates written for these tests, which behave like those of known model families.
 LLAMA_3 = (  # begins with BOS, names the day, trims messages, has another end-of-turn mark
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "<|bos|>{% for m in messages %}<|im_start|>{{ m['role'] }}|\n\n"
@@ -88,7 +88,7 @@ def test_the_prompt_is_the_template_around_the_question(tokenizer):
 
 
 def test_what_is_read_and_written_is_what_adapters_were_trained_on():
-    """Word for word: with another prompt every adapter there is goes on, but worse."""
+    """The prompts stay the same word for word, because existing adapters were trained with them."""
     assert {name: (f.system_prompt, f.completion("so", "2")) for name, f in FORMATS.items()} == {
         "deepseek": (
             "Reason inside <think></think>, then give the final number inside <answer></answer>.",
@@ -169,7 +169,7 @@ def test_few_shot_examples_are_earlier_turns_and_keep_their_reasoning(tokenizer)
 
 
 def test_the_gold_never_reaches_a_prompt(tokenizer):
-    """The same problem with another gold and solution renders to the same ids."""
+    """The prompt does not depend on the reference answer and the solution."""
     for problem in load_problems("word-problems", "train", max_samples=200):
         other = Problem(problem.id, problem.question, "987654321", "a leak")
         ids = render_problem(tokenizer, problem, DEEPSEEK)
@@ -200,7 +200,7 @@ def test_a_template_that_names_the_day_gives_the_same_prompt_every_day(template,
 
 
 def test_a_prompt_begins_with_one_bos():
-    """Llama 3's template writes it, and its tokenizer would add another."""
+    """The template of Llama 3 contains the BOS token, and its tokenizer would add a second one."""
     tokenizer = byte_tokenizer(template=LLAMA_3)
     bos = tokenizer.add_special_tokens({"bos_token": "<|bos|>"}) and tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -226,7 +226,7 @@ def test_the_model_writes_the_first_think_tag_itself():
 
 
 def test_a_boxed_answer_of_a_solution_is_learned_outside_the_thinking_only(tokenizer):
-    """OpenMathInstruct's solutions end so."""
+    """The solutions in OpenMathInstruct end with a boxed answer."""
     solution = r"Half of 48 is \boxed{\frac{48}{2}}, that is $\boxed{24}$."
     example = to_example(tokenizer, Problem("p", "48 / 2?", "24", solution), DEEPSEEK)
     learned = tokenizer.decode([i for i in example["labels"] if i >= 0], skip_special_tokens=True)
@@ -250,7 +250,7 @@ def test_end_of_turn_is_the_templates(tokenizer):
 
 
 def words_tokenizer(scheme):
-    """As SentencePiece has it: a space belongs to the word behind it."""
+    """Make a tokenizer like SentencePiece, in which a space belongs to the next word."""
     letters = sorted({*map(chr, range(33, 127)), "▁", "\n"})
     vocabulary = {c: i for i, c in enumerate(["<unk>", *letters, "▁W", "▁R"])}
     backend = Tokenizer(models.BPE(vocabulary, [("▁", "W"), ("▁", "R")], unk_token="<unk>"))
@@ -264,7 +264,7 @@ def words_tokenizer(scheme):
 
 
 def line_breaks_tokenizer():
-    """As Gemma's: line breaks are added tokens that are not special."""
+    """Make a tokenizer like Gemma's, in which line breaks are added tokens that are not special."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("\n", special=False)])
     return tokenizer
@@ -277,7 +277,7 @@ def line_breaks_tokenizer():
     + [line_breaks_tokenizer()],
 )
 def test_the_ids_are_those_of_the_chat_template(tokenizer):
-    """Encoded in pieces, a space before a text would be a token of its own, or doubled."""
+    """If the pieces were encoded separately, a space could become a separate or a second token."""
     for examples in ([], [("What?\nWhen?", "Right")]):
         turns = zip(cycle(("user", "assistant")), [*chain(*examples), "Who?"])
         messages = [{"role": "system", "content": DEEPSEEK.system_prompt}]
@@ -330,7 +330,7 @@ def test_every_text_is_whole_and_in_its_own_place(template, said, capsys):
 
 
 def test_a_role_is_not_forged_where_its_mark_is_no_special_token():
-    """DeepSeek's are added tokens that no option of the tokenizer splits."""
+    """The role marks of DeepSeek are added tokens, which no option of the tokenizer splits."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=False) for role in ("user", "system")])
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""The two tables of the word-problem generator, and the problems that they make."""
+"""The two tables of the word-problem generator, and the generated problems."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ each_table = pytest.mark.parametrize("dataset", TABLES)
 
 
 def each_family(check):
-    """A test of each family of a table, which names the one that fails."""
+    """Make a test that checks each family of a table, and names the family that fails."""
 
     @each_table
     def test(dataset):
@@ -103,7 +103,7 @@ def test_there_are_enough_different_families_of_every_level(dataset, least, held
 
 @each_family
 def test_wordings_state_every_number_and_nothing_unknown(dataset, family):
-    """So a number that YAML reads as a truth value (an unquoted `on`) is found here, too."""
+    """This also detects a name that YAML reads as a boolean, such as an unquoted `on`."""
     table = TABLES[dataset]
     people = PEOPLE if table.women else {"name", "friend"}
     assert len({*family.wordings}) == len(family.wordings) >= 4
@@ -267,9 +267,9 @@ def test_everyday_questions_are_fifty():
 
 @each_table
 def test_no_training_problem_is_an_everyday_question(dataset):
-    """Every wording that such a question could be made of has another text or other numbers.
+    """No wording can produce such a question in the training split, whatever the seed.
 
-    Not a sample of the generator: a question in the training split is found whatever its seed.
+    The test compares the wordings and their numbers instead of a sample of generated problems.
     """
     questions = [normal(problem.question) for problem in EVERYDAY]
     table = TABLES[dataset]
@@ -288,7 +288,7 @@ def test_no_training_problem_is_an_everyday_question(dataset):
 
 
 def as_pattern(wording, table):
-    """A regular expression for the questions of a wording, as `normal` writes them."""
+    """Return a regular expression for the questions of a wording, in the form of `normal`."""
     marked, names = "", {}
     for literal, name, _, _ in string.Formatter().parse(wording):
         marked += literal
@@ -368,7 +368,7 @@ def test_solve_fills_in_literals_and_earlier_values():
 
 @pytest.mark.parametrize("step", ["x = a - b", "x = b - b", "x = a / b"])
 def test_a_draw_stops_at_a_step_that_gives_no_positive_integer(step):
-    """So nothing is divided by a 0 before it."""
+    """Otherwise a later step could divide by 0."""
     impossible = replace(
         TINY, steps=(step, "y = a / x"), numbers={"a": [3], "b": [4]}, wordings=[""]
     )

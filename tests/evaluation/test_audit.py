@@ -1,4 +1,4 @@
-"""`eval.py --audit-reward`: what graders make of a run's own samples."""
+"""`eval.py --audit-reward`: several graders judge the samples of a run."""
 
 import json
 import time

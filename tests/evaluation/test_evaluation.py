@@ -1,4 +1,4 @@
-"""`evaluate` without a model, what is summed up of it, and how it is shown."""
+"""`evaluate` without a model, its summary, and its tables and figures."""
 
 import itertools
 import json
@@ -129,7 +129,7 @@ def test_evaluation_of_several_completions_each():
 def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
     tmp_path, monkeypatch, capsys
 ):
-    """Of four problems the base solves one, the adapter that and two more."""
+    """The base model solves one of four problems, and the adapter this one and two more."""
     monkeypatch.setattr("rlm.evaluation.report.accuracy_bars", lambda *_: None)
     right, wrong = graded("correct"), graded("wrong")
     worse, better = (
@@ -149,7 +149,7 @@ def test_a_row_is_compared_with_the_one_above_it_and_better_is_positive(
 
 
 def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, capsys):
-    """Open answers have no accuracy. A completion without a verdict leaves the mean."""
+    """Open answers have no accuracy. The mean ignores a completion without a verdict."""
     asked = [replace(problem(), answer_type="open")] * 3
     groups = [[graded("ungraded")]] * 3
     before = Evaluation(asked, groups, [[0.0], [0.5], [None]])
@@ -188,7 +188,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class ScriptedSampler:
-    """Gives each prompt's group the written completions in turn."""
+    """A sampler that returns the given texts in turn."""
 
     def __init__(self, *texts):
         self.texts = texts

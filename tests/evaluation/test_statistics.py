@@ -1,4 +1,4 @@
-"""Statistics against values worked out by hand or by brute force."""
+"""Statistics compared with values that were computed by hand or by brute force."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def test_quantiles_of_t(p, df, t):
 
 
 def test_t_interval():
-    """1, 2, 3: mean 2, s = 1, so 2 ± 4.3027 / √3; a single value says nothing of the others."""
+    """For 1, 2, 3 the mean is 2 and s = 1: 2 ± 4.3027 / √3. A single value has no interval."""
     assert t_interval([1, 2, 3]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
     assert t_interval([1, 2, 3], 0.8)[0] > t_interval([1, 2, 3])[0]
     assert t_interval([4.0]) == (-np.inf, np.inf)

@@ -1,4 +1,4 @@
-"""The verifier: what counts as the answer, what never does, and what a hostile text costs."""
+"""The grader: which texts count as an answer, and the time that hostile texts take."""
 
 import json
 import random

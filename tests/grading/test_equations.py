@@ -1,4 +1,4 @@
-"""Equations in a text are found and checked exactly."""
+"""The equations of a text are found and checked exactly."""
 
 import time
 from fractions import Fraction

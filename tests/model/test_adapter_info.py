@@ -1,4 +1,4 @@
-"""What an adapter's run.json says, old or new, and which base is taken."""
+"""Reading an adapter's run.json, and choosing its base model."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_an_adapter_of_another_tool_says_its_base_itself(tmp_path):
 def test_a_base_model_is_not_an_adapter(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UsageError) as refused:
-        check_adapter(tmp_path, "run: x")  # the caller knows whether its script has --base
+        check_adapter(tmp_path, "run: x")
     said = "is a base model, not an adapter: pass it with --model; to make an adapter, run: x"
     assert str(refused.value) == f"{tmp_path} {said}"
 
@@ -95,7 +95,7 @@ def test_a_config_of_another_tool_is_one_line(tmp_path, config):
     ("given", "said"),
     [
         ({}, None),
-        ({"lora_r": 16, "lora_alpha": 32}, None),  # what it has
+        ({"lora_r": 16, "lora_alpha": 32}, None),  # the values of the adapter
         ({"lora_r": 64}, "--lora-r 64: the adapter .* has 16"),
         ({"lora_r": 16, "lora_alpha": 7}, "--lora-alpha 7: the adapter .* has 32"),
     ],
@@ -106,5 +106,5 @@ def test_an_adapter_to_start_from_keeps_its_rank(given, said, tmp_path):
     if said:
         with pytest.raises(UsageError, match=said):
             start.resolve_rank(given)
-    else:  # the run records what the adapter has
+    else:
         assert start.resolve_rank(given) == {"lora_r": 16, "lora_alpha": 32}

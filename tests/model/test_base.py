@@ -1,4 +1,4 @@
-"""Which weights a name stands for, and which adapters are taken."""
+"""Loading base models and adapters: the identity of weights, and which files are rejected."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ LONGROPE = {
         ("llama", {}, None, 1024),
         ("mistral", {"sliding_window": 40}, 40, 40),
         ("gemma3_text", {"sliding_window": 40, "sliding_window_pattern": 2}, 40, 40),
-        # A window that no layer uses.
+        # No layer uses this window.
         ("qwen2", {"use_sliding_window": True, "sliding_window": 40}, None, 1024),
         (
             "phi3",
@@ -58,7 +58,7 @@ def test_local_attention_limits_the_length(family, options, local, longest, caps
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """As the hub's library lays it out; nothing is fetched."""
+    """Return an empty cache of the hub, which is out of reach."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(models, "hub_reachable", lambda: False)
     return tmp_path
@@ -78,12 +78,12 @@ def cached(cache, weights, name="models--org--tiny"):
 def test_a_model_of_the_hub_and_a_copy_of_it_are_the_same(hub_cache, model_dir):
     blob = cached(hub_cache, model_dir / "model.safetensors")
     assert models.base_model_hash("org/tiny") == models.base_model_hash(str(model_dir))
-    blob.write_bytes(b"")  # the name says it: gigabytes are not read again
+    blob.write_bytes(b"")  # the name is the hash, so the file is not read
     assert models.base_model_hash("org/tiny") == models.base_model_hash(str(model_dir))
 
 
 def test_the_same_weights_under_another_name_do_not_count(model_dir, tmp_path):
-    """A whole copy of a repository may hold them twice; other directories have only the other."""
+    """A repository may contain a second copy of the weights, and a directory only that copy."""
     copy = tmp_path / "copy"
     shutil.copytree(model_dir, copy)
     shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
@@ -113,7 +113,7 @@ def plain(tmp_path):
 
 
 def test_saving_asks_no_hub(plain, tmp_path, tokenizer, monkeypatch):
-    """PEFT would look there for the vocabulary of a base that a name stands for."""
+    """PEFT would ask the hub for the vocabulary of the base model."""
 
     def look(*_):
         raise AssertionError("the hub was asked")
@@ -134,7 +134,7 @@ def text_with(**change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # Left out, the base would be measured, or a head that never trains, in silence.
+        # If such parts were ignored, another model than the trained one would be evaluated.
         (text_with(peft_type="LOHA"), "has peft_type LOHA, but only LoRA"),
         (text_with(modules_to_save=["lm_head"]), "modules_to_save"),
         (text_with(trainable_token_indices=[1]), "trainable_token_indices"),
@@ -192,8 +192,8 @@ def test_an_adapter_that_is_more_than_plain_lora_is_refused(tmp_path, options):
     ],
 )
 def test_plain_lora_is_loaded_and_leaves_the_base_as_it_is(plain, options):
-    """Rows, other adapters and the KL term share it."""
-    if "init_lora_weights" not in options:  # eva needs data, to be made
+    """The other adapters and the reference model share the base model."""
+    if "init_lora_weights" not in options:  # PEFT cannot create an eva adapter without data
         options = {"r": 2, "target_modules": ["q_proj"]} | options
         get_peft_model(tiny_model(), LoraConfig(**options)).save_pretrained(plain)
     text_with(**options)(plain / "adapter_config.json")
@@ -248,7 +248,7 @@ def without(part):
         (str, {}, {"num_hidden_layers": 1}, "2 of 4 tensors of the file"),
         (str, {}, {"hidden_size": 64}, "another shape"),
         (str, {"base_model_name_or_path": "org/b"}, {"num_hidden_layers": 1}, "made for org/b"),
-        # These go on loading.
+        # These adapters are loaded.
         (renamed(".weight", ".default.weight"), {}, {}, None),
         (str, {"peft_type": "lora"}, {}, None),
         (str, {"new_in_peft_9": {"a": 1}, "also_new": None}, {}, None),
@@ -259,7 +259,10 @@ def without(part):
 def test_every_tensor_of_an_adapter_lands_in_the_base_and_fills_it(
     plain, rename, config, base, message, capsys
 ):
-    """Under any name: left in another adapter, or out, the base answers in the adapter's place."""
+    """If a tensor were skipped, the base model would answer without the adapter.
+
+    The name of the adapter in the model makes no difference.
+    """
     file = plain / "adapter_model.safetensors"
     tensors = {rename(name): tensor + 1 for name, tensor in load_file(file).items()}
     tensors.pop("", None)
@@ -318,7 +321,7 @@ def test_a_model_that_was_not_downloaded_whole_is_one_line(model_dir, tmp_path):
         (model / file).unlink()
     with pytest.raises(UsageError, match=r"tokenizer is missing: copy tokenizer\.json and "):
         models.load_tokenizer(str(model))
-    (model / "model.safetensors").write_bytes(b"{")  # the tokenizer is not the cause
+    (model / "model.safetensors").write_bytes(b"{")  # the message must not blame the tokenizer
     with pytest.raises(UsageError, match=r"no loadable model .Error while deserializing"):
         models.load_base(str(model), Device("cpu", torch.float32, ""))
     (model / "model.safetensors").unlink()
@@ -360,7 +363,7 @@ def test_an_adapter_that_is_not_finite_is_refused(plain):
 
 @pytest.mark.parametrize("size", [3_100_000_000, 10**18, 0])
 def test_a_download_is_said_first_and_needs_room(hub_cache, monkeypatch, capsys, size):
-    """With the hub's bars on, which transformers' switch turns off, and only what is not here."""
+    """Only missing files count. The progress bars of the hub are on during the download."""
     from huggingface_hub import utils as hub
 
     hub.disable_progress_bars()
@@ -397,7 +400,7 @@ def test_a_misspelt_adapter_is_answered_with_those_that_are_there(tmp_path, monk
     monkeypatch.setattr("rlm.model.adapter_info.ADAPTER", tmp_path / "installed")
     with pytest.raises(UsageError, match=r"does not exist \(there is .+/installed\); do this"):
         check_adapter(Path("weights/typo"), "do this")
-    for name in ("mine", "mine.prev", ".mine.new"):  # was replaced, is half-written
+    for name in ("mine", "mine.prev", ".mine.new"):  # the last two are replaced and half-written
         Path("weights", name).mkdir(parents=True)
         for file in ADAPTER_FILES:
             Path("weights", name, file).touch()
@@ -426,11 +429,14 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
     (of_mlx / ADAPTER_FILES[1]).rename(of_mlx / "adapters.safetensors")
     for path, said in (
         (of_mlx, r"it contains adapters\.safetensors, but only adapter_model\.safetensors"),
-        (outer, rf"no adapter_config\.json; name the folder in it: {outer}/default"),
-        (grpo_run, rf"no adapter_config\.json; name the folder in it: {grpo_run}/adapter_best"),
+        (outer, rf"no adapter_config\.json; name a folder inside it: {outer}/default"),
+        (grpo_run, rf"no adapter_config\.json; name a folder inside it: {grpo_run}/adapter_best"),
         (sft_run, r"it is the directory of a run, whose adapter is saved in mine/sft$"),
         (pickled, r"contains adapter_model\.bin.*save_pretrained"),
-        (outer / "default" / ADAPTER_FILES[1], rf"is a file; name its folder: {outer}/default"),
+        (
+            outer / "default" / ADAPTER_FILES[1],
+            rf"is a file; name the folder that contains it: {outer}/default",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             check_adapter(path, "do this")
@@ -443,12 +449,12 @@ def test_an_adapter_of_another_shape_of_folder_is_answered_with_what_is_there(pl
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),  # its router is a Linear
-        # PEFT takes the projections of its shared experts for those of the others.
+        # PEFT mistakes the projections of its shared experts for those of the other experts.
         ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
     ],
 )
 def test_a_mixture_of_experts_has_its_adapter_on_linear_layers(family, options, capsys):
-    """Routers return tuples, and experts are no layers: transformers computes what they do."""
+    """Routers return tuples, and experts are parameters rather than linear layers."""
     base = tiny_model(family, **options)
     before = base(TOKENS).logits
     policy = new_adapter(base, r=2, alpha=4)

@@ -1,4 +1,4 @@
-"""Export of an adapter: only an adapter is replaced, whole or not at all."""
+"""Export of an adapter, which replaces only another adapter, and only completely."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def number(folder):
 
 @pytest.mark.parametrize("place", ["", "a folder", "a file"])
 def test_only_an_adapter_is_replaced(tmp_path, monkeypatch, place):
-    """`--output weights`, say, would else take all that is in there."""
+    """Otherwise `--output weights`, for example, would delete everything in that folder."""
     output = tmp_path / place
     thesis = output / "thesis.tex" if place != "a file" else output
     thesis.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def test_a_save_that_fails_brings_no_older_adapter_back(export, tmp_path, monkey
     monkeypatch.setattr("rlm.model.export.sync", full)
     with pytest.raises(UsageError, match="No space left"):
         export(3)
-    assert not (tmp_path / "lora").exists()  # .prev is the first
+    assert not (tmp_path / "lora").exists()  # lora.prev is older and is not moved back
     assert number(tmp_path / "lora.prev") == 1
 
 
@@ -105,7 +105,7 @@ def test_a_kill_while_the_old_adapter_is_deleted_is_no_obstacle(export, tmp_path
 
 
 def test_an_export_that_is_repeated_keeps_the_adapter_of_the_run_before(export, tmp_path):
-    """`--resume` exports again, after a kill or without a need."""
+    """`--resume` may export the same adapter again."""
     for i in (1, 2, 2):
         export(i)
     assert (number(tmp_path / "lora"), number(tmp_path / "lora.prev")) == (2, 1)
@@ -121,13 +121,13 @@ def test_the_adapter_that_came_with_the_project_is_kept_for_good(export, tmp_pat
         check_output(output)
         export(i, output)
         said = capsys.readouterr().out
-        assert (f"is now in {shipped}" in said) == (i == 2)  # said when it is moved
+        assert (f"is now in {shipped}" in said) == (i == 2)  # printed once, when it is moved
         assert (number(output), number(shipped)) == (i, 1)
     with pytest.raises(UsageError, match="contains the adapter that came with the project"):
         check_output(shipped)
 
 
 def test_the_tracked_adapter_says_that_it_came_with_the_project():
-    """benchmarks/ship.py writes it so; without this, train_grpo.py would replace it."""
+    """benchmarks/ship.py sets this value, without which train_grpo.py would replace the adapter."""
     run = json.loads((ROOT / "weights/final_rlm_lora/run.json").read_text())
     assert run["shipped"] is True

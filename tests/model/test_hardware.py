@@ -1,4 +1,4 @@
-"""What a script starts with where no flag says it."""
+"""The device, model, data and limits that a script selects for the machine."""
 
 import json
 import struct
@@ -22,7 +22,7 @@ GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 @pytest.fixture
 def having(monkeypatch):
-    """Pretend that a GPU of so many GB is here, and the hub in reach."""
+    """Return a function that simulates a GPU of some GB, and a hub that is in or out of reach."""
 
     def pretend(gpu, hub):
         facts = SimpleNamespace(total_memory=int(gpu * 2**30))
@@ -43,7 +43,7 @@ def resolved(cls, *argv):
     ("gpu", "hub", "expected"),
     [
         (79.2, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "none", True)),
-        (39.4, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "none", True)),  # sold as 40
+        (39.4, True, ("Qwen/Qwen2.5-7B-Instruct", "gsm8k", "none", True)),  # sold as 40 GB
         (23.6, True, ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", "none", True)),
         (15.7, True, ("Qwen/Qwen2.5-3B-Instruct", "gsm8k", "none", True)),
         (14.7, True, ("Qwen/Qwen2.5-1.5B-Instruct", "gsm8k", "none", True)),  # a T4
@@ -81,9 +81,9 @@ def test_the_reason_is_that_of_what_was_chosen(having, capsys, typed, said):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        # The model decides the larger numbers, also if the data are typed as well.
+        # The size of the model selects the larger numbers, even if the dataset is given, too.
         (["--model=mine"], {"model": "mine", "dataset": "gsm8k", "quantize": "none", "steps": 200}),
-        # The default, but typed.
+        # An option that is set to its default counts as set.
         (["--max-new-tokens=96"], {"max_new_tokens": 96, "steps": 200, "quantize": "none"}),
         (["--no-use-4bit"], {"model": GPU_MODEL, "quantize": "none"}),
         (["--preset=drgrpo"], {"aggregation": "constant", "max_new_tokens": 512}),
@@ -113,7 +113,7 @@ def test_typing_what_was_chosen_changes_nothing(having, cls):
         (300_000_000, 80, (3e-4, 20, 1e-3, 400)),
         (300_000_001, 80, (2e-5, 200, 2e-4, 2000)),
         (300_000_001, 0, (2e-5, 20, 2e-4, 400)),  # more steps only on a GPU
-        (None, 0, (2e-5, 20, 2e-4, 400)),  # a pointer of Git LFS: the size is unknown
+        (None, 0, (2e-5, 20, 2e-4, 400)),  # a Git LFS pointer, so the size is unknown
     ],
 )
 def test_the_size_of_the_model_decides_the_learning_rate(
@@ -169,7 +169,7 @@ def test_a_preset_packs_the_base_only_on_a_gpu(having, capsys):
     ],
 )
 def test_a_start_adapter_decides_model_data_and_packing(having, tmp_path, run, given, expected):
-    """It may not say its data, as `GRPOTrainer` leaves one that was given the caller's own."""
+    """run.json may name no dataset, for example if the problems were passed from Python."""
     having(gpu=0, hub=False)
     (tmp_path / "run.json").write_text(json.dumps(run))
     values = machine.default_values(given, AdapterInfo.load(tmp_path))
@@ -186,7 +186,7 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
     (tmp_path / "memory.current").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {2**21}\nactive_file 9\n")
     assert machine.available_memory("cpu") == 3 * 2**20
-    # A group in it, as Slurm and systemd make, may allow less, and the process may be below it.
+    # An inner group, such as Slurm and systemd create, may allow less than the outer one.
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup").write_text("4:memory:/old\n0::/job/step\n")
     for name, content in (("max", 2**20), ("current", 2**18), ("stat", "inactive_file 0")):
@@ -207,7 +207,7 @@ def test_a_container_has_what_its_limit_leaves_and_its_cache_of_files(tmp_path, 
 def test_a_container_uses_as_many_threads_as_it_may_use_cpus(
     tmp_path, monkeypatch, own, outer, used
 ):
-    """Fractions are rounded up. A user's OMP_NUM_THREADS is kept."""
+    """Fractions are rounded up. If the user sets OMP_NUM_THREADS, it takes precedence."""
     usual = torch.get_num_threads()
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "cgroup")
@@ -231,7 +231,7 @@ def test_a_container_uses_as_many_threads_as_it_may_use_cpus(
 def test_nothing_is_taken_from_an_adapter_of_another_base(
     having, model_dir, tmp_path, monkeypatch, same_weights
 ):
-    """The default one is used where it fits; a copy of its base under another name fits."""
+    """The default adapter is used only if it fits, for example a copy of its base model."""
     having(gpu=0, hub=False)
     monkeypatch.chdir(tmp_path)
     run = {"base_model": "theirs", "dataset": "gsm8k:here", "quantize": "8bit"}
@@ -251,7 +251,10 @@ def test_nothing_is_taken_from_an_adapter_of_another_base(
         ({}, ("huggingface.co", 443)),
         ({"HF_ENDPOINT": "https://mirror.example"}, ("mirror.example", 443)),
         ({"HF_ENDPOINT": "http://mirror.example:8080"}, ("mirror.example", 8080)),
-        ({"HTTPS_PROXY": "http://proxy.example:3128"}, None),  # only the libraries could tell
+        (
+            {"HTTPS_PROXY": "http://proxy.example:3128"},
+            None,
+        ),  # only the hub's libraries can use a proxy
     ],
 )
 def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment, asked):

@@ -1,4 +1,4 @@
-"""A merged model and its GGUF file: other programs read the same model."""
+"""Merged models and GGUF files, which other programs read as the same model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exported = partial(exit_code, inference, inference.InferenceConfig)
 
 @pytest.fixture(scope="module")
 def adapter(model_dir, tokenizer, tmp_path_factory):
-    """An adapter that changes what the model says."""
+    """Save an adapter that changes the output of the model."""
     path = tmp_path_factory.mktemp("adapters") / "lora"
     policy = new_adapter(AutoModelForCausalLM.from_pretrained(model_dir), r=4, alpha=8)
     torch.manual_seed(1)
@@ -39,7 +39,7 @@ def adapter(model_dir, tokenizer, tmp_path_factory):
 
 
 def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp_path):
-    """Loaded by transformers alone; the base is in fp32 although 4 bits were trained on."""
+    """transformers alone loads the result, in fp32 although training used 4 bits."""
     assert exported("--adapter", adapter, "--merge", tmp_path / "merged") == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -64,7 +64,7 @@ def test_the_merged_model_says_what_base_and_adapter_say(adapter, model_dir, tmp
 
 
 def test_a_merged_model_in_bf16_is_rounded_once(adapter, tmp_path):
-    """The base's weights are rounded when they are loaded, and each sum once more."""
+    """The base weights are rounded when they are loaded, and each sum is rounded once more."""
     options = ["--merge", tmp_path / "half", "--merge-dtype", "bfloat16"]
     assert exported("--adapter", adapter, *options) == 0
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half").state_dict()
@@ -84,13 +84,13 @@ def test_a_merged_model_in_bf16_is_rounded_once(adapter, tmp_path):
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it itself
 @torch.no_grad()
 def test_layers_that_store_their_weights_transposed_are_merged(tokenizer, tmp_path):
-    """The Conv1D of GPT-2: (inputs, outputs)."""
+    """The Conv1D of GPT-2 stores its weight as (inputs, outputs)."""
     base = tiny_model("gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64)
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     policy = let_it_speak(new_adapter(base, r=2, alpha=4), 0.3).eval()
     save_adapter(policy, tokenizer, tmp_path / "lora", {"base_model": str(tmp_path / "base")})
-    # As Vicuna has it: transformers refuses to write such a file.
+    # Vicuna has such a file, which transformers refuses to write.
     (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
     merged, _ = merge_adapter(tmp_path / "lora")
     save_merged(merged, tokenizer, "", tmp_path / "merged")
@@ -105,7 +105,7 @@ def test_layers_that_store_their_weights_transposed_are_merged(tokenizer, tmp_pa
 )
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_gguf_file_holds_the_same_model(family, tied, kind, tokenizer, tmp_path):
-    """Read back by transformers' own reader, which undoes llama.cpp's order of rows."""
+    """transformers reads the file, and undoes llama.cpp's order of rows."""
     model = tiny_model(family, tie_word_embeddings=tied)
     write_gguf(model, tokenizer, tmp_path / "m.gguf", kind)
     options = {"gguf_file": "m.gguf", "quantization_config": GgufConfig(dequantize=True)}
@@ -180,7 +180,7 @@ def test_how_llama_cpp_calls_the_way_that_texts_are_split(tokenizer, name, tmp_p
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             byte_tokenizer(),
-            "rotary scaling of the kind linear",
+            "RoPE scaling of the type linear",
         ),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_tensor_that_llama_cpp_does_not_know_is_refused(tokenizer, tmp_path):
 def test_q8_0_packs_rows_of_32(tokenizer, tmp_path):
     write_gguf(tiny_model(intermediate_size=48), tokenizer, tmp_path / "m.gguf", "q8_0")
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    assert types["blk.0.ffn_down.weight"] == "F16"  # 48 wide
+    assert types["blk.0.ffn_down.weight"] == "F16"  # rows of 48 weights
     assert types["blk.0.ffn_up.weight"] == "Q8_0"
     assert types["output_norm.weight"] == "F32"
 
@@ -236,7 +236,7 @@ def test_half_a_file_is_not_left(adapter, tmp_path, monkeypatch, capsys):
 
 
 def test_a_template_that_opens_the_reasoning_is_named_for_other_programs(tmp_path, capsys):
-    opens = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepSeek-R1
+    opens = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # as in DeepSeek-R1
     for template, said in ((CHATML, False), (opens, True)):
         tokenizer = byte_tokenizer(template=template)
         base, adapter = tmp_path / f"base {said}", tmp_path / f"adapter {said}"

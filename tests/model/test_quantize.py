@@ -1,4 +1,4 @@
-"""4- and 8-bit bases on a CPU: they train, they are never written, no update is lost in them."""
+"""Training on a base model in 4 or 8 bits on a CPU, which stays unchanged; no update is lost."""
 
 import json
 import re
@@ -34,14 +34,15 @@ needs_int8 = pytest.mark.skipif(
 )
 PACKED = ("4bit", pytest.param("8bit", marks=needs_int8))
 SLOW_8BIT = pytest.mark.slow, needs_int8
-FIRST = ("4bit", pytest.param("8bit", marks=SLOW_8BIT))  # where each takes seconds
-# Nats a token between the merged copy and the packed layers: 8-bit products round their input too.
+FIRST = ("4bit", pytest.param("8bit", marks=SLOW_8BIT))  # for tests that take seconds
+# Maximum log-probability gap, in nats per token, between the merged copy and the quantized layers.
+# 8-bit matmuls also round their input.
 GAP = {"4bit": 2e-3, "8bit": 0.1}
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory, tokenizer):
-    """As wide as bitsandbytes' blocks."""
+    """Save a model whose rows are as wide as the blocks of bitsandbytes."""
     path = tmp_path_factory.mktemp("base")
     tiny_model(hidden_size=64, head_dim=16, initializer_range=0.1).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -57,19 +58,19 @@ def packed_layers(model):
 
 
 def base_bytes(model):
-    """Every byte of the base: packed weights with all that unpacks them, and the rest."""
+    """Return the bytes of all base weights, including the scales of the quantized weights."""
     found = {n: p for n, p in model.named_parameters() if "lora_" not in n}
     for name, module in packed_layers(model).items():
         weight, state = module.weight, getattr(module.weight, "quant_state", None)
         scales = state.as_dict(packed=True) if state else {"scales": weight.SCB}
-        if state is None and module.state.SCB is not None:  # a forward pass moves them
+        if state is None and module.state.SCB is not None:  # a forward pass moves the scales
             scales = {"scales": module.state.SCB}
         found |= {f"{name}.{key}": tensor for key, tensor in scales.items()}
     return {n: t.detach().clone().view(torch.uint8).numpy().tobytes() for n, t in found.items()}
 
 
 def with_adapter(model_dir, quantize, scale=0.3):
-    """A packed base with an adapter that says something."""
+    """Load a quantized base model, and add an adapter that changes its output."""
     torch.manual_seed(0)
     policy = new_adapter(load_base(str(model_dir), CPU, quantize=quantize), r=4, alpha=8).eval()
     return let_it_speak(policy, scale)
@@ -81,7 +82,7 @@ def test_grpo_changes_the_adapter_and_not_one_byte_of_the_base(model_dir, tmp_pa
     trainer = GRPOTrainer(str(model_dir), config, reward_fn=likes_letters, device=CPU)
     layers = packed_layers(trainer.policy).values()
     assert len(layers) == 14  # seven projections in two layers
-    # bitsandbytes would rearrange them in place, on CPUs with AVX512-BF16.
+    # On CPUs with AVX512-BF16, bitsandbytes would rearrange the weights in place.
     assert not any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in layers)
     before = base_bytes(trainer.policy)
     adapter = {name: tensor.detach().clone() for name, tensor in trainer.adapter.items()}
@@ -104,16 +105,14 @@ def test_weights_unpack_to_what_the_layer_multiplies_with(model_dir, quantize):
         assert weight.dtype == model.dtype == torch.float32
         product = layer(torch.eye(layer.in_features)).detach()
         assert torch.allclose(product.t(), weight, atol=1e-3), name
-        assert torch.equal(
-            dequantized_weight(layer), weight
-        )  # also after a forward pass, which moves scales
+        assert torch.equal(dequantized_weight(layer), weight)  # the forward pass has moved scales
         exact = full.get_submodule(name).weight
         error = (weight - exact).norm() / exact.norm()
         assert 0 < error < {"4bit": 0.15, "8bit": 0.02}[quantize]
 
 
 def test_wrong_8_bit_products_are_refused(model_dir, monkeypatch):
-    """Without VNNI instructions they overflow in 16 bits, silently."""
+    """Without VNNI instructions, 8-bit matmuls silently overflow in 16 bits."""
     monkeypatch.setattr(quantization, "multiplies_int8_exactly", lambda: False)
     with pytest.raises(UsageError, match="8-bit integers wrongly on this CPU"):
         load_base(str(model_dir), CPU, quantize="8bit")
@@ -121,7 +120,7 @@ def test_wrong_8_bit_products_are_refused(model_dir, monkeypatch):
 
 
 def test_rows_that_bitsandbytes_unpacks_wrongly_are_refused(tmp_path):
-    tiny_model().save_pretrained(tmp_path)  # rows of 32 weights: two of them share a block
+    tiny_model().save_pretrained(tmp_path)  # two rows of 32 weights share a block
     with pytest.raises(UsageError, match="rows of 32 weights wrongly on a CPU"):
         load_base(str(tmp_path), CPU, quantize="4bit")
 
@@ -153,7 +152,7 @@ def test_a_base_that_is_stored_in_fp8_is_refused(model_dir, monkeypatch):
 
 @pytest.mark.parametrize("quantize", PACKED)
 def test_a_merged_copy_keeps_the_whole_update(model_dir, quantize):
-    """Merged into packed weights the update would drown in their steps; the copy is not packed."""
+    """Quantized again after merging, the weights would lose the update; the copy is unquantized."""
     policy = with_adapter(model_dir, quantize, scale=1e-3)
     for name, module in policy.named_modules():
         if name.endswith("q_proj"):
@@ -175,7 +174,7 @@ def test_both_samplers_draw_what_the_model_computes(model_dir, tokenizer, quanti
     ]
     merged, unmerged = ([c for group in groups for c in group] for groups in drawn)
     for left, right in zip(merged, unmerged, strict=True):
-        # With 8 bits a token near a border may fall on the other side, and another text follows.
+        # With 8 bits, rounding may change a token, and then the rest of the completion differs.
         pairs = enumerate(zip(left.token_ids, right.token_ids, strict=True))
         same = next((i for i, (a, b) in pairs if a != b), len(left.token_ids))
         assert same >= {"4bit": len(left.token_ids), "8bit": 1}[quantize]
@@ -195,7 +194,7 @@ def test_the_lean_adapter_has_pefts_gradient(model_dir, quantize):
         gradients.append({n: p.grad for n, p in policy.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():
         error = (gradient - gradients[1][name]).norm() / gradient.norm()
-        # 8-bit products round their input, so a last digit before them may be a step of 1 in 127.
+        # 8-bit matmuls round their input to 127 steps, so a tiny difference may become a step.
         assert error < {"none": 1e-5, "4bit": 1e-5, "8bit": 0.03}[quantize], name
 
 
@@ -222,7 +221,7 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(
     assert history["quantize"] == quantize
     learned = load_file(sft / "adapter_model.safetensors").values()
     assert {tensor.dtype for tensor in learned} == {torch.float32}  # TRL would make it bf16
-    assert history["base_hash"].startswith("sha256:")  # of the files, whatever was made of them
+    assert history["base_hash"].startswith("sha256:")  # of the unquantized files
     assert run(
         train_grpo, "--sft-adapter", sft, "--output", grpo, "--run-dir", tmp_path / "b",
         "--steps", 1, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 4,
@@ -239,8 +238,8 @@ def test_the_scripts_take_a_packed_base_and_pass_it_on(
     evaluated = json.loads((tmp_path / "c" / "evaluation.json").read_text())
     assert evaluated["config"]["quantize"] == quantize
     text = capsys.readouterr()
-    said = re.sub(r"kernels (not )?compiled", "", text.out + text.err)  # our own
-    assert "kernels" not in said  # bitsandbytes advises the package of that name
+    said = re.sub(r"kernels (not )?compiled", "", text.out + text.err)  # our own message
+    assert "kernels" not in said  # bitsandbytes would advise to install this package
 
 
 AVX512_MACHINE = """
@@ -248,7 +247,7 @@ import importlib.abc, importlib.machinery, sys, types
 sys.path.insert(0, {root!r})
 
 class Patch(importlib.abc.MetaPathFinder):
-    # bitsandbytes asks its library for AVX512-BF16, and finds it here whatever the CPU has
+    # Makes bitsandbytes believe that the CPU has AVX512-BF16.
     def find_spec(self, name, path, target=None):
         if name != "bitsandbytes.functional":
             return None
@@ -285,10 +284,10 @@ assert ("kernels" in sys.modules) == {installed!r}
 )
 @pytest.mark.parametrize("installed", [False, True])
 def test_nothing_is_downloaded_and_nothing_said_about_it(installed, guarded):
-    """On a CPU where bitsandbytes would fetch compiled code from the hub as it is imported."""
+    """The CPU is one on which the import of bitsandbytes would download code from the hub."""
     root = str(Path(__file__).parents[2])
     code = AVX512_MACHINE.format(root=root, installed=installed, guarded=guarded)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     silent = (done.returncode, done.stdout + done.stderr) == (0, "")
-    assert silent == bool(guarded)  # unguarded it is not, else there is nothing to guard against
+    assert silent == bool(guarded)  # without the guard, bitsandbytes downloads or prints

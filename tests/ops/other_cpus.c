@@ -1,5 +1,5 @@
-/* Calls every compiled function with the same made-up numbers and prints what comes out, a number a
- * line: test_other_cpus.py compares one CPU's with another's. */
+/* Calls every compiled function with the same inputs, and prints the results, one number per line.
+ * test_other_cpus.py compares the results of different CPUs. */
 #include <stdio.h>
 
 #include "numbers.h"
@@ -24,7 +24,7 @@ typedef struct {
 
 int block_columns(void);
 int inputs_together(void);
-void linear(const product *, int) __attribute__((weak)); /* not for every CPU */
+void linear(const product *, int) __attribute__((weak)); /* missing on some CPUs */
 int decode_attention(const step *, int64_t, float, const number *, int64_t, const number *, int64_t,
                      const number *, int64_t, number *, int);
 void rotary_embedding(number *, const number *, const number *, int64_t, int64_t, int64_t, int);
@@ -40,7 +40,7 @@ int sample(const number *, int64_t, int64_t, float, int64_t, const double *, int
 void token_logprobs(number *, int64_t, int64_t, const int64_t *, float, int64_t, float *, float *,
                     int);
 
-/* Number i of a stream, in (-1, 1), on every CPU the same. */
+/* Returns number i of a stream, in (-1, 1), which is the same on every CPU. */
 static float made_up(int64_t stream, int64_t i) {
     uint32_t x = (uint32_t)(stream * 7919 + i) * 2654435761u;
     x ^= x >> 15;
@@ -55,7 +55,7 @@ static void show(const char *name, const number *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) printf("%s %.9g\n", name, widened(from[i]));
 }
 
-/* Weight (output, input) of a matrix lies where products.c looks for it. */
+/* Stores the weights of the matrices in the layout of products.c. */
 static void products(int gated, int normed) {
     int64_t columns = block_columns(), blocks = columns ? (OUT + columns - 1) / columns : 0;
     if (!columns) return;
@@ -88,7 +88,7 @@ static void decoding_attention(void) {
     show("decode_attention", out, 2 * HEADS * QUERIES * WIDTH);
 }
 
-/* Causal, in blocks of 16 tokens of which the last is cut short. */
+/* The mask is causal; the last block of 16 tokens is incomplete. */
 static void learning_attention(void) {
     enum { BLOCKS = (TOKENS + 15) / 16, PADDED = 16 * BLOCKS, KEYS = 2 * TOKENS * HEADS * WIDTH };
     static uint8_t hidden[PADDED * PADDED], seen[BLOCKS * BLOCKS];

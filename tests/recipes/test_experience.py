@@ -1,4 +1,4 @@
-"""The experience recipe's parts: plans, rewards, libraries, prompts. No server."""
+"""The parts of the experience recipe without a server: plans, rewards, libraries and prompts."""
 
 import copy
 import json
@@ -95,7 +95,7 @@ def test_what_models_write_loosely():
     assert loose.causal_graph[0].cause == ["pens"]
     assert loose.constraints == ["total is positive"]
     assert loose.computation_plan[0].inputs == ["s0"]
-    assert parse_plan(loose.text()) == loose  # what is stored reads back
+    assert parse_plan(loose.text()) == loose  # a stored plan can be read back
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_cycle_is_named():
     loop = plan_of(causal_graph=[link(["a"], "b"), link(["b"], "c"), link(["c"], "a")])
     with pytest.raises(ReplyError, match=r"^cycle: (a → b → c|b → c → a|c → a → b)"):
         parse_plan(loop.text(), acyclic=True)
-    assert parse_plan(loop.text()) == loop  # a proposal may have one: r_graph counts it
+    assert parse_plan(loop.text()) == loop  # a proposal may have a cycle, which lowers r_graph
     assert parse_plan(plan_of().text(), acyclic=True) == plan_of()
 
 
@@ -146,7 +146,7 @@ CHAIN = {
     [
         ({}, {}),
         (CHAIN, {}),
-        # A step before its input gives nothing.
+        # A step that comes before its input has no result.
         (
             CHAIN | {"computation_plan": CHAIN["computation_plan"][::-1]},
             {"inputs_there": 0.5, "target_reached": 0},
@@ -155,7 +155,7 @@ CHAIN = {
             {"causal_graph": [link(["pens"], "total", "multiply them")]},
             {"target_reached": 0, "rules_parse": 0},
         ),
-        # Knowing the target is not computing it.
+        # A target that is already known is not computed.
         (
             {"knowns": {"total": 1080}, "causal_graph": [link(["x"], "y", "x")]},
             {"inputs_there": 0, "target_reached": 0},
@@ -173,14 +173,14 @@ def test_r_logic_without_a_judge(changes, failed):
         ("pens / boxes - 0.1", Fraction(31, 72) - Fraction(1, 10)),
         ("max(pens, -boxes) ** 2 % 1000 // 7", Fraction(961 % 1000 // 7)),
         ("pens ** 1000", None),  # too large
-        ("sqrt(pens)", None),  # no exact number
+        ("sqrt(pens)", None),  # has no exact value
         ("pens / (boxes - 72)", None),
         ("crates * 2", None),
         ("pens.bit_length()", None),
         ("(" * 5000, None),
         ("pens; boxes", None),
         ("total = pens * boxes", Fraction(2232)),
-        ("total -= pens", None),  # no rule of total alone
+        ("total -= pens", None),  # the rule needs an earlier total
     ],
 )
 def test_a_plan_is_computed_exactly_or_not_at_all(rule, value):
@@ -214,10 +214,30 @@ def test_a_plan_whose_values_grow_without_limit_is_not_computed(rule, start, mon
     [
         ("31 pens in each of 72 boxes?", "2232", {"pens": 31, "boxes": 72}, 1.0),
         ("31 pens in each of 72 boxes?", "2,232.0", {"pens": 31, "boxes": 72}, 1.0),
-        ("31 pens in each of 72 boxes?", "", {"pens": 31, "boxes": 72}, 1.0),  # nothing to compare
-        ("31 pens in each of 72 boxes?", "2233", {"pens": 31, "boxes": 72}, 0.0),  # not its result
-        ("A game for Ana and Bob.", "204", {"pens": 3, "boxes": 4}, 0.0),  # a nonsense plan
-        ("A game for Ana and Bob.", "12", {"pens": 3, "boxes": 4}, 0.75),  # and its own answer
+        (
+            "31 pens in each of 72 boxes?",
+            "",
+            {"pens": 31, "boxes": 72},
+            1.0,
+        ),  # there is no answer to compare
+        (
+            "31 pens in each of 72 boxes?",
+            "2233",
+            {"pens": 31, "boxes": 72},
+            0.0,
+        ),  # differs from the plan's result
+        (
+            "A game for Ana and Bob.",
+            "204",
+            {"pens": 3, "boxes": 4},
+            0.0,
+        ),  # a plan that does not fit the problem
+        (
+            "A game for Ana and Bob.",
+            "12",
+            {"pens": 3, "boxes": 4},
+            0.75,
+        ),  # the answer follows from that plan
         # 0.125 rounded to two decimals; 2e-4 is not rounded to 4e-3.
         ("0.25 pens in each of 0.5 boxes?", "0.13", {"pens": 0.25, "boxes": 0.5}, 1.0),
         ("0.02 pens in each of 0.01 boxes?", "0.004", {"pens": 0.02, "boxes": 0.01}, 0.0),
@@ -259,7 +279,7 @@ def test_the_weighted_totals():
 
     assert mean(0, 0.75, 0.80) == 0.3875
     assert mean(1, 0.85, 0.90, 0.75) == 0.875
-    # Without r_logic: (0.5 · 1 + 0.25 · 0.8) / 0.75, not a number made up in its place.
+    # Without r_logic, the weights are rescaled: (0.5 · 1 + 0.25 · 0.8) / 0.75.
     assert mean(1, None, 0.80) == pytest.approx(0.7 / 0.75)
     assert mean(None, None, None) is None
 
@@ -308,20 +328,20 @@ def test_r_fusion_by_hand():
     other = plan_of(
         causal_graph=[link(["pens", "boxes"], "total", "pens + boxes"), link(["total"], "tax", "1")]
     )
-    # Equal to the better proposal; the one conflict (total) is settled; what both have survives,
-    # and so does all that half of them have. r_graph is 1 for all three: improvement 0.5.
+    # The fusion equals the better proposal. It resolves the only conflict (total), and keeps what
+    # both or half of the proposals contain. r_graph is 1 for all three: improvement 0.5.
     assert fusion_reward(other, [first, other]) == pytest.approx(0.3 + 0.3 + 0.2 + 0.1)
-    # The conflict is not settled by both rules, nor by a third.
+    # Neither both rules nor a third rule resolve the conflict.
     for rules in (("pens * boxes", "pens + boxes"), ("pens / boxes",)):
         links = [link(["pens", "boxes"], "total", rule) for rule in rules]
         odd = plan_of(causal_graph=[*links, link(["total"], "tax", "1")])
         assert fusion_reward(odd, [first, other]) == pytest.approx(0.3 + 0.2 + 0.1)
-    # The tax is dropped: half of the proposals had it. Nodes 3 of 4, edges 2 of 3.
+    # The tax, which half of the proposals contain, is dropped; 3 of 4 nodes and 2 of 3 edges stay.
     expected = 0.3 + 0.3 + 0.2 * (0.4 * 3 / 4 + 0.6 * 2 / 3) + 0.1
     assert fusion_reward(first, [first, other]) == pytest.approx(expected)
-    # Proposals that agree: no conflict counts 0.7.
+    # If the proposals have no conflict, its share counts 0.7.
     assert fusion_reward(first, [first, first]) == pytest.approx(0.3 + 0.21 + 0.2 + 0.1)
-    # What is invented or left out counts for less.
+    # Invented and omitted parts lower the reward.
     invented = plan_of(causal_graph=[*TOTAL["causal_graph"], link(["moon"], "total", "moon")])
     dropped = plan_of(causal_graph=[link(["pens"], "total", "pens * 90")])
     for worse in (invented, dropped):
@@ -406,7 +426,7 @@ TEMPLATE = load_prompts()["generator_experience_extraction"].template
 
 
 def learn(library, *operations, problem=PENS):
-    """Each operation from a group of its own."""
+    """Apply each operation as the result of a separate group."""
     return [library.apply([operation], problem, NOW, TEMPLATE)[0] for operation in operations]
 
 
@@ -458,7 +478,7 @@ def test_add_modify_delete_and_no_id_twice(tmp_path):
         (add("A lesson.", ["validation"]), "category"),
         (add(" ".join(["word"] * 50)), "too_long"),
         (add("Multiply, and you get 1,080 pens."), "gold_leak"),
-        (add("The lesson."), "copied"),  # what a small model repeats from the prompt's example
+        (add("The lesson."), "copied"),  # a small model may repeat the example of the prompt
         (add("Convert ALL units, before you add quantities!"), "duplicate"),
     ],
     ids=lambda part: str(part)[:40],
@@ -538,7 +558,7 @@ def test_a_kill_between_record_and_library_loses_and_repeats_nothing(tmp_path):
     record |= {"extraction": {"operations": learn(library, add(LESSONS[0]))}}
     record |= {"library_after": copy.deepcopy(library.items)}
     for _ in range(2):
-        fresh = library_in(tmp_path)  # at first nothing was written
+        fresh = library_in(tmp_path)  # the library's file does not exist
         fresh.resume([record])
         assert [each.content for each in load_experiences(fresh.path)] == [LESSONS[0]]
         assert fresh.lessons == [LESSONS[0]]
@@ -565,7 +585,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(UsageError, match=re.escape(str(path))):
         library_in(tmp_path)
-    if "No" not in content:  # readers need no more than a content
+    if "No" not in content:  # a lesson needs only its content
         with pytest.raises(UsageError, match=re.escape(str(path))):
             load_experiences(path)
     with pytest.raises(UsageError, match="cannot read"):
@@ -615,7 +635,7 @@ def test_a_prompt_with_other_placeholders_is_refused(tmp_path, text, says):
 
 
 def test_the_physics_problems_recompute(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # nothing is looked for in the working directory
+    monkeypatch.chdir(tmp_path)  # no file is read from the working directory
     assert load_prompts()
     problems = train.load_problem_set("physics", "train", None)
     assert [p.id for p in problems] == [f"physics_{i:03d}" for i in range(1, 31)]
@@ -624,7 +644,9 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
         columns = problem.columns
         assert columns["unit"]
         assert 0 < columns["rel_tol"] <= 0.02
-        value = eval(columns["expression"], {"__builtins__": {}}, vars(math))  # our own file
+        value = eval(
+            columns["expression"], {"__builtins__": {}}, vars(math)
+        )  # safe: the file is ours
         stated = parse_number(problem.answer)
         assert math.isclose(value, stated, rel_tol=5.1e-4), problem.id  # four digits
         assert grade_answer(f"Final answer: {problem.answer} {columns['unit']}", problem)[0]
@@ -640,7 +662,7 @@ def test_aime_problems_are_numbered(tmp_path):
 
 
 def test_practice_uses_the_train_split(tmp_path):
-    """Of datasets that are not ours as well, if they have one."""
+    """This holds for datasets of other projects, too, if they have a train split."""
     both, one = tmp_path / "both", tmp_path / "one"
     for folder, splits in ((both, ("train", "test")), (one, ("test",))):
         folder.mkdir()
@@ -678,7 +700,7 @@ def test_the_temperature_of_a_role(command, role, temperature):
 
 @pytest.mark.parametrize(("target", "counts"), [("critic", (2, 4)), ("generator 1", (3, 3))])
 def test_the_critic_s_tokens_depend_on_the_recorded_rollouts(target, counts):
-    """The default of --rollouts says nothing about the rollouts that a run has recorded."""
+    """A run may have recorded another number of rollouts than the default of --rollouts."""
 
     def read(role, rollouts):
         tasks = [(PENS, [(name, [{}] * rollouts) for name in GENERATORS])] * 5

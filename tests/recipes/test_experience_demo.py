@@ -1,4 +1,4 @@
-"""`make demo-experience`: against a scripted model, and its server as a process."""
+"""`make demo-experience` with a scripted model, and with its server as a process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_demo_ends_with_a_table_of_the_library(tmp_path, monkeypatch, capsys
             yield server.url.removesuffix("/v1"), None
 
         monkeypatch.setattr(demo, "server_process", scripted)
-        # The variables of a paid endpoint are not for the demo.
+        # The demo must not use the variables of a paid endpoint.
         monkeypatch.setenv("GENERATOR_1_BASE_URL", "https://api.example.org/v1")
         monkeypatch.setenv("GENERATOR_2_MODEL", "another")
         make_small(monkeypatch, problems=8, groups=2, held_out=44, trial_size=20)

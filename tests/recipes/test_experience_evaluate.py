@@ -1,4 +1,4 @@
-"""Lessons that change what a model gets right: found, kept, measured; and libraries in use."""
+"""Lessons that improve a model's accuracy, and their evaluation and libraries."""
 
 import json
 import re
@@ -32,9 +32,9 @@ def gross_problems(count: int, start: int = 3) -> list[dict[str, str]]:
 
 
 class Clerk(Model):
-    """Takes a gross for a dozen, two times out of three, unless a lesson in the prompt says more.
+    """Mistakes a gross for a dozen in two of three answers, unless a lesson states the factor.
 
-    It learns what it reads: from a comparison the factor of an attempt that is marked as right.
+    From a comparison, the model extracts the factor of an attempt that is marked as right.
     """
 
     def factor(self, prompt: str, seed: int) -> int:
@@ -73,14 +73,14 @@ class Clerk(Model):
 
 @pytest.fixture(scope="module")
 def practised(tmp_path_factory):
-    """A server whose model can learn one thing, and a whole run of it."""
+    """Run the whole recipe with a server whose model can learn one lesson."""
     path = tmp_path_factory.mktemp("clerk")
     with ScriptedServer(Clerk()) as server:
         price = {"prompt": 100.0, "completion": 1000.0}
         write_endpoints(path / "api.json", server.url, price=price)
         data = write_problems(path / "practice.jsonl", gross_problems(8))
         write_problems(path / "unseen.jsonl", gross_problems(24, start=50))
-        # With this seed the first group that differs has one right attempt, for each generator.
+        # With this seed, each generator's first group with different rewards has one right attempt.
         options = ("--seed", 5, "--library-dir", path / "lib")
         assert run(path, train, "all", "--dataset", data, *options) == 0
         yield path, server
@@ -110,7 +110,7 @@ def test_the_loop_finds_and_keeps_the_lesson_that_matters(practised):
     for name in GENERATORS:
         (item,) = json.loads(library(path, name).read_text())
         assert item["content"] == LESSON.format(GROSS, GROSS)
-        # Every attempt since then was right.
+        # Every attempt with the lesson was right.
         assert item["success_count"] == item["usage_count"] > 0
         rows = [json.loads(line) for line in (path / "run" / f"{name}_rollouts.jsonl").open()]
         taught = [row["problem_id"] for row in rows].index(item["source_problem"])
@@ -141,7 +141,7 @@ def test_the_evaluation_shows_it_with_an_interval(practised, capsys):
     assert (none["tokens_read"], none["tokens_written"]) == (960, 480)
     shown = capsys.readouterr().out
     assert re.search(r"generator_1_experiences +1 +24 +100\.0 \(86–100\) +\+\d\d\.", shown)
-    # The same seeds in both arms, and nothing is paid twice.
+    # Both rows use the same seeds, and no call is paid twice.
     seeds = [{b["seed"] for b in asked(server) if ("Lessons" in b["prompt"]) is w} for w in (0, 1)]
     assert seeds[0] == seeds[1]
     before = len(server.asked("chat/completions"))
@@ -162,14 +162,14 @@ def test_problems_of_the_practice_are_refused(practised, tmp_path, capsys):
     assert "all 8 problems" in capsys.readouterr().err
     assert run(path, evaluate, "--library", library(path)) == 2  # the run's own dataset
     assert "were used to make or to test the lessons" in capsys.readouterr().err
-    # The libraries of all three are evaluated, whoever answers.
+    # The libraries of all three generators are evaluated with any model.
     row = {"problem_text": gross_problems(1, start=51)[0]["question"]}
     (tmp_path / "generator_2_rollouts.jsonl").write_text(json.dumps(row) + "\n")
     config = evaluate.EvaluateConfig(dataset=str(path / "unseen.jsonl"), run_dir=tmp_path)
     left = [problem.id for problem in evaluate.load_unseen(config)]
     assert left == [row["id"] for row in gross_problems(24, start=50) if row["id"] != "gross_51"]
     assert "1 problems are left out: they were used to make" in capsys.readouterr().out
-    config.max_problems = 2  # of those that are left
+    config.max_problems = 2  # of the remaining problems
     assert len(evaluate.load_unseen(config)) == 2
 
 
@@ -211,7 +211,7 @@ def test_ctrl_c_sends_no_queued_request():
     agent = SimpleNamespace(name="g", client=SimpleNamespace(concurrency=1), ask=ask)
     with pytest.raises(KeyboardInterrupt):
         evaluate.answer_all(agent, [Problem("p", "?", "1")], [], samples=20, stage="solve")
-    assert len(asked) < 5  # those that were begun meanwhile
+    assert len(asked) < 5  # only calls that had already begun
 
 
 def test_an_empty_library_costs_nothing_more(practised):
@@ -244,11 +244,11 @@ def test_without_a_run_or_with_odd_libraries_it_says_what_to_do(tmp_path, practi
     assert "cannot read the library" in capsys.readouterr().err
     other.write_text("[]")
     assert run(path, evaluate, "--library", f"{library(path)},{other}") == 2
-    said = capsys.readouterr().err  # two of one name
+    said = capsys.readouterr().err  # two libraries have the same name
     assert (str(library(path)) in said, str(other) in said) == (True, True)
     keyless = {"generator_1": {"base_url": "https://api.example.org/v1"}}
     (tmp_path / "api.json").write_text(json.dumps(keyless))
-    data = "no such dataset"  # is not looked for before there is a key
+    data = "no such dataset"  # a missing key is reported first
     assert run(tmp_path, evaluate, "--library", library(path), "--dataset", data) == 2
     assert "API key not found for generator_1" in capsys.readouterr().err
 
@@ -261,7 +261,7 @@ def test_correct_rollouts_are_sft_data(practised):
     file = path / "run" / "generator_1_rollouts.jsonl"
     rows = [json.loads(line) for line in file.open()]
     right = [(row, r) for row in rows for r in row["rollouts"] if r["is_correct"]]
-    # "Final answer: …" is all this model says: nothing to learn from.
+    # The replies consist only of "Final answer: …", so there is nothing to learn.
     with pytest.raises(UsageError, match="contains no problems"):
         load_problems(f"rollouts:{file}", "train")
     for number, (_, r) in enumerate(right):

@@ -1,4 +1,4 @@
-"""Lessons kept only if they help: candidates, trials by hand, a whole selection, its evaluation."""
+"""Selection of lessons that help: candidates, trials by hand, a whole selection and evaluation."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_a_trial_counts_pairs_and_reach():
     assert trial == Trial(7, 0, 7, pytest.approx(2 / 128), 1.0)
     others = [problem("score", 7), problem("gross", 8), problem("gross", 9)]
     assert most_similar(candidate, others, 2) == [1, 2]
-    # What harms is not kept, however significant; nor what may be chance among all that were tried.
+    # A harmful lesson is never kept, and neither is one whose gain may be chance among all trials.
     helped, harmed = Trial(20, 1, 12, 0.001, 0), Trial(20, 12, 1, 0.001, 0)
     by_chance, none = Trial(20, 1, 7, 0.04, 0), Trial(20, 5, 5, 1.0, 0)
     assert select.select([harmed, helped, none], 0.05) == [False, True, False]
@@ -132,9 +132,9 @@ def test_placebo_lessons_stand_where_the_others_did():
 
 
 def test_lessons_of_one_kind_have_no_placebo():
-    """Another lesson for the same problems is none; a lesson alone has no other.
+    """A placebo is a lesson for other problems, so it needs lessons of several kinds.
 
-    Without a reach, as in the libraries of train, a lesson is for all problems.
+    A lesson without a reach, as in the libraries of train, applies to all problems.
     """
     lessons = [
         Experience(str(n), "144", about=problem("gross", n).question, reach=0.5) for n in (1, 2)
@@ -152,7 +152,7 @@ def test_a_price_is_named_before_it_is_paid(capsys):
     agents = [Agent("generator_1", paid, *options)]
     agents += [Agent("critic", Endpoint(base_url=URL, max_tokens=50), *options)]
     calls = {"generator_1": (1000, 500_000), "critic": (10, 9000), "judge": (1, 1)}
-    # 0.5 million read at 1, 0.1 million written at 2
+    # 0.5 million prompt tokens at 1, and 0.1 million completion tokens at 2
     announce_cost(calls, agents, budget)
     said = " ".join(capsys.readouterr().out.split())
     assert "generator_1: at most 1,000 requests, about 500,000 tokens read" in said
@@ -168,8 +168,9 @@ def test_a_price_is_named_before_it_is_paid(capsys):
 
 
 class Pupil(Model):
-    """Knows what a gross is two times out of three when it practises, seldom when asked greedily;
-    always with a lesson or an example in the prompt. The placebo's example of a score misleads it.
+    """Solves two of three problems with sampling, few with greedy decoding, and all with a lesson.
+
+    An example in the prompt helps, too. The placebo's example of a score misleads the model.
     """
 
     def __call__(self, body):
@@ -214,7 +215,7 @@ def test_only_what_helped_is_kept(selected):
     record = json.loads((path / "run" / "selection.json").read_text())
     items = json.loads((path / "lib" / "selected_experiences.json").read_text())
     assert len(record["seen"]) == 52
-    # The critic's fusions are wrong, so none was tried; all groups that differ are of one kind.
+    # The critic's fusions are wrong, so none was tried; all groups with signal are of one kind.
     assert {row["kind"] for row in record["tried"]} == {"example", "rule"}
     assert [row["kept"] for row in record["tried"]] == [True] * 4
     assert [item["id"] for item in items] == ["S-001", "S-002", "S-003", "S-004"]
@@ -283,7 +284,7 @@ def test_the_plan_asks_nothing_and_too_few_problems_are_refused(selected, capsys
 
 
 def test_no_trial_asks_the_question_of_a_candidate(tmp_path):
-    """Of 20 questions, each twice in the file, 12 are practised: 8 of them are asked again."""
+    """The file contains each of 20 questions twice; 12 are practised, and 8 of these return."""
     rows = [problem("gross", n) for n in range(2, 22)]
     rows = [{"id": p.id, "question": p.question, "answer": p.answer} for p in rows]
     again = [
@@ -300,7 +301,7 @@ def test_no_trial_asks_the_question_of_a_candidate(tmp_path):
 
 
 def test_what_selected_the_library_is_not_evaluated(selected, tmp_path, capsys):
-    """Another --run-dir knows nothing of the selection; the library does."""
+    """The library records which problems selected it, even if --run-dir is another folder."""
     path, data, _ = selected
     library = path / "lib" / "selected_experiences.json"
     seen = set(json.loads((path / "run" / "selection.json").read_text())["seen"])

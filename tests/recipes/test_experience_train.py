@@ -1,4 +1,4 @@
-"""The experience recipe as commands, against a scripted server."""
+"""The commands of the experience recipe with a scripted server."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def server(model):
 
 
 class Place:
-    """A directory to work in: endpoints, data, a run, libraries."""
+    """A working directory with endpoints, data, a run and libraries."""
 
     def __init__(self, path: Path, server: ScriptedServer) -> None:
         self.path, self.server = path, server
@@ -55,7 +55,7 @@ class Place:
         write_problems(self.data, problems(10))
 
     def configure(self, judge: dict | None = None, **fields) -> None:
-        """The same endpoint for all roles; the judge's may differ, and is there only if named."""
+        """Write the same endpoint for all roles, and an endpoint of the judge only if given."""
         entry = {"base_url": self.server.url, "model": "m", "backoff": 0.001} | fields
         roles = dict.fromkeys(ROLES, entry) | ({} if judge is None else {"judge": entry | judge})
         self.config.write_text(json.dumps(roles))
@@ -66,12 +66,12 @@ class Place:
         return [str(word) for word in (*more, *where)]
 
     def run(self, *command) -> int:
-        """What `python -m recipes.experience.train …` does; the exit code."""
+        """Run `python -m recipes.experience.train …`, and return the exit code."""
         more = () if command[0] == "critic" else ("--dataset", self.data)
         return exit_code(train, train.TrainConfig, *self.arguments(*command, *more))
 
     def run_group(self) -> int:
-        """One problem with two rollouts, of which one is right."""
+        """Run one problem with two rollouts, of which one is right."""
         answers = [2232, 2233]
         self.model.answer = lambda prompt, seed: f"Final answer: {answers.pop()}"
         return self.run("generator", 1, "--rollouts", 2, "--max-problems", 1)
@@ -94,7 +94,7 @@ class Place:
         return [body for body in bodies if not stages or stage_of(body) in stages]
 
     def everything(self) -> dict[str, str]:
-        """All that was written, without the clock; journals sorted, for threads race."""
+        """Return all files without times, and with sorted journals, because threads run freely."""
         found = {}
         for file in sorted([*self.run_dir.glob("[!.]*"), *self.libraries.glob("[!.]*")]):
             text = file.read_text().replace(str(self.libraries), "LIBRARIES")
@@ -146,7 +146,7 @@ def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
             assert isinstance(json.loads(r["scaffold"]), dict)
             assert r["is_correct"] is (r["answer"] == problem["answer"])
             assert r["r_ans"] == float(r["is_correct"])
-            # The plan is right, so an answer that is wrong does not follow from it.
+            # The plan is right, so a wrong answer does not follow from it.
             assert (r["r_logic"], r["r_graph"]) == (r["r_ans"], 1.0)
             assert r["r_total"] == pytest.approx(0.75 * r["r_ans"] + 0.25)
             assert r["scored_by"] == {"answer": "exact", "logic": "checks"}
@@ -190,7 +190,7 @@ def test_a_lesson_stands_in_the_prompts_of_the_next_problem(place, model):
 
 
 def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
-    """No answer is right; attempts with a plan have a higher score, so that they are compared."""
+    """No answer is right. Attempts with a plan score higher, so the attempts are compared."""
     model.answer = lambda prompt, seed: f"Final answer: {numbers(prompt)[0] + seed % 2}"
     model.scaffold = lambda prompt, seed: json.dumps(plan(*numbers(prompt))) if seed % 2 else "none"
     assert place.run("all", "--max-problems", 3) == 0
@@ -211,7 +211,7 @@ def test_the_gold_reaches_no_prompt_but_that_of_the_comparison(place, model):
     ids=["0.05", "0.0501"],
 )
 def test_a_sigma_of_tau_is_not_yet_above_it(place, capsys, monkeypatch, weights, said):
-    """One attempt right, one wrong: the weights of r_ans and r_logic part them, and σ is half."""
+    """One of two attempts is right, so σ is half of the weights of r_ans and r_logic."""
     monkeypatch.setattr("recipes.experience.rewards.GENERATOR_WEIGHTS", weights)
     assert place.run_group() == 0
     taught = "Extract" in said
@@ -248,7 +248,7 @@ def test_a_plan_that_the_token_limit_cut_off_is_told_from_invalid_json(place, li
 
 
 def test_what_no_file_can_hold_ends_no_run(place, model):
-    """Half a character, spelled in JSON; what was paid for would end each resumed run too."""
+    """A plan contains half of a surrogate pair, which no UTF-8 file can contain."""
     model.scaffold = lambda prompt, seed: json.dumps(
         plan(*numbers(prompt)) | {"knowns": {"\ud800": 1}}
     )
@@ -342,7 +342,7 @@ def test_a_fusion_that_is_none_is_refused_with_a_reason(place, model, fusion, re
 
 
 def test_too_few_valid_proposals_are_not_called_a_fusion(place, model):
-    """Nobody reads the critic's lessons then, and they are not credited."""
+    """In this case the critic's lessons are neither used nor credited."""
     only = [json.dumps(plan(31, 72))]  # one generator has one valid plan, the others have none
     model.scaffold = lambda prompt, seed: only.pop() if only else "no plan"
     assert place.run("all", "--max-problems", 1) == 0
@@ -398,7 +398,7 @@ def test_the_critic_takes_the_problems_that_all_three_have(place, capsys):
 
 
 def test_the_critic_of_all_takes_the_problems_of_the_command(place, capsys):
-    """Not those that the generators had recorded before, which the command did not announce."""
+    """Earlier records of the generators contain more problems, which the critic must not take."""
     for number in (1, 2, 3):
         assert place.run("generator", number, "--max-problems", 3) == 0
     assert place.run("all", "--max-problems", 1) == 0
@@ -419,7 +419,7 @@ def test_a_judge_that_fails_is_null_and_counted(place, model):
 
 
 def test_all_roles_share_the_judge_and_its_limits(place, model):
-    """One at a time means one, though three generators ask at once."""
+    """With a concurrency of 1, only one of the three generators calls the judge at a time."""
     place.configure({"concurrency": 1})
     asking, most = [], []
 
@@ -490,7 +490,7 @@ def test_a_call_that_fails_for_good_is_recorded_and_not_scored(place):
 
 
 def test_a_problem_that_is_always_rejected_does_not_block_the_run(place, model, capsys):
-    """It is recorded, so that the same command does not try it again; three in a row end it."""
+    """A rejected problem is recorded and not tried again; three in a row end the run."""
     rejected = {32, 34}
 
     def answer(body):
@@ -575,7 +575,7 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
     assert 5 * paid <= 83
     assert 5 * (paid + 2) > 83  # what could not pass the cap was sent
     assert place.summary()["in all"]["cost"] == 5 * paid
-    assert place.run(*options, "--max-cost", 83) == 2  # spent is spent
+    assert place.run(*options, "--max-cost", 83) == 2  # the earlier cost counts
     assert len(place.asked()) == paid
     assert place.run(*options, "--max-cost", 1000) == 0
     assert len(place.rows()) == 3
@@ -584,7 +584,7 @@ def test_the_cost_cap_holds_with_concurrent_calls_and_can_be_raised(place, capsy
 
 
 def test_a_cap_needs_prices(place, capsys):
-    """What is not said to cost anything would be spent without being counted; the judge, too."""
+    """Without a price, the cost would not be counted. This also holds for the judge."""
     assert place.run("generator", 1, "--max-cost", 1) == 2
     assert "--max-cost requires a price for generator_1 in" in capsys.readouterr().err
     place.configure({"base_url": "https://api.example/v1", "api_key": KEY})
@@ -625,7 +625,7 @@ def start(place, *command) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Where the tests run in the background, Ctrl-C is ignored, and a child inherits that.
+        # If the tests run in the background, they ignore Ctrl-C, and child processes do so, too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -637,7 +637,7 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
 
 
 class Killed(BaseException):
-    """Nothing in the program catches it."""
+    """An exception that the program does not catch."""
 
 
 def test_a_kill_after_any_paid_call_repeats_none(tmp_path, server, monkeypatch):
@@ -707,7 +707,7 @@ def test_a_cache_cut_anywhere_is_repaired(tmp_path, server, name):
 
 
 def test_replies_are_stored_by_endpoint_and_weights(tmp_path):
-    """After training the same name stands for another model."""
+    """After training, the same name refers to other weights."""
     journal = Journal(tmp_path / "calls.jsonl")
 
     def ask(server, name="base"):
@@ -754,7 +754,7 @@ def test_a_run_does_not_go_on_with_other_weights(place, server, capsys):
     ],
 )
 def test_a_process_that_is_ended_goes_on(tmp_path, server, capsys, name, sent):
-    """Ctrl-C ends it after the problem in hand, a kill at once."""
+    """Ctrl-C ends the process after the current problem, and a kill ends it at once."""
     whole, place = Place(tmp_path / "whole", server), Place(tmp_path / "place", server)
     assert whole.run("all", "--max-problems", 3) == 0
     if name == "critic":
@@ -769,7 +769,7 @@ def test_a_process_that_is_ended_goes_on(tmp_path, server, capsys, name, sent):
     assert "Traceback" not in process.communicate(timeout=60)[1]
     if sent == signal.SIGINT:
         assert process.returncode == 130
-        assert place.summary(name)["problems"] == 2  # the first, and the one in hand
+        assert place.summary(name)["problems"] == 2  # the first and the current problem
     server.delay = 0.0
     capsys.readouterr()
     assert place.run(*target) == 0
@@ -886,7 +886,7 @@ def test_no_server_or_no_settings_are_one_line(place, capsys, monkeypatch):
     assert place.run("generator", 1) == 2
     advice = "start python server.py, or write your endpoints to data/api_keys/api_config.json"
     assert advice in one_line(capsys)
-    place.config.unlink()  # no reason to take another model
+    place.config.unlink()  # no other model is selected
     assert place.run("generator", 1) == 2
     assert f"--api-config {place.config} does not exist" in one_line(capsys)
 
@@ -955,7 +955,7 @@ def test_endpoints_from_the_file_and_the_environment(tmp_path, monkeypatch):
         ({"BASE_URL": "http://127.0.0.1:8000", "API_KEY": "k", "MODEL": "base"}, True),
         ({"BASE_URL": "http://127.0.0.1:11434/v1"}, False),
         ({"BASE_URL": "https://api.example.org:8000/v1", "API_KEY": "k"}, False),
-        ({"API_KEY": "k"}, None),  # whose?
+        ({"API_KEY": "k"}, None),  # the key has no URL
         ({"BASE_URL": "http://localhost:x/v1"}, False),
         ({"BASE_URL": "http://[::1:8000/v1"}, None),
     ],

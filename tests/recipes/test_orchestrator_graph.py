@@ -1,4 +1,4 @@
-"""Graphs: what is read from a completion, in which order agents run, what is a leak."""
+"""Graphs: parsing them from completions, the order of agents, and leaks of the answer."""
 
 import json
 import random
@@ -141,7 +141,7 @@ def test_text_and_reading_are_inverse():
     assert "<reasoning></reasoning>" in "".join(others)
     by_hand = fixed_graphs("Solve it.")["two agents, by hand"]
     assert parse_graph(by_hand.to_json(), "prompts") == by_hand
-    # What the orchestrator is shown is what is read.
+    # The example in the system prompt can be parsed.
     for form, prompt in SYSTEM_PROMPTS.items():
         assert isinstance(parse_graph(prompt[prompt.index('{"agents') :], form), Graph)
 

@@ -1,4 +1,4 @@
-"""Graphs of sub-questions: what agents are asked, the oracle's plans, the paired figures."""
+"""Graphs of sub-questions: the agents' prompts, the plans of the oracle, and paired results."""
 
 import json
 import random
@@ -32,7 +32,7 @@ SIMPLE = FORMATS["simple"]
     ],
 )
 def test_an_agent_with_a_question_is_asked_that_alone(draft, asked):
-    """As it was trained: with its own prompt. A problem that holds a placeholder is plain text."""
+    """The agent gets the prompt of its training. A placeholder in a problem is plain text."""
     agents = ScriptedLLM(lambda call: draft)
     plan = Graph.plan("What is 6 * 13?", "What is {agentA} + 2? Of {problem}")
     Runner(agents, 9, format=SIMPLE).run([replace(PENS, answer="0.67")], [plan], [0])
@@ -109,7 +109,7 @@ def test_trained_is_paired_with_the_cold_start_and_the_best_rival():
 
 
 def test_the_readme_s_formulas_match_the_published_simulation():
-    """Its 72 accuracies, of 473 problems each, have a standard error of at most 2.3 points."""
+    """Each of the 72 accuracies on 473 problems has a standard error of at most 2.3 points."""
     root = Path(__file__).parents[2]
     problems = load_problems("elementary:2-3", "test", max_samples=480, seed=0)
     steps = [problem.solution.count("=") for problem in problems]

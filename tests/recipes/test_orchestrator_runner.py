@@ -43,7 +43,7 @@ def test_the_second_agent_sees_the_draft_and_has_the_last_word():
         "trace": {"agents": told, "final_text": final},
         "tokens_read": 20, "tokens_written": len(draft) + len(final),
     }  # fmt: skip
-    # The single agent is a graph of one, and done after the first batch.
+    # The single agent is a graph with one node, which ends after the first batch.
     assert (alone.replies[-1].text, agents.sizes) == ("<x|2 + 2?>", [2, 1])
 
 
@@ -75,7 +75,7 @@ def test_a_failed_call_ends_its_graph_alone_and_is_asked_again():
 
 
 def solver(call):
-    """Right if told to be careful; a draft is repeated."""
+    """Answer correctly if the prompt says "careful", and repeat a draft."""
     if "DRAFT" in call.text:
         return call.text.rpartition(": ")[2]
     number = int(call.text.split()[0])
@@ -103,13 +103,13 @@ def test_nothing_is_run_where_no_graph_is_valid():
     other_form = reward_of(agents, graph_form="questions")(SUMS[:1], [[GOOD]])
     assert (other_form.rewards, other_form.metrics["graph/schema"]) == ([[0.0]], 1)
     assert agents.batches == []
-    # Of several processes one may have no group to replace.
+    # A process may have no group to replace.
     none = reward_of(agents)([], [])
     assert (none.rewards, none.metrics) == ([], {})
 
 
 def test_agents_that_always_fail_end_the_run(capsys):
-    """A graph of which no agent was asked tells nothing about the server."""
+    """A graph whose agents are never called does not show whether the server works."""
     down = True
 
     def answer(call):
@@ -160,7 +160,7 @@ def test_what_a_leak_earns(options, rewards):
 
 
 def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
-    """Their seeds are of the problem and the graph's number in its group, not of a place."""
+    """The seeds depend on the problem and on the graph's number in its group, not on the batch."""
 
     def seeds(problems):
         agents = ScriptedLLM(solver)
@@ -176,7 +176,7 @@ def test_agents_that_draw_do_so_whatever_else_is_in_the_batch():
 
 
 def test_validation_draws_the_same_in_any_share_of_the_problems():
-    """With several processes, each validates its share."""
+    """Several processes validate a share each."""
     agents, config = ScriptedLLM(solver), OrchestratorConfig()
     chat = lambda calls, *_: [Reply(GOOD)] * len(calls)  # noqa: E731
     writer = SimpleNamespace(chat=chat, release=lambda: None)

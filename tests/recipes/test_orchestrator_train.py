@@ -1,6 +1,6 @@
-"""The orchestrator is trained on a tiny model whose tokenizer knows the graph's skeleton by heart.
+"""Training of the orchestrator with a tiny model whose tokens contain the structure of a graph.
 
-A graph is then six tokens, so cold start, GRPO, evaluation and asking take seconds.
+A graph has only six tokens, so the cold start, GRPO, the evaluation and questions take seconds.
 """
 
 import csv
@@ -62,7 +62,7 @@ def toy_graph(rng, format):
 
 
 def solver(text="draft", word="gold"):
-    """Agents: the first says the text, the second is right if its prompt has the word."""
+    """Make agents: the first writes `text`, the second is right if its prompt contains `word`."""
 
     def answer(call):
         if "DRAFT" not in call.text:
@@ -75,7 +75,7 @@ def solver(text="draft", word="gold"):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A base model on disk whose tokenizer has prompt, skeleton and words as tokens."""
+    """Save a base model whose tokenizer has the prompt, the structure and the words as tokens."""
     path = tmp_path_factory.mktemp("orchestrator_base")
     tokenizer = byte_tokenizer()
     instruction = SYSTEM_PROMPTS["prompts"].partition("{")[0].strip()
@@ -101,14 +101,14 @@ def options(base, tmp_path, name="run", **more):
 
 
 def teach_toy_graphs(patch):
-    """Make the cold start one of toy graphs, which is quick."""
+    """Use toy graphs in the cold start, which makes it fast."""
     patch.setattr(cold_start, "random_graph", toy_graph)
     patch.setattr(cold_start, "LEARNING_RATE", 2e-2)
 
 
 @pytest.fixture(scope="module")
 def start(base, tmp_path_factory):
-    """The cold start, once."""
+    """Run the cold start once, and return its adapter."""
     path = tmp_path_factory.mktemp("start") / "adapter"
     with pytest.MonkeyPatch.context() as patch:
         teach_toy_graphs(patch)
@@ -142,7 +142,7 @@ def test_a_cold_start_teaches_the_format(base, start, tmp_path):
     assert len(valid) > 0.9 * len(graphs)
     words = [graph.texts[1] for graph in valid]
     assert set(words) >= set(WORDS)
-    # At temperature 1 a token that nobody taught may be drawn, too.
+    # At temperature 1, other tokens are sampled sometimes.
     assert sum(word in WORDS for word in words) > 0.9 * len(words)
     run = json.loads((start / "run.json").read_text())
     assert run["stage"] == "orchestrator_start"
@@ -156,7 +156,7 @@ def test_the_word_that_helps_is_learned(base, start, tmp_path, seed):
     config = options(
         base, tmp_path, sft_adapter=start, steps=24, group_size=8, seed=seed,
         lr_schedule="linear", save_every=0,
-        learning_rate=1e-3,  # at 3e-3 the last bits of a product decide whether a run collapses
+        learning_rate=1e-3,  # at 3e-3, rounding decides whether a run collapses
     )  # fmt: skip
     _, logs, summary = train(config, test=PROBLEMS[:8])
     rewards = [row["reward_mean"] for row in logs]
@@ -167,7 +167,7 @@ def test_the_word_that_helps_is_learned(base, start, tmp_path, seed):
 
 
 def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
-    """Same rewards, other texts of the first agent: the same adapter."""
+    """Other texts of the first agent with the same rewards give the same adapter."""
     adapters = []
     for i, text in enumerate(("a", "a much longer draft " * 20)):
         config = options(base, tmp_path, f"run{i}", sft_adapter=start, steps=2)
@@ -177,9 +177,9 @@ def test_what_the_agents_say_is_not_in_the_loss(base, start, tmp_path):
 
 
 def test_invalid_graphs_are_trained_against(base, tmp_path):
-    """A model that writes no graph at all gets zeros, not an error.
+    """A model that writes no graph gets the reward 0, and causes no error.
 
-    Without an initial adapter the KL term's reference is the bare model.
+    Without an initial adapter, the reference model of the KL term is the base model.
     """
     config = options(base, tmp_path, steps=2, kl_weight=1.0)
     trainer, logs, _ = train(config)
@@ -189,13 +189,13 @@ def test_invalid_graphs_are_trained_against(base, tmp_path):
 
 
 class Writes(ScriptedSampler):
-    """An orchestrator that writes what the test says: by problem, the graphs of its group."""
+    """An orchestrator whose graphs for each problem are scripted by the test."""
 
     matches_trainer = True
 
 
 def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
-    """Unreadable graphs stay in their groups, each group with another number of them."""
+    """Invalid graphs stay in their groups, whose numbers of invalid graphs differ."""
     script = {
         "20 + 400?": [GOOD, "{", BAD],
         "21 + 441?": ["{", Graph.chain("solve", "red, 462").to_json(), "{"],  # leaks, and is wrong
@@ -233,7 +233,7 @@ def test_rewards_and_advantages_stay_with_their_graphs(base, start, tmp_path):
 def test_the_best_adapter_is_not_the_one_that_leaks_most(
     base, start, tmp_path, monkeypatch, zero_leaks
 ):
-    """What is validated, and tested in the end, is what the reward asks for."""
+    """The validations and the final test use the same criterion as the reward."""
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start, zero_leaks=zero_leaks))
     replies = [Reply("draft"), Reply("[420]")]
     graphs = [LEAKING, Graph.chain("solve", "gold"), LEAKING]
@@ -250,7 +250,7 @@ def test_no_advice_about_the_form_of_the_orchestrator_s_answer(base, start, tmp_
 
 
 def test_agents_behind_a_server(base, start, tmp_path):
-    """What the options say of agents is what the server is asked."""
+    """The requests to the server follow the options for agents."""
     with ScriptedServer(lambda body: "[420]") as server:
         config = options(
             base, tmp_path, sft_adapter=start, steps=1, agent_url=server.url, agent_model="theirs",
@@ -329,7 +329,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
         train(parts, agents, validation=PROBLEMS[:4])
     assert 1 < len(log_of(parts, "metrics")) < 6
     with (parts.run_dir / "rollouts.jsonl").open("a") as stream:
-        stream.write('{"step": 99}\n{"torn')  # what a kill can leave
+        stream.write('{"step": 99}\n{"torn')  # a kill may leave such lines
     resumed = options(base, tmp_path, "parts", resume=True, **more)
     train(resumed, validation=PROBLEMS[:4])
     for name in ("train_logs.csv", "rollouts.jsonl", "samples.jsonl"):
@@ -342,7 +342,7 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
 
 
 def a_solver(base, path):
-    """An adapter for the agents that says something else than the bare model."""
+    """Save an adapter for the agents whose output differs from that of the base model."""
     policy = new_adapter(load_base(str(base), CPU), r=4, alpha=8)
     torch.manual_seed(1)
     let_it_speak(policy, 0.3)
@@ -356,13 +356,13 @@ def frozen_weights(model):
 
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_agents_on_the_same_base_share_it(base, start, tmp_path, with_adapter, in_fp32):
-    """They say what a model of their own would say, take no second copy, and never change."""
+    """Agents on a shared model behave as on a model of their own, and are never trained."""
     adapter = a_solver(base, tmp_path / "solver") if with_adapter else None
     config = options(base, tmp_path, sft_adapter=start, sampler="merged", save_every=0)
     shared = make_trainer(config, AgentModel(str(base), adapter))
     runner = shared.orchestrator.runner
     assert runner.agents.sampler is shared.sampler
-    # Another name for the same directory: nothing tells that it is the same.
+    # Another name for the same directory is not recognized as the same model.
     named_otherwise = AgentModel(f"{base}/.", adapter)
     apart = make_trainer(options(base, tmp_path, sft_adapter=start), named_otherwise)
     assert apart.orchestrator.runner.agents.sampler is not apart.sampler
@@ -464,7 +464,7 @@ def test_contradictions_are_one_line(typed, message):
 
 @pytest.fixture(scope="module")
 def finished(base, tmp_path_factory):
-    """`python -m recipes.orchestrator.train`, the cold start included, agents on the same base."""
+    """Run `python -m recipes.orchestrator.train` with a cold start and agents on the same model."""
     path = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         teach_toy_graphs(patch)
@@ -584,7 +584,7 @@ def test_a_start_adapter_is_not_made_inside_the_run_directory(base, tmp_path, ca
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_no_config_makes_its_start_inside_its_run(config, monkeypatch):
-    # It is asked about the embedded model, whose weights would be unpacked and hashed.
+    # Otherwise the weights of the embedded model would be unpacked and hashed.
     monkeypatch.setattr("rlm.model.adapter_mismatch", lambda *_: "")
     resolved = resolve_config(OrchestratorConfig, ["--config", str(config)])
     assert resolved.run_dir not in resolved.sft_adapter.parents
@@ -596,7 +596,7 @@ def test_agents_with_other_weights_are_said(base, finished, tmp_path, monkeypatc
     with (tmp_path / "solver" / "adapter_model.safetensors").open("ab") as stream:
         stream.write(b" ")
     assert identify_agents(agents)[what] != before
-    with ScriptedServer() as server:  # not this project's: it publishes no hashes
+    with ScriptedServer() as server:  # a server of another project publishes no hashes
         assert identify_agents(RemoteLLM(APIClient(server.url), "theirs")) == {}
 
     def others(agents):
@@ -661,12 +661,14 @@ def test_a_start_adapter_of_the_other_graph_form_is_refused(start, base, tmp_pat
     says = f"was trained with --graph-form prompts, not questions: pass .*{start}_questions"
     with pytest.raises(UsageError, match=says):
         make_trainer(config)
-    recipe.check_graph_form(dataclasses.replace(config, resume=True))  # goes on as it began
+    recipe.check_graph_form(
+        dataclasses.replace(config, resume=True)
+    )  # a resumed run keeps its form
 
 
 @pytest.mark.parametrize("first", ["", "word-problems:1+"])
 def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, first, base):
-    """Alone or in a mixture; with the columns and the rows that the run was given."""
+    """This holds for a single file and in a mixture, with the run's columns and rows."""
     dataset = f"{first}{write_rows(tmp_path / 'own.jsonl')}"
     asked = {}
 
@@ -753,7 +755,7 @@ def test_an_evaluation_reads_the_run_s_columns(finished, tmp_path, monkeypatch):
 
 
 def test_several_runs_are_averaged(finished, tmp_path, capsys):
-    """The same run twice has the figures of one; a run of other agents is refused."""
+    """Two copies of a run have the results of one; a run with other agents is rejected."""
     common = ("--max-samples", 3, "--output")
     results = []
     for runs in (f"{finished / 'run'}", f"{finished / 'run'},{finished / 'run'}"):
@@ -804,7 +806,7 @@ def test_a_failed_call_leaves_its_problem_out_of_every_row(finished, capsys, mon
 
 
 def runs_of(*texts):
-    """The single agent's replies to one problem, whose gold is 18; None is a failed call."""
+    """Return trajectories of a single agent for a problem whose answer is 18; None: it failed."""
     replies = [Reply("", error="down") if text is None else Reply(text) for text in texts]
     problem, graph = Problem("p", "how many?", "18"), Graph.chain("solve")
     return [Trajectory(problem, graph, replies=[reply]) for reply in replies]
@@ -885,14 +887,14 @@ def test_only_evaluate_needs_the_start_adapter(finished, monkeypatch, capsys):
         (finished / "away").rename(start)
     assert set(loaded.policy.peft_config) == {"default", "agent"}
     assert isinstance(loaded.runner.agents, LocalLLM)
-    # A problem that it was trained on: at any other, rounding may decide what it writes.
+    # A training problem, because rounding may change the graph for any other problem.
     (solved,) = loaded.solve(load_problems("word-problems:1", "train", max_samples=1))
     assert isinstance(solved.graph, Graph)
     assert len(solved.written.logprobs) == solved.written.completion_tokens > 0
 
 
 def test_a_run_that_was_moved_keeps_its_own_adapter(finished, tmp_path):
-    """Another run may have taken the folder of its --output."""
+    """The folder at --output may contain the adapter of another run."""
     moved = shutil.copytree(finished / "run", tmp_path / "run.prev")
     name = json.loads((moved / "summary.json").read_text())["exported"]
     kept = moved / f"adapter_{name}" / "adapter_model.safetensors"
@@ -909,7 +911,7 @@ def test_a_run_that_was_moved_keeps_its_own_adapter(finished, tmp_path):
 
 
 def read_block(source):
-    """This recipe's README, or the description itself."""
+    """Return the Python block of this recipe's README, or of the published description."""
     readme = ROOT / "recipes" / "orchestrator" / "README.md"
     (file,) = [readme] if source == "README" else (SHARED / "seeds").glob("000_*.txt")
     return re.search(r"```python\n(.*?)```", file.read_text(encoding="utf-8"), re.S)[1]
@@ -920,7 +922,7 @@ def read_block(source):
     ["README", pytest.param("description", marks=(pytest.mark.slow, needs_shared("seeds")))],
 )
 def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
-    """Changed only in where names come from and in model ids (and sizes, to be quick)."""
+    """Only the imports, the model ids and the sizes are changed."""
     block = read_block(source)
     data = {"train": PROBLEMS[:27], "validation": PROBLEMS[27:32], "test": PROBLEMS[32:35]}
     monkeypatch.setattr(recipe, "load_problems", lambda name, split: data[split])
@@ -935,7 +937,7 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
             return dataclasses.replace(super().to_options(), **small)
 
     names = vars(recipe) | {"Config": SmallConfig}
-    # Without an id it is the model that suits the machine.
+    # Without an id, the default model of the machine is used.
     setup = Setup(str(base), "gsm8k", "none", "test")
     monkeypatch.setattr(recipe, "default_setup", lambda: setup)
     if source == "README":  # its imports are of this project

@@ -1,4 +1,4 @@
-"""The reward seam: what users write, adapted once."""
+"""Reward functions: the built-in ones, and the adaptation of functions that users write."""
 
 import asyncio
 import math
@@ -445,7 +445,7 @@ def test_reasoning_quality_reward_counts_different_things_once():
 
 
 def test_a_combined_reward_is_the_weighted_mean():
-    """The three of the quick start, called one by one and through the seam."""
+    """The three rewards of the quick start are called one by one and by the Scorer."""
     parts = [FormatReward(weight=1.0), ReasoningQualityReward(weight=0.5), GSM8KReward(weight=2.0)]
     combined = CombinedReward(parts)
     assert CombinedReward([(FormatReward(), np.float32(2))])(RIGHT, "2") == 0.2
@@ -481,7 +481,7 @@ def test_parts_without_a_verdict_leave_the_mean():
 
 @pytest.mark.parametrize("verdict", [None, math.nan])
 def test_a_penalty_alone_never_becomes_a_reward(verdict):
-    """Divided by weights that add up to less than nothing it would change its sign."""
+    """Divided by a negative sum of weights, a penalty would change its sign."""
 
     class Silent(RewardFunction):
         weight = 2.0
@@ -507,7 +507,7 @@ WORTHLESS += [r"\boxed{0, 1, 2, 3}", "<think>" + " ".join(map(str, range(401)))]
 
 
 def test_a_constant_text_is_right_once_at_most():
-    """What guesses all, says nothing, or stalls, is worth no more than the format's bonus."""
+    """Texts that list all answers, say nothing or stall earn at most the bonus for the format."""
     reward = GSM8KReward()
     for text in WORTHLESS:
         assert max(reward(text, gold) for gold in GOLDS) <= 0.1, text[:20]
@@ -559,7 +559,7 @@ def test_choices_and_texts(gold, text, strict, lenient):
 
 
 class Moody(RewardFunction):
-    """Fails in one way on one text, and is right about all others."""
+    """A reward that fails in a given way for one text, and is right for all others."""
 
     def __init__(self, how):
         self.how = how

@@ -1,4 +1,4 @@
-"""Files that survive a kill."""
+"""Files that stay complete if the process is killed."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
 
 
 def test_a_replaced_file_is_whole_at_any_moment(tmp_path, monkeypatch):
-    """A disk that fills up while the new one is written leaves the old one."""
+    """If the disk is full, the old file remains."""
     path = tmp_path / "x.json"
     replace_json(path, ["é", "a name that is not UTF-8: \udcff"])
 

@@ -1,4 +1,4 @@
-"""Checkpoints and files: complete or not there, damaged ones set aside, nothing executed."""
+"""Checkpoints are complete or absent, damaged ones are set aside, and no code is executed."""
 
 import errno
 import json
@@ -38,14 +38,14 @@ def saved(folder, *steps, keep=9):
 
 
 def seal(folder):
-    """Make the manifest right again: what a hostile checkpoint would have."""
+    """Write a valid manifest, as a hostile checkpoint would have."""
     names = ("state.safetensors", "state.json")
     manifest = {name: file_hash(folder / name) for name in names}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def edited(name, change):
-    """Damage: what a file holds, changed."""
+    """Return a function that damages a checkpoint by changing the content of a file."""
 
     def damage(folder):
         content = (folder / name).read_bytes()
@@ -218,7 +218,7 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path):
 
 
 def test_a_checkpoint_has_its_name_only_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
-    """A kill between any two writes leaves none under its name."""
+    """After a kill between two writes, no checkpoint has the final name."""
     seen, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: seen.append([*tmp_path.glob("s*")]) or sync(file))
     saved(tmp_path, 1)
@@ -306,7 +306,7 @@ def test_a_damaged_row_before_a_checkpoint_costs_no_other_row(tmp_path, capsys, 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
-    """Its files would be deleted or renamed: `--run-dir data`, `--run-dir .`"""
+    """With `--run-dir data` or `--run-dir .`, other files would be deleted or renamed."""
     data = tmp_path / "mine.jsonl"
     data.write_text("{}")
     (tmp_path / "checkpoints").mkdir()

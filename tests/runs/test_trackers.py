@@ -1,4 +1,4 @@
-"""Trackers: the same figures elsewhere, offline; whatever they do, training goes on."""
+"""Trackers get the same metrics, also offline, and their errors do not stop training."""
 
 import json
 import os
@@ -165,7 +165,7 @@ def test_a_run_that_is_refused_is_shown_nowhere(model_dir, tmp_path, monkeypatch
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """No account, no network, and homes where nothing is found or left."""
+    """Simulate a user without an account and without a network, in an empty home directory."""
     for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -177,7 +177,7 @@ def alone(monkeypatch, tmp_path):
 
 
 def show(name, run_dir, first_step=0, *, killed=False):
-    """Two steps and a table, as a run would; the config that a tracker is given."""
+    """Log a config, two steps and a table to a tracker, as a run does."""
     config = {"learning_rate": 1e-4, "model": None}
     tracker = open_tracker(name, run_dir, config, first_step)
     assert tracker is not None

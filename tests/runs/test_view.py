@@ -1,4 +1,4 @@
-"""The page of a run: what is in it, hostile text, the server that follows, itself in Chromium."""
+"""The page of a run: its contents, hostile texts, the server for --follow, and Chromium tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAWED = "<think>\n12 + 7 = 18\n</think>\n<answer>19</answer>"
 
 
 def write_run(path, steps=3, groups=2, size=4, text=RIGHT, **more):
-    """A run directory as training leaves it, as far as the page looks."""
+    """Write the files of a run directory that the page reads."""
     path.mkdir()
     rows = [
         {
@@ -97,7 +97,7 @@ def test_a_reward_that_is_no_number_is_shown_as_none(tmp_path):
 
 
 def test_one_validation_problem_has_a_curve_without_a_band(tmp_path):
-    """Its interval is infinite, which JSON writes as null."""
+    """The interval is infinite, which JSON stores as null."""
     run = write_run(tmp_path / "run")
     row = {"step": 0, "eval/reward": 0.5, "eval/reward_low": None, "eval/reward_high": None}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -200,7 +200,7 @@ def get(url, **headers):
 
 
 def append(run, **more):
-    """A step more, as a run adds it: metrics first."""
+    """Append a step to the files of a run, with the metrics first."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = (run / name).read_text().splitlines()
         row = json.loads(lines[-1])

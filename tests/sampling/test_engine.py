@@ -552,7 +552,7 @@ def test_tokens_can_be_put_in_the_place_of_a_drawn_one(tokenizer):
 def test_what_was_not_reserved_is_refused(tokenizer):
     sampler = a_running_sampler(tokenizer)
     for prompt, new in ((66, 3), (1, 33)):
-        with pytest.raises(ValueError, match="do not fit the cache"):
+        with pytest.raises(ValueError, match="do not fit into the cache"):
             sampler.add_request(Request([1] * prompt, SamplingParams(new), 0))
     sampler.add_request(Request([1] * 65, SamplingParams(3), 0))
     with pytest.raises(RuntimeError, match="running"):

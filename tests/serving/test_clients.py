@@ -1,6 +1,6 @@
-"""Clients that people have, unchanged, against /v1: one call and one stream each.
+"""Unchanged clients of other projects make a call and a stream with /v1.
 
-`make test-clients` installs them into an environment of their own (.venv-clients).
+`make test-clients` installs the clients in an environment of their own (.venv-clients).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_call_and_a_stream(tokenizer, command, script):
     environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
     with live(service, Keys([KEY])) as server:
         arguments = [*command, script, f"{server.url}/v1", KEY]
-        if command[0] == "node":  # argv[1] is the first argument there: a place for the script
+        if command[0] == "node":  # in Node, argv[1] is the script
             arguments = [*command, script, "script", f"{server.url}/v1", KEY]
         done = subprocess.run(
             arguments, env=environment, capture_output=True, text=True, timeout=300

@@ -1,4 +1,4 @@
-"""What the course's reader types at the server, as it is typed, and what each line gives."""
+"""The commands of the course, unchanged, and the replies of the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_slash_at_the_end_is_no_redirect(server):
             assert client.post(path, json={"prompt": "x"}).status_code == 404
 
 
-# A browser may send a form to any server without asking, and says from where.
+# A browser may send a form to any server without a preflight request, with the header Origin.
 PAGES = [
     ([], 200),
     (["Origin: http://localhost"], 200),  # the server's own page
@@ -74,7 +74,7 @@ def test_a_page_of_a_stranger_can_not_use_an_open_server(wall, headers, status):
         answer = post(*kind, *headers)
         assert answer.status == (status if len(kind) == 1 else 415)
         assert answer.status == 200 or answer.json["code"] == "unsupported_media_type"
-    assert post(JSON, *headers).status == 200  # a browser would have asked first
+    assert post(JSON, *headers).status == 200  # a browser would have sent a preflight request
 
 
 def test_a_form_or_broken_json_stays_refused(server):
@@ -117,7 +117,7 @@ def test_named_origins_may_use_the_server_from_a_browser():
     refused = ask("OPTIONS", "http://evil.example", *preflight)
     assert refused["status"] == 400
     assert "access-control-allow-origin" not in refused
-    denied = ask("POST", "https://my.app")  # the page can read why
+    denied = ask("POST", "https://my.app")  # the page can read the reason
     assert (denied["status"], denied["access-control-allow-origin"]) == (401, "https://my.app")
     assert "access-control-allow-origin" not in ask("POST", "http://evil.example")
 
@@ -175,11 +175,11 @@ def test_what_the_length_cuts_is_said(server):
     assert cut["warnings"][0] == f"the reasoning was cut after {tokens} tokens, {room}"
     nothing = server.post(ask(max_new_tokens=3)).json()
     assert nothing["warnings"] == ["the text was cut by max_new_tokens (3): send a larger one"]
-    most = server.post(ask()).json()  # more would be refused
+    most = server.post(ask()).json()  # a higher value would be rejected
     assert most["warnings"][0].endswith("(300), the server's limit (--max-new-tokens)")
     several = server.post(ask(max_new_tokens=100, n=2)).json()
     assert "tokens in 2 of 2 answers, as only" in several["warnings"][0]
-    # What was asked for is no surprise: a budget.
+    # A budget that the user has set causes no warning.
     assert server.post(ask(thinking_budget=12, max_new_tokens=300)).json()["warnings"] == []
 
 
@@ -226,11 +226,21 @@ def test_a_tool_that_fails_ends_its_own_request_alone(tokenizer, server_log):
 @pytest.mark.parametrize(
     ("peer", "host", "forwarded", "client"),
     [
-        ("127.0.0.1", "localhost", [], "127.0.0.1"),  # this machine's page, a proxy, a TCP tunnel
+        (
+            "127.0.0.1",
+            "localhost",
+            [],
+            "127.0.0.1",
+        ),  # a page on this machine, a proxy, or a TCP tunnel
         ("127.0.0.1", "127.0.0.1:8000", [], "127.0.0.1"),
         ("::1", "[::1]", [], "0"),
         ("127.0.0.1", "my.ngrok.app", ["203.0.113.9"], "203.0.113.9"),
-        ("127.0.0.1", "my.ngrok.app", ["1.2.3.4, 203.0.113.9"], "203.0.113.9"),  # made up, true
+        (
+            "127.0.0.1",
+            "my.ngrok.app",
+            ["1.2.3.4, 203.0.113.9"],
+            "203.0.113.9",
+        ),  # the first is forged, the second is true
         ("127.0.0.1", "my.ngrok.app", ["1.2.3.4", "203.0.113.9"], "203.0.113.9"),
         ("127.0.0.1", "localhost", ["203.0.113.9"], "203.0.113.9"),
         ("127.0.0.1", "my.ngrok.app", ["2001:db8:1:2:3::9"], "20010db800010002"),
@@ -240,7 +250,12 @@ def test_a_tool_that_fails_ends_its_own_request_alone(tokenizer, server_log):
         ("::ffff:10.0.0.7", "localhost", [], "10.0.0.7"),
         ("127.0.0.1", "my.ngrok.app", [], "127.0.0.1"),
         ("127.0.0.1", "my.ngrok.app", ["nonsense"], "unknown"),
-        ("10.0.0.7", "localhost", ["203.0.113.9"], "10.0.0.7"),  # not from a tunnel of ours
+        (
+            "10.0.0.7",
+            "localhost",
+            ["203.0.113.9"],
+            "10.0.0.7",
+        ),  # the request does not come from our tunnel
     ],
 )
 def test_whom_a_request_is_counted_under(peer, host, forwarded, client):
@@ -264,7 +279,7 @@ def test_a_public_server_limits_each_address_and_those_that_nobody_names(monkeyp
 
         assert [ask("203.0.113.9") for _ in range(5)] == [200] * 3 + [429] * 2
         assert ask("203.0.113.10") == 200
-        # A proxy that does not send the header, as a TCP tunnel does: one limit for all behind it.
+        # Without the header, as behind a TCP tunnel, all clients share one limit.
         others = [wall.ask("POST", "/phase1/reasoning", JSON, body=b"1").status for _ in range(5)]
         assert others == [200] * 3 + [429] * 2
 
@@ -274,10 +289,10 @@ def test_addresses_that_were_not_seen_for_long_are_forgotten():
     middleware = SecurityMiddleware(None, settings)
     for i in range(MAX_CLIENTS + 5):
         middleware._rate(str(i)).take()
-        middleware._rate("0").take()  # still here
+        middleware._rate("0").take()  # keeps this client in the cache
     assert middleware._rate.cache_info().currsize == MAX_CLIENTS
     assert middleware._rate("0").take() > 0
-    assert middleware._rate("1").take() == 0  # used once, but that is forgotten
+    assert middleware._rate("1").take() == 0  # its first use is forgotten
 
 
 def test_a_public_request_may_draw_so_many_tokens(tokenizer):

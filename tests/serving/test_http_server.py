@@ -1,4 +1,4 @@
-"""The HTTP layer and clients that are slow, large or malformed. Raw sockets, bounded in time."""
+"""The HTTP layer with slow, large and malformed requests over raw sockets, with time limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wall():
 
 
 def test_the_limits_are_the_documented_ones():
-    """The other tests set them shorter."""
+    """The other tests set shorter limits."""
     page = (Path(__file__).parents[2] / "docs/reference/serving.md").read_text(encoding="utf-8")
     assert UVICORN["limit_concurrency"] == 500
     assert "at most 500 connections" in page
@@ -61,7 +61,7 @@ def test_no_piece_of_a_stream_waits_for_the_last_one_to_be_acknowledged():
 
 
 def test_limits_of_headers(wall):
-    fits = [b"X-%d: 1" % i for i in range(63)]  # and Host
+    fits = [b"X-%d: 1" % i for i in range(63)]  # Host is one more header
     assert wall.send(request("GET", "/health", *fits)).status == 200
     answer = wall.send(request("GET", "/health", *fits, b"X: 1"))
     assert (answer.status, answer.json["code"]) == (431, "headers_too_large")

@@ -1,4 +1,4 @@
-"""Who is let in, what they may send, and what is told and written about it."""
+"""The middleware: keys, hosts, rates and bodies, and its responses and logs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def wall():
 
 @pytest.fixture
 def lines(server_log):
-    """`lines(n)`: the first n log lines, as objects (every line must be one), and no more come."""
-    time.sleep(0.05)  # a line is written after its answer: let those of the last test pass
+    """Return `lines(n)`, which returns the n log lines as objects and checks that no more exist."""
+    time.sleep(0.05)  # waits for the log lines of the last test, which follow their responses
     server_log.truncate(0)
     server_log.seek(0)
 
@@ -51,7 +51,7 @@ def lines(server_log):
 
 
 def test_the_parts_of_a_body_count_together(monkeypatch):
-    """However the server cuts it: here each part alone is within the limit."""
+    """The limit holds for the sum of the parts in which a body arrives."""
     monkeypatch.setattr("rlm.serving.middleware.MAX_BODY", 5)
 
     async def read(size: int) -> bytes:
@@ -74,7 +74,7 @@ def test_the_parts_of_a_body_count_together(monkeypatch):
 
 
 def test_types_of_errors():
-    """The whole body, and most of its cases, are in the goldens."""
+    """The goldens contain most cases with their whole bodies."""
     kinds = {400: "invalid_request", 401: "authentication", 404: "invalid_request"}
     kinds |= {429: "rate_limit", 500: "server", 503: "server", 504: "server"}
     for status, kind in kinds.items():
@@ -136,7 +136,7 @@ def test_denied_with_the_same_answer_always(wall, headers):
     answer = wall.ask("POST", "/phase1/reasoning", "X-Request-ID: one", *headers)
     assert (answer.status, answer.body) == (401, first.body)
     assert answer.headers["www-authenticate"] == 'Bearer realm="rlm"'
-    assert wall.ask("GET", "/metrics", AUTH + "\0").status == 400  # is no HTTP
+    assert wall.ask("GET", "/metrics", AUTH + "\0").status == 400  # invalid in HTTP
 
 
 def test_let_in(wall):
@@ -170,7 +170,7 @@ http://localhost/health http://localhost/phase1/reasoning \health
 def test_other_spellings_of_a_path_do_not_get_past_the_key(wall, path):
     assert wall.ask("POST", path, body=b"{}").status == 401
     assert wall.ask("GET", path).status == 401
-    known = (200,) if path == "/health/" else (307, 404, 405)  # one slash at the end is allowed
+    known = (200,) if path == "/health/" else (307, 404, 405)  # a slash at the end is allowed
     assert wall.ask("GET", path, AUTH).status in known
 
 
@@ -236,7 +236,7 @@ def test_a_bad_key_stops_the_start(tmp_path, value):
 # Hosts
 
 
-NO_HTTP = b"Invalid HTTP request received."  # uvicorn's own answer
+NO_HTTP = b"Invalid HTTP request received."  # a response of uvicorn
 HOSTS = """
 evil.com localhost.evil.com localhost. localhost/v1/models? localhost/phase1/reasoning a@localhost
 localhost@a localhost:80:80 localhost: localhost:x [localhost] 192.168.0.1 [::1]
@@ -331,7 +331,7 @@ def test_guessing_is_throttled_and_locks_nobody_out(no_time_passes):
 
 
 def test_who_sends_no_key_is_asked_for_one_however_often():
-    """A stranger would else keep the page from asking others for theirs."""
+    """Otherwise a stranger could prevent the page from asking other users for their key."""
     with SecuredServer(failures_per_minute=1) as wall:
         nothing = ["", "Authorization: Basic abc", "Authorization: Bearer"]
         for header in nothing * 3:
@@ -404,7 +404,7 @@ def test_a_failure_without_an_answer_gets_one_and_half_an_answer_is_cut(lines):
         assert wall.ask("GET", "/whole", AUTH).json["code"] == "internal"
         assert wall.send(request("GET", "/half", AUTH.encode())) is None
         assert wall.ask("GET", "/whole", AUTH).status == 500
-        written = lines(8)  # two for each; uvicorn's about its start and the one that was cut
+        written = lines(8)  # two per request, and uvicorn's about its start and an error
     assert "the prompt" not in json.dumps(written)
 
 
@@ -475,7 +475,7 @@ def test_on_a_terminal_a_line_is_for_people_and_still_one_line():
         logs.configure(terminal := Terminal())
         fields = {"method": "POST", "status": 200, "ms": 1234.5, "key_id": "key-1"}
         logs.log("request", path="/phase1/reasoning", **fields)
-        logs.log("request", path="/page.css", **fields)  # left out, as is what follows
+        logs.log("request", path="/page.css", **fields)  # this line and the next one are not logged
         logging.getLogger("uvicorn.error").info("started")
         logs.log("note", text="a\r\n\x1b[31m\u2028")
         logs.log_error("step_failed", ValueError("the prompt"), replica="base")

@@ -52,13 +52,13 @@ def test_page_keeps_to_its_policy():
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
     assert not re.search(r"url\(|@import", css)
     addresses = set(re.findall(r"https?://[^'\" ]+", html + css + script))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace, which is not loaded
     assert "unsafe" not in PAGE_POLICY
 
 
 @pytest.mark.parametrize("votes", [(), ("19", "19", "20")])
 def test_scripted_reply_is_one_that_the_server_could_send(votes):
-    """Without it the browser tests, which run apart, would notice a new field only in CI."""
+    """The browser tests, which run separately, would detect a new field only in CI."""
     reply = ReasoningResponse.model_validate_json(json.dumps(result(votes=votes)))
     assert reply.final_answer == "19"
 
@@ -103,7 +103,7 @@ def test_reasoning_is_seen_before_the_answer(page, server):
     expect(page.locator("#result .reasoning")).to_have_text("12 and 7")
     expect(page.locator("#result .thought")).to_have_text("Thinking…")
     expect(page.locator("#result .final")).to_be_hidden()
-    page.keyboard.press("Control+Enter")  # one run at a time
+    page.keyboard.press("Control+Enter")  # starts no second run
     expect(page.locator("#run")).to_be_disabled()
     page.locator("#run").click(force=True)
 
@@ -113,10 +113,12 @@ def test_reasoning_is_seen_before_the_answer(page, server):
     expect(page.locator("#result .thought")).to_have_text("Reasoning")
     expect(page.locator("#result .reasoning")).to_have_text(
         "12 + 7 = 19"
-    )  # the final word is `done`
+    )  # the event `done` has the final text
     expect(page.locator("#result .facts")).to_contain_text("130")
     expect(page.locator("#stop")).to_be_hidden()
-    assert server.asked() == [{"prompt": QUESTION, "stream": True}]  # defaults are the server's
+    assert server.asked() == [
+        {"prompt": QUESTION, "stream": True}
+    ]  # defaults are left to the server
 
 
 @browser_test
@@ -124,7 +126,7 @@ def test_what_a_tool_wrote_is_drawn_as_a_calculation(page, server):
     text = "cost: <<72/9=8>> so\n2 < 3 <b>"
     pieces = [reasoning("cost: <<72"), reasoning("/9=")]
     pieces += [reasoning(delta, tool=True) for delta in ("8", ">", ">")]
-    pieces += [reasoning(" so\n2 < 3 "), reasoning("<b>", tool=True)]  # no call of the calculator
+    pieces += [reasoning(" so\n2 < 3 "), reasoning("<b>", tool=True)]  # not a calculator's output
     other = "<<1+1=2>>2 and <<10/3=3>>"  # of several samples, another one wins
     won = done(other, details={"format": "strict", "tool_calls": [{"text": "2>>"}]}, votes=["19"])
     server.script(stream(start(), *pieces, answer("19"), done(text)), stream(start(), won))
@@ -174,7 +176,7 @@ def test_base_beside_trained_is_one_click(page, server):
     expect(panels.locator(".who")).to_have_text(["Base", "Trained: final_rlm_lora"])
     expect(page.locator("#live")).to_contain_text("20")
     sent = [body.get("adapter") for body in server.asked()]
-    assert sorted(sent, key=str) == [None, "base"]  # which comes first is not said
+    assert sorted(sent, key=str) == [None, "base"]  # either may arrive first
     order = 1 if sent[0] is None else 0
     finals = ["20", "19"] if order == 0 else ["19", "20"]
     expect(panels.locator(".final")).to_have_text(finals)
@@ -202,7 +204,7 @@ def test_the_words_are_those_of_the_adapters_own_data(page, server):
     page.get_by_role("button", name="Each box").click()
     expect(page.get_by_label("Question")).to_have_value(EGGS)
     page.locator("#settings > summary").click()
-    page.get_by_label("Adapter").select_option("sft_lora")  # nothing is known of it
+    page.get_by_label("Adapter").select_option("sft_lora")  # the server has no information about it
     expect(page.locator("#examples")).to_be_hidden()
     expect(page.locator("#learned")).to_be_hidden()
 
@@ -220,7 +222,7 @@ def test_settings_are_sent_and_only_those_that_were_set(page, server):
         page.locator(f"[name={name}]").fill(str(value))
     page.get_by_label("Adapter").select_option("base")
     summary.click()
-    assert "changed" in summary.evaluate(mark)  # seen where the settings are folded
+    assert "changed" in summary.evaluate(mark)  # visible while the settings are collapsed
     ask(page)
     expect(page.locator("#result .details")).to_be_visible()
     assert server.asked() == [{"prompt": QUESTION, "stream": True} | numbers | others]
@@ -270,7 +272,7 @@ def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, serv
 
 @browser_test
 def test_an_answer_without_reasoning_is_kept_too(page, server):
-    """The base model answers so, until the end or until the user stops it."""
+    """The base model answers without reasoning; the answer may be complete or stopped."""
     whole = (answer("19"), done(None, final="19", status="absent"))
     server.script(stream(start(), *whole), stream(start(), answer("it is "), Gate("never")))
     visit(page, server)
@@ -286,7 +288,7 @@ def test_an_answer_without_reasoning_is_kept_too(page, server):
 
 @browser_test
 def test_the_winner_of_a_tie_is_the_first_vote(page, server):
-    tied = ["8", "7"]  # an object of JavaScript sorts these names
+    tied = ["8", "7"]  # JavaScript objects sort these keys
     samples = [sample(i, final) for i, final in enumerate(tied)]
     server.script(stream(start(2), *samples, done(final="8", votes=tied)))
     visit(page, server)
@@ -344,7 +346,9 @@ def test_what_went_wrong_is_said(page, server, given, thought, place, said):
 def test_votes_of_eight_samples(page, server):
     finals = ["20", "19", "19", None, "19", "20", "19", "19"]
     samples = [sample(i, final) for i, final in enumerate(finals)]
-    samples[3] = sample(3, "19", "text_outside")  # found, but it does not vote
+    samples[3] = sample(
+        3, "19", "text_outside"
+    )  # this answer is found, but does not count as a vote
     samples[7] = sample(7, "19.0")  # the server knows that this is 19
     begun = (start(8), reasoning("12 + 7 = 20"), answer("20"), *samples[:3])
     ended = (Gate("rest"), *samples[3:], Gate("vote"), done("12 and 7 make 19", votes=finals))
@@ -356,12 +360,14 @@ def test_votes_of_eight_samples(page, server):
     answers, counts = page.locator("#result .votes dt"), page.locator("#result .votes dd")
     expect(answers).to_have_text(["19", "20"])
     expect(counts).to_have_text(["2 of 8", "1 of 8"])
-    expect(page.locator("#result .answer")).to_be_hidden()  # the vote decides, not sample 0
+    expect(page.locator("#result .answer")).to_be_hidden()  # the majority is shown, not sample 0
     server.open("rest")
     expect(counts).to_have_text(["4 of 8", "2 of 8", "1 of 8", "1 of 8"])
     expect(page.locator(".winner")).to_have_count(0)
     server.open("vote")
-    expect(page.locator("#result .final")).to_have_text("19")  # the winner, though sample 0 said 20
+    expect(page.locator("#result .final")).to_have_text(
+        "19"
+    )  # the majority, although sample 0 is 20
     expect(answers).to_have_text(["19", "20", "no answer"])
     expect(counts.nth(0).locator("progress")).to_have_class("winner")
     values = page.locator("progress").evaluate_all("bars => bars.map(bar => 8 * bar.value)")
@@ -412,7 +418,7 @@ def test_markup_stays_text_wherever_it_comes_from(page, server, hostile):
 
 @browser_test
 def test_the_checks_of_this_file_notice_a_violation(page, server):
-    """And the policy stops what the page's script must never do."""
+    """The content security policy also blocks what the page's script must never do."""
     visit(page, server)
     page.evaluate(
         """() => {
@@ -440,7 +446,7 @@ def test_wrong_key_then_right_key(page, server):
     expect(key).to_be_focused()
     ask(page)  # the question waits for the key
     expect(key).to_be_focused()
-    expect(page.locator("#notice")).to_be_hidden()  # the form says it
+    expect(page.locator("#notice")).to_be_hidden()  # the form asks for the key
     key.fill("wrong-key")
     key.press("Enter")
     expect(page.locator("#key-label")).to_have_text("That key was not accepted")
@@ -464,14 +470,14 @@ def test_wrong_key_then_right_key(page, server):
     page.reload()
     expect(page.locator("#status")).to_contain_text("final_rlm_lora")
     expect(key).to_be_hidden()
-    expect(page.locator("#openapi")).to_be_hidden()  # a link sends no key
+    expect(page.locator("#openapi")).to_be_hidden()  # a link cannot send a key
     page.get_by_role("button", name="Forget key").click()
     expect(key).to_be_focused()
     assert page.evaluate("sessionStorage.length") == 0
 
     server.keys = frozenset()
     visit(page, server)
-    server.keys = frozenset({"new"})  # and it asks when that is no longer enough
+    server.keys = frozenset({"new"})  # the page asks again if the key is rejected
     ask(page)
     expect(page.get_by_label("This server asks for a key")).to_be_focused()
 
@@ -492,7 +498,7 @@ def test_what_passes_by_itself_is_asked_again(page, server, code, status):
     expect(page.locator("#notice-text")).to_contain_text("asked again in 3 s")
     expect(page.get_by_role("button", name="Run again")).to_be_hidden()
     expect(page.locator("#notice-text")).to_contain_text("asked again in 600 s")
-    page.keyboard.press("Escape")  # waiting can be given up
+    page.keyboard.press("Escape")  # cancels waiting
     expect(page.locator("#notice-title")).to_have_text("Stopped")
     page.get_by_role("button", name="Run again").click()
     expect(page.locator("#result .final")).to_have_text("19")
@@ -543,16 +549,16 @@ def test_every_refusal_is_one_notice(page, server, reply, title):
     ask(page)
     expect(page.locator("#notice-title")).to_contain_text(title)
     if reply.content_type == "application/problem+json":
-        expect(page.locator("#notice-text")).to_contain_text("req-1")  # to be found in the log
+        expect(page.locator("#notice-text")).to_contain_text("req-1")  # the id in the log
     expect(page.locator("#stop")).to_be_hidden()
     again = page.get_by_role("button", name="Run again")
-    if reply.status in (413, 422):  # it would be refused again
+    if reply.status in (413, 422):  # it would be rejected again
         expect(again).to_be_hidden()
         again = page.locator("#run")
     again.click()
     expect(page.locator("#result .final")).to_have_text("19")
     if len(reply.pieces) > 1:
-        wait_until(lambda: server.left)  # what is not read is let go
+        wait_until(lambda: server.left)  # an unread response is closed
 
 
 @browser_test
@@ -672,7 +678,7 @@ def test_all_of_it_by_keyboard(page, server):
     expect(page.locator("#result .final")).to_have_text("19")
     assert server.requests[-1].path == f"/phase1/reasoning/{ID}/answer"
     assert "6 eggs" in server.asked()[0]["prompt"]
-    expect(page.locator("#run")).to_be_focused()  # the button that had the focus is gone
+    expect(page.locator("#run")).to_be_focused()  # the focused button has disappeared
     tab_to("#settings > summary")
     press("Enter")
     tab_to("[name=n]")
@@ -682,7 +688,7 @@ def test_all_of_it_by_keyboard(page, server):
     assert not is_open(page, "#result .thinking")
     press("Control+Enter")
     expect(page.locator("#result .reasoning")).to_have_text("again")
-    assert not is_open(page, "#result .thinking")  # what the reader folded stays folded
+    assert not is_open(page, "#result .thinking")  # what the user has collapsed stays collapsed
     press("Escape")
     expect(page.locator("#notice-title")).to_have_text("Stopped")
     assert [body.get("n") for body in server.asked()] == [None, 2]

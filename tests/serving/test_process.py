@@ -1,4 +1,4 @@
-"""A server's process: how it fails to start, and how it ends."""
+"""The process of the server: failed starts, and how it ends."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""The official client, unchanged, against /v1; whole replies stand in the goldens."""
+"""OpenAI's official client with /v1; the goldens contain whole replies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_conversation(client):
     message = ask(client).choices[0].message
     turns = [
         {"role": "user", "content": "two and three"},
-        message.model_dump(),  # as the client made it, with all that we do not have
+        message.model_dump(),  # as the client builds it, with fields that we lack
         {"role": "user", "content": [{"type": "text", "text": "again, plus three"}]},
     ]
     second = client.chat.completions.create(model="tuned", messages=turns)
@@ -84,18 +84,18 @@ def test_the_prompt_holds_the_whole_conversation(client, tokenizer, submitted):
     system = FORMATS["deepseek"].system_prompt
     client.chat.completions.create(model="tuned", messages=TURNS)
     ask(client)
-    told = {"role": "system", "content": system}  # as clients of other servers do
+    told = {"role": "system", "content": system}  # as in clients of other servers
     client.chat.completions.create(model="tuned", messages=[told, TURNS[-1]])
     turns = [
         ("system", f"{system}\nBe brief.\nUse words."),
         ("user", "one and one"),
-        # as the model was trained to write it
+        # in the format of training
         ("assistant", "<think>\n1 + 1 = 2\n</think>\n<answer>two</answer>"),
         ("user", "one and two"),
         ("assistant", "<think>\n\n</think>\n<answer>three</answer>"),
         ("user", "two and three"),
     ]
-    word = system.split()[-1]  # a part of the prompt is an instruction of its own
+    word = system.split()[-1]  # a system message may repeat a part of the prompt
     told = {"role": "system", "content": word}
     client.chat.completions.create(model="tuned", messages=[told, TURNS[-1]])
     short = [("system", system), turns[-1]]
@@ -116,11 +116,13 @@ def test_several_choices(client):
 
 
 def test_without_a_seed_each_call_draws_anew():
-    """Or whoever asks k times would hold one answer k times for a vote."""
+    """Otherwise a user who asks k times for a vote would get the same answer k times."""
     body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
     asked = [reasoning_request(ChatRequest(**body)) for _ in range(5)]
     assert len({one.seed for one in asked}) == 5
-    assert {one.temperature for one in asked} == {0.7}  # a seed alone makes no difference at 0
+    assert {one.temperature for one in asked} == {
+        0.7
+    }  # at temperature 0, all completions would be equal
     assert reasoning_request(ChatRequest(**body, seed=0, temperature=0)).seed == 0
 
 
@@ -202,7 +204,7 @@ def test_what_is_taken(client, asked, content):
         {"response_format": {"type": "json_schema", "json_schema": {"name": "no_schema"}}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"max_tokens": 5, "max_completion_tokens": 5},
-        {"stop": ["x", "</answer>"]},  # could end nothing
+        {"stop": ["x", "</answer>"]},  # a tag cannot be a stop string
         {"stop": "5<answer>"},
         {"stream_options": {"include_usage": True}},
         {"extra_body": {"messages": []}},
@@ -235,7 +237,7 @@ BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM
 )
 @pytest.mark.parametrize("script", ["two and three", "never thinks"])
 def test_answers_are_structured_whole_streamed_and_of_several(client, script, asked, valid):
-    """The reasoning is what the model writes; its answer would be 5, or go on without an end."""
+    """The model writes the reasoning. Without the structure, it would answer 5 or never end."""
     thought = "2 + 3 = 5" if script == "two and three" else None
     options = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 200} | asked
     whole = ask(client, script, **options).choices
@@ -251,7 +253,7 @@ def test_answers_are_structured_whole_streamed_and_of_several(client, script, as
 
 
 def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
-    """Tags inside it, too, which in other answers are dropped."""
+    """Tags inside JSON are kept; in other answers they are dropped."""
     assert ask(client, "in JSON").choices[0].message.content == '{"a": "b"}'
     by_format = ask(client, "in JSON", response_format={"type": "json_object"})
     assert by_format.choices[0].message.content == '{"a": "<answer>b</answer>"}'
@@ -287,7 +289,7 @@ def test_an_answer_that_is_json_anyway_stays_as_it_is(client):
             "response_format.schema: this field does not exist",
         ),
         (
-            {"response_format": {"type": "<b>"}},  # which the message does not repeat
+            {"response_format": {"type": "<b>"}},  # the message must not repeat it
             "response_format: its 'type' must be 'text', 'json_object', 'json_schema'",
         ),
     ],

@@ -1,7 +1,7 @@
-"""The API against its own description: schemathesis asks what /openapi.json allows, and what not.
+"""schemathesis compares the API with /openapi.json; `make test-schema` runs it.
 
-Every operation gets valid and broken requests, the same ones every time. No answer may be a 500,
-or have a status, a content type or a body that the schema does not declare. `make test-schema`.
+Every operation gets the same valid and invalid requests in each run. No response may have the
+status 500, or a status, a content type or a body that the schema does not declare.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from live_server import ADD, live, make_service
 from rlm.serving.access import Keys
 
 KEY = "a-key-of-some-length"
-FAST = {"requests_per_minute": 10**6, "failures_per_minute": 10**6}  # the rate limits aside
+FAST = {"requests_per_minute": 10**6, "failures_per_minute": 10**6}  # no rate limits
 
 
 @pytest.mark.schema
@@ -30,8 +30,8 @@ def test_the_api_keeps_to_its_schema(tokenizer, tmp_path, key):
     with live(service, Keys([key]) if key else None, **FAST) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
         command += ["--max-examples", "20", "--generation-deterministic"]
-        command += ["--generation-allow-x00", "false"]  # strict_json.py refuses NUL
-        command += ["--generation-with-security-parameters", "false"]  # no other key than ours
+        command += ["--generation-allow-x00", "false"]  # strict_json.py rejects NUL
+        command += ["--generation-with-security-parameters", "false"]  # only with our key
         command += ["--continue-on-failure", "--no-color"]
         command += ["--header", f"Authorization: Bearer {key}"] if key else []
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A minute under load, against a process of its own. `make test-load`."""
+"""A server process is under load for a minute; `make test-load` runs this test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIENTS, SECONDS = 64, float(os.environ.get("RLM_LOAD_SECONDS", "60"))
 
 @pytest.mark.load
 def test_64_clients(weights, tmp_path, monkeypatch):  # noqa: F811
-    """Nothing but 200 and the declared 503; accepted requests complete; memory stays flat."""
+    """The statuses are 200 or 503, accepted requests complete, and the memory stays constant."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = ["--adapter", weights / "final_rlm_lora", "--max-new-tokens", 64, "--queue", 48]
     with server_process(tmp_path, *options) as (process, url, _):
@@ -40,7 +40,7 @@ def put_under_load(url: str, process: psutil.Process) -> None:
                 "stream": draw.random() < 0.5,
                 "seed": draw.randrange(1000),
             }
-            if draw.random() < 0.1:  # leaves in the middle
+            if draw.random() < 0.1:  # disconnects in the middle
                 try:
                     await http.post("/phase1/reasoning", json=body, timeout=draw.random() * 0.2)
                 except httpx2.TimeoutException:

@@ -1,4 +1,7 @@
-"""JSON that other servers accept, or die of, is a 400 that repeats none of it."""
+"""JSON that makes other servers fail or that they accept wrongly is rejected with status 400.
+
+The message repeats no part of the request.
+"""
 
 from __future__ import annotations
 

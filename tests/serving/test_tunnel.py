@@ -1,4 +1,4 @@
-"""The tunnel with a stand-in for ngrok's agent: a real process, a real port, real requests."""
+"""The tunnel with a replacement of ngrok's agent, in a real process with real requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlm.serving.tunnel import Tunnel, TunnelError, find_agent, policy
 
 TOKEN = "the-token-of-the-tests"
 ROOT = Path(__file__).resolve().parents[2]
-UNUSED = "http://127.0.0.1:9"  # where nobody asks through the tunnel
+UNUSED = "http://127.0.0.1:9"  # a server that gets no requests
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Agent:
     record: Path
 
     def facts(self) -> dict:
-        """All that the agent wrote down, in one."""
+        """Return everything that the agent has recorded, as one dict."""
         lines = self.record.read_text().splitlines()
         return {name: value for line in lines for name, value in json.loads(line).items()}
 
     def is_gone(self) -> bool:
-        """Also where it was ended before it could write anything down."""
+        """Return whether no process of the agent is running."""
         running = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
         return not any(str(self.path) in (words or []) for words in running)
 
@@ -105,7 +105,7 @@ def test_the_public_url_leads_to_the_server_and_nowhere_when_closed(agent, serve
         facts = agent.facts()
     assert hosts == {"localhost"}
     assert agent.is_gone()
-    assert facts["token"] == TOKEN  # by the environment
+    assert facts["token"] == TOKEN  # passed in the environment
     assert TOKEN not in json.dumps(facts["argv"])
     assert facts["argv"][:5] == ["start", "--none", "--log", "stdout", "--config"]
     assert not Path(facts["argv"][5]).exists()
@@ -171,12 +171,12 @@ def test_what_fails_is_one_line_and_leaves_nothing(
     assert "\n" not in text
     assert len(text) < 320
     assert TOKEN not in text + server_log.getvalue()
-    assert capsys.readouterr().err == ""  # pyngrok would print what the agent says
+    assert capsys.readouterr().err == ""  # pyngrok would print the agent's output
     assert hosts == {"localhost"}
     assert agent.is_gone()
     monkeypatch.setenv("STAND_IN_MODE", "ok")
     monkeypatch.setattr("rlm.serving.tunnel.OPEN_SECONDS", 20.0)
-    asyncio.run(open_and_close())  # nothing is in the way of the next try
+    asyncio.run(open_and_close())  # the next attempt succeeds
 
 
 def test_an_agent_that_dies_is_noticed(agent, server_log, monkeypatch):
@@ -238,7 +238,7 @@ def test_without_a_token_the_line_says_where_to_get_one(agent, monkeypatch, toke
         monkeypatch.setenv("NGROK_AUTHTOKEN", token)
     with pytest.raises(TunnelError, match=r"NGROK_AUTHTOKEN.*https://dashboard\.ngrok\.com"):
         asyncio.run(Tunnel.open(UNUSED, AllowedHosts()))
-    assert not agent.facts()  # it never ran
+    assert not agent.facts()  # it did not run
 
 
 def test_the_agent_is_looked_for_and_never_downloaded(tmp_path, monkeypatch):

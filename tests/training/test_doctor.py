@@ -1,4 +1,4 @@
-"""`train_grpo.py --doctor` finds deliberate faults, and reports none in a sound set-up."""
+"""`train_grpo.py --doctor` finds deliberate faults, and reports none in a sound setup."""
 
 import shlex
 from dataclasses import replace
@@ -131,7 +131,8 @@ def test_numbers_for_a_task_of_words_are_named_in_plain_words(model_dir, tmp_pat
 
     finding, *_ = look(model_dir, tmp_path, calculate, **options)[-1]
     assert (finding.name, finding.fault) == ("another kind of answer", True)
-    assert finding.text == "100% of the completions answer with a calculation; the task wants text"
+    text = "100% of the completions answer with a calculation; the task requires text"
+    assert finding.text == text
     command = (
         f"python train_sft.py --model {shlex.quote(str(model_dir))} --dataset 'my roman.jsonl'"
     )

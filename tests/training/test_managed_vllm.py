@@ -55,7 +55,7 @@ def test_it_is_started_answers_with_its_key_and_is_ended(record, tmp_path, monke
     server.wait_until_healthy()
     said = capsys.readouterr().out
     assert "starting vLLM (its log: " in said
-    assert "vLLM answers after" in said
+    assert "vLLM is ready after" in said
     assert APIClient(server.url, api_key=server.key).models()
     with pytest.raises(UsageError, match="wrong or missing API key"):
         APIClient(server.url).models()

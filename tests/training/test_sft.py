@@ -590,7 +590,7 @@ def test_a_dry_run_shows_what_is_learned_and_what_is_left_out(
     assert run(train_sft, *common, *output, *typed) == 0
     said = capsys.readouterr().out
     parts = re.findall(r"^--- (.*) \((\d+) tokens\)\n((?:(?!---).+\n)+)", said, re.M)
-    assert [what for what, *_ in parts] == ["prompt, no loss", "completion, learned"] * shown
+    assert [what for what, *_ in parts] == ["prompt, no loss", "completion, with loss"] * shown
     for (_, length, prompt), (_, learned_length, learned) in zip(
         parts[::2], parts[1::2], strict=True
     ):
