@@ -99,8 +99,8 @@ def fit_window(
     if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
         return problems, examples
     terminal.line(
-        f"the few-shot row is left out: its prompts exceed {limit} tokens, which is all that "
-        "the model's window leaves; lower --few-shot"
+        f"the few-shot row is left out: its prompts exceed the {limit} tokens that the model's "
+        "context window leaves for a prompt; lower --few-shot"
     )
     return problems, []
 

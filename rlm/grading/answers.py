@@ -107,7 +107,7 @@ def read_choice(text: str) -> str | None:
 def read_text(text: str) -> str | None:
     r"""Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
-    Spaces beside punctuation are left out, and typographic quotes and dashes are plain ones.
+    Spaces beside punctuation are removed. Typographic quotes and dashes become plain ones.
 
     A number without words is compared by its value, because some mathematical answers are numbers
     and some are texts. A number with a leading zero and a pair in brackets remain texts. The

@@ -40,7 +40,7 @@ class Limits:
     requests: int  # maximum number of accepted, unfinished requests
     tokens: int  # maximum number of tokens of all accepted, unfinished requests
     seconds: float  # seconds from acceptance to the last token
-    request_tokens: int | None = None  # maximum of one request; None: n times new_tokens
+    request_tokens: int | None = None  # maximum number of new tokens of all samples of a request
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class RunningRequest:
 
 
 class Engine:
-    """Runs the replicas of the model in a thread of its own.
+    """Runs the samplers of all adapters in a thread of its own.
 
     Attributes:
         state: "loading", "ready" or "dead".

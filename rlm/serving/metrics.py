@@ -1,4 +1,4 @@
-"""Prometheus metrics. The values of labels come from fixed lists, never from a client."""
+"""Prometheus metrics. All label values come from fixed lists, never from a client."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ class Metrics:
         responses = "HTTP responses by status code (499: the client disconnected)"
         self.responses = counter("http_responses", responses, "status")
         self.finished = counter("requests", "Requests by protocol and outcome", "api", "outcome")
-        self.rejected = counter("rejected", "Requests rejected by a full queue", "reason")
-        self.thinking = counter("thinking", "Completions by the end of their reasoning", "status")
-        self.first_token = histogram("first_token_seconds", "From acceptance to the first token")
-        self.total = histogram("request_seconds", "From acceptance to the last token")
+        self.rejected = counter("rejected", "Requests rejected because of a full queue", "reason")
+        self.thinking = counter("thinking", "Completions by how their reasoning ended", "status")
+        first = "Seconds from the acceptance of a request to its first token"
+        self.first_token = histogram("first_token_seconds", first)
+        last = "Seconds from the acceptance of a request to its last token"
+        self.total = histogram("request_seconds", last)
         registry.register(_EngineState(engine))
 
     def count(self, request: RunningRequest) -> None:
@@ -53,7 +55,7 @@ class Metrics:
         self.finished.labels(api, outcome).inc()
 
     def count_response(self, status: int) -> None:
-        """Count an HTTP response of any path, also of a request that was rejected."""
+        """Count an HTTP response, whatever its path, and also if the request was rejected."""
         self.responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
@@ -61,7 +63,7 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    """Reads the values that the engine counts itself."""
+    """Reads the engine's counters and its state whenever the metrics are collected."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -201,7 +201,7 @@ def _check_files(path: Path, folder: Path | None) -> None:
 def load_replicas(
     models: ServedModels, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
 ) -> dict[str, Replica]:
-    """Load the base model and the adapters, and create a sampler for each entry of the list.
+    """Load the base model and the adapters, and create a sampler for each entry of `adapters`.
 
     Raises:
         UsageError: loading fails, or an adapter contains values that are not finite.
