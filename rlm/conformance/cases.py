@@ -17,8 +17,8 @@ import torch
 import yaml
 from torch import Tensor
 
-# Each peer has a module peer_<name>. The constant SOURCE of this module is the peer's module from
-# which lines are cited.
+# The peers are the other trainers. Each has a module peer_<name>, whose constant SOURCE is the
+# trainer's own module, from which lines are cited.
 PEERS = ("trl", "verl")
 FILE = Path(__file__).with_name("cases.yaml")
 # The default options of a case with the formula "loss".

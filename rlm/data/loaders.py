@@ -423,9 +423,9 @@ def load_problems(
         dataset: a value of --dataset; the docstring of the module `rlm.data.loaders` lists them.
         split: train, validation or test. For a file or hub dataset, it may include a slice of rows,
             such as test[:200].
-        max_samples: the maximum number of problems per dataset. None loads all problems, or of
-            generated datasets 2000 (word-problems) or 8000 (elementary) for train, and 500 for the
-            other splits.
+        max_samples: the maximum number of problems per dataset. None loads all problems. Generated
+            datasets then have 2000 (word-problems) or 8000 (elementary) problems in train, and 500
+            in other splits.
         columns: the columns of a file or hub dataset, such as "question=prompt,answer=target".
         rows: the rows of a file or hub dataset for train and validation, such as train[:500].
         keep_code: whether to keep solutions of OpenMathInstruct that contain code blocks.
@@ -505,7 +505,7 @@ def own_files(dataset: str) -> set[Path]:
 
 
 def data_files(dataset: str) -> set[Path]:
-    """Return the files with all splits of `--dataset`: the user's own, and FILE of gsm8k:FILE.
+    """Return the local files that contain all splits: the user's own, and FILE of gsm8k:FILE.
 
     A path with the ending of a file counts as a file, even if it does not exist.
     """

@@ -376,8 +376,8 @@ def _place_texts(
         first = first | {"content": f"{system['content']}\n\n{first['content']}"}
         placed = _place_texts(tokenizer, [first, *rest])
         print_once(
-            f"the chat template of {name} has no system role: the system prompt begins the first "
-            "user's turn"
+            f"the chat template of {name} has no system role: the system prompt is put before the "
+            "first user message"
         )
         return placed
     pieces, texts = parts[::2], [messages[i]["content"] for i in order]
@@ -493,7 +493,7 @@ def drop_long_prompts(
     if window is None:
         return list(problems)
     limit = window - max_new_tokens
-    why = f"the model's window of {window} less --max-new-tokens {max_new_tokens}"
+    why = f"the context window of {window} minus --max-new-tokens {max_new_tokens}"
     fitting = [problem for problem in problems if len(render(problem)) <= limit]
     if problems and not fitting:
         raise UsageError(f"every prompt of the {what} is over {limit} tokens ({why})")

@@ -52,7 +52,7 @@ for line in sys.stdin:
 class MathVerify:
     """Runs math-verify in a separate process.
 
-    A call returns whether the text matches the gold answer, or None if math-verify failed or
+    A call returns whether the text matches the reference answer, or None if math-verify failed or
     exceeded the time limit.
     """
 
@@ -108,7 +108,7 @@ class Audit:
     completions: int = 0
     correct: Counter[str] = field(default_factory=Counter)  # accepted completions by grader
     differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
-    # Reasons of strict verdicts for the completions that only the strict grader rejects.
+    # Reasons of strict verdicts for the completions that lenient accepts and strict rejects.
     reasons: Counter[str] = field(default_factory=Counter)
     # Completions with a positive reward that the strict grader rejects, or the reverse.
     reward_differs_from_strict: int = 0
@@ -210,7 +210,8 @@ def _show(run_dir: Path, result: Audit) -> None:
         rows[f"right by {name}, wrong by strict"] = share
     if result.reasons:
         most = result.reasons.most_common(5)
-        rows["reasons of strict"] = ", ".join(f"{name} {count}" for name, count in most)
+        reasons = ", ".join(f"{name} {count}" for name, count in most)
+        rows["reasons (right by lenient, wrong by strict)"] = reasons
     rows["reward and strict differ"] = f"{result.reward_differs_from_strict} completions"
     if result.math_verify_timeouts:
         rows["math-verify timed out"] = f"{result.math_verify_timeouts} completions"

@@ -89,7 +89,8 @@ def write_report(
         compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairs}
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
-        show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
+        title = f"{data}, {kind}, {k} completion{'s' * (k > 1)} each"
+        show_table(title, {n: _cells(r) for n, r in rows.items()}, "per cent")
         for pair, (name, difference) in zip(pairs, compared.items(), strict=True):
             same = " (both have the same weights)" * ([*pair] in about.get("same_weights", ()))
             terminal.line(f"  {name}: {_difference(difference)}{same}")

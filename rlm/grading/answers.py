@@ -1,4 +1,4 @@
-"""Final answers: find the answer of a completion, compare it with the gold answer, count votes.
+"""Final answers: find them in completions, compare them with reference answers, count votes.
 
 There are two gradings. The *strict* grading is the training reward: a completion must consist of
 exactly one non-empty `<think>` block followed by one `<answer>` block that contains one number. The
@@ -161,10 +161,10 @@ READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
 
 
 REASONS: tuple[str, ...] = (
-    "correct",  # the answer equals the gold answer
-    "wrong",  # the answer is valid but differs from the gold answer
-    "ungraded",  # the answer is valid, but there is no gold answer
-    "gold_unreadable",  # the gold answer is not of its answer type; the reward is always 0
+    "correct",  # the answer equals the reference answer
+    "wrong",  # the answer is valid but differs from the reference answer
+    "ungraded",  # the answer is valid, but there is no reference answer
+    "gold_unreadable",  # the reference answer is not of its answer type; the reward is always 0
     "no_reasoning",  # strict: the opening think tag is missing
     "unclosed_reasoning",  # the reasoning block is not closed, so no answer can follow it
     "repeated_reasoning",  # strict: there is more than one opening or closing think tag
@@ -393,11 +393,11 @@ def grade(
     reasoning_tag: str = "think",
     answer_tag: str = "answer",
 ) -> Verdict:
-    """Compare the final answer of a completion with the gold answer.
+    """Compare the final answer of a completion with the reference answer.
 
     Args:
-        gold: the gold answer. If it is None, the verdict only reports the answer that was found.
-            The gold answer of an open question is ignored.
+        gold: the reference answer. If it is None, the verdict only reports the answer found.
+            The reference answer of an open question is ignored.
         strict: whether to apply the strict or the lenient grading.
         kind: the answer type.
     """
@@ -425,7 +425,7 @@ def grade(
 
 
 def gold_from_gsm8k(answer_field: str, calculator_annotations: bool = False) -> tuple[str, str]:
-    """Split the answer field of a GSM8K row into the solution and the gold answer.
+    """Split the answer field of a GSM8K row into the solution and the reference answer.
 
     Args:
         calculator_annotations: whether the solution keeps its `<<3+5=8>>`.

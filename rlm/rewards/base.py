@@ -122,7 +122,10 @@ class FunctionReward(RewardFunction):
 
 
 class PlainReward(FunctionReward):
-    """Wraps a plain function `(prompts, completions, answer, **columns) -> list[float | None]`."""
+    """Wraps a function with TRL's signature, which scores all completions in one call.
+
+    The signature is `(prompts, completions, answer, **columns) -> list[float | None]`.
+    """
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
         columns = {name: [value] for name, value in columns.items()}
@@ -142,7 +145,7 @@ class PlainReward(FunctionReward):
 class PerCompletionReward(FunctionReward):
     """Wraps a plain function `(completion, reference_answer) -> float | None`.
 
-    The function may name the reference `reference_answer` or `answer`. Its signature may also
+    The parameter for the reference answer may also be named `answer`. The signature may also
     contain `prompt` or `question`, and any columns.
     """
 

@@ -74,8 +74,9 @@ class Scorer:
         time_limit: the time limit in seconds for one call of a user's reward.
 
     Raises (when called):
-        UsageError: every call failed, the number of returned values differs from the number of
-            completions, or the reward gave no verdict on any completion of the first step.
+        UsageError: every call failed, in the first step or in `MAX_FAILED_STEPS` consecutive steps,
+            the number of returned values differs from the number of completions, or the reward
+            returned no number for any completion of the first step.
     """
 
     def __init__(

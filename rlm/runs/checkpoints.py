@@ -236,8 +236,8 @@ def run_origin(
 ) -> dict[str, Any]:
     """Describe the inputs of a run. Each checkpoint stores this description.
 
-    A resumed run must have the same inputs, except that the "inputs" may change: they are described
-    in words, with their hashes, and a change is a warning.
+    A resumed run must have the same description. Only the entry "inputs" may differ, with a
+    warning: it maps the user's own code files (--reward, --tool) to their hashes.
 
     Args:
         config: the options of the run.
@@ -257,7 +257,7 @@ def run_origin(
 
 
 def changed_inputs(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the inputs whose hashes differ; an input that was not recorded has not changed."""
+    """Return the inputs whose hashes differ; an input that was not recorded counts as unchanged."""
     return [what for what, value in now.items() if was.get(what, value) != value]
 
 
@@ -331,8 +331,8 @@ def data_id(what: str, rows: Sequence[object]) -> str:
     """Return an identifier of data: the number of rows, and a hash that depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
-        # The text of other objects, such as images, may differ between processes. Keys that are
-        # not texts or numbers, such as the places of a grid, are skipped.
+        # The text of other objects, such as images, may differ between processes, so only their
+        # type is used. Keys that JSON does not allow, such as tuples, are skipped.
         text = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
         digest.update(text.encode())
     return f"{len(rows)} {what}, sha256 {digest.hexdigest()[:12]}"

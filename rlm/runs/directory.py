@@ -249,7 +249,7 @@ def git_commit() -> str | None:
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step\n"
-NOTICE_ALONE = b"\nstopping after this step (once more: at once)\n"
+NOTICE_ALONE = b"\nstopping after this step (a second signal stops at once)\n"
 
 
 class Interrupts:

@@ -197,13 +197,13 @@ def tidy(axes: Axes) -> None:
 
 
 def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Return the steps and values of a metric, from the rows with a finite value."""
+    """Return the numbers of completed steps and the values of a metric, where they are finite."""
     kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["step"] + 1 for row in kept], [row[key] for row in kept]
 
 
 def with_start(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """Return the rows after a row for step -1, which contains the validation before training."""
+    """Put a row for step -1, which contains the validation before training, before the rows."""
     start = "eval/start_"
     first = {k.replace(start, "eval/"): v for k, v in rows[0].items() if k.startswith(start)}
     return [{"step": -1, **first}, *rows]

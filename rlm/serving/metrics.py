@@ -31,10 +31,11 @@ class Metrics:
         self.responses = counter("http_responses", responses, "status")
         self.finished = counter("requests", "Requests by protocol and outcome", "api", "outcome")
         self.rejected = counter("rejected", "Requests rejected because of a full queue", "reason")
-        self.thinking = counter("thinking", "Completions by how their reasoning ended", "status")
-        first = "Seconds from the acceptance of a request to its first token"
+        thinking = "Completions of finished requests by how their reasoning ended"
+        self.thinking = counter("thinking", thinking, "status")
+        first = "Seconds from the acceptance of a finished request to its first token"
         self.first_token = histogram("first_token_seconds", first)
-        last = "Seconds from the acceptance of a request to its last token"
+        last = "Seconds from the acceptance of a finished request to its last token"
         self.total = histogram("request_seconds", last)
         registry.register(_EngineState(engine))
 
