@@ -340,7 +340,7 @@ CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 @cache
 def read_table(name: str) -> Any:
     """Read a YAML file of this folder. The result is cached."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times faster
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
     return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
 
 

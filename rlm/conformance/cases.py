@@ -50,7 +50,7 @@ class Case:
     expected: dict[str, Any]  # "values", or "loss" and "gradient"
     by: str  # how `expected` was computed by hand
     exact: bool = False
-    # The known differences of peers: peer → {"line": …, "why": …}.
+    # The known differences by peer, each {"line": …, "why": …}.
     known: dict[str, dict[str, str]] = field(default_factory=dict)
 
 

@@ -167,7 +167,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
     'question from prompt, answer from target'
     """
-    names = {**{column: column for column in row}, **columns}  # our field → column of the row
+    names = {**{column: column for column in row}, **columns}  # maps our fields to columns
     solution = names.get("solution")
     renamed = rename_columns(row, columns)
     chat = next((name for name in CHAT_FIELDS if renamed.get(name) is not None), None)
@@ -190,7 +190,7 @@ def question_column(columns: Mapping[str, str]) -> str | None:
     """Return the column that contains the question.
 
     Args:
-        columns: our field → column, and the other columns of the row under their own names.
+        columns: a map from our fields to columns, and from each other column to itself.
     """
     return _first(columns, QUESTION_FIELDS)
 

@@ -88,7 +88,8 @@ OTHER_ROWS = (
     "take other columns with --columns, another config or --split, or write the valid rows into a "
     "JSONL file and pass that file"
 )
-ALL_LEVELS, SENTENCES = "1-4", "sentences"  # default levels; word for solutions in sentences
+# The default levels, and the word in --dataset that requests solutions in sentences.
+ALL_LEVELS, SENTENCES = "1-4", "sentences"
 # Default numbers of generated problems, for train by dataset and for the other splits.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 

@@ -61,7 +61,9 @@ NEEDED = (
 # Columns in which `rlm.data.columns.read_chat` may find the answer.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-HEAD = 1000  # maximum number of rows searched for the number of the first choice
+HEAD = (
+    1000  # maximum number of rows from which `first`, the number of the first choice, is inferred
+)
 # Texts that make the report of `parse_rows` a warning.
 ANOTHER_ANSWER = "with another answer"
 UNUSED = "with a system message, which is not used"
@@ -130,7 +132,8 @@ def parse_rows(
         quiet: whether to log nothing, because the same rows were reported before.
         columns: a map from our fields to the columns of a user's own data (`rename_columns`). If
             given, the report also names the columns used, the repeated questions and the unused
-            system messages, and `parse` receives the number of the first choice as `first`.
+            system messages, and `parse` receives the number of the first choice (0, 1 or None) as
+            `first`.
         remedy: what the user can do about invalid rows, for the error message.
 
     Raises:
@@ -181,7 +184,7 @@ def parse_rows(
 
 
 class _SeenColumns:
-    """Collects, over a user's rows, which columns are used, for the report of `parse_rows`."""
+    """Collects which columns of a user's rows are used, for the report of `parse_rows`."""
 
     def __init__(self, columns: Mapping[str, str], from_1: bool) -> None:
         self.columns, self.from_1 = columns, from_1

@@ -56,10 +56,10 @@ ASKED_FOR: dict[AnswerType, str] = {
     "text": "final answer",
     "open": "final answer",
 }
-# Placeholder for the text of a message while the chat template is rendered. It consists of private
-# characters that no template contains.
+# Placeholder for the text of a message while the chat template is rendered. Its private-use
+# characters occur in no template.
 _PLACE = "\ue000{}\ue001"
-_BEFORE = "\ue000"  # a private character, which no token merges with the text after it
+_BEFORE = "\ue000"  # a private-use character, which no token merges with the text after it
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # Python decodes invalid UTF-8 in argv to surrogates
 # transformers stores `split_special_tokens` in the state of the wrapped tokenizer. Without a lock,
 # a thread could therefore encode a user's text with the setting of another thread.

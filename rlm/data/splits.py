@@ -1,7 +1,7 @@
 """Split problems into train, validation and test, and select rows with a slice such as train[:500].
 
-Train and validation never have a question in common. The validation problems are held out by a hash
-of their questions, so they do not depend on the order of the file.
+Train and validation never have a question in common. The validation problems are selected by a hash
+of their questions, so they do not depend on the order of the file. (Those of GSM8K are its first.)
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[
 
     Args:
         rows: the names of the rows, beginning with the base model.
-        adapters: row name → folder of the adapter.
+        adapters: the folders of the adapters, by row name.
     """
     from rlm.model import adapter_hash
 

@@ -57,7 +57,10 @@ class RewardFunction:
         ]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return named sums for the log, taken over the calls since `pop_metrics` last ran."""
+        """Return sums over the completions scored since the last call, by metric name.
+
+        The log contains each sum divided by the number of completions.
+        """
         return {}
 
 

@@ -38,8 +38,8 @@ from rlm.rewards.base import (
     named_columns,
 )
 
-# Arguments that a reward receives in addition to the columns, if one call scores all completions,
-# and if one call scores one completion.
+# Arguments that a reward receives in addition to the columns: the first set if a call scores all
+# completions, the second set if a call scores one completion.
 GIVEN_TO_BATCH = {"answer", "completions", "prompts"}
 GIVEN_TO_ONE = {"answer", "completion", "prompt", "reference_answer"}
 # Arguments that only TRL's trainer passes to rewards.

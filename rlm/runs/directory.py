@@ -45,8 +45,8 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 class RunDirectory:
     """The directory of one training run.
 
-    Inside the context, a signal to stop takes effect at the end of a step. The directory is locked,
-    so no second process can train in it until this process ends.
+    Inside the context, a signal to stop takes effect at the end of a step. The directory is locked
+    until the context ends, so no second process can train in it.
     """
 
     tracker: Tracker | None = None  # receives everything that is logged

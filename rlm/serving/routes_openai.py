@@ -37,7 +37,7 @@ from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
-NOT_OFFERED = {  # type of a message part → its name in error messages
+NOT_OFFERED = {  # maps the type of a message part to its name in error messages
     "image_url": "images",
     "input_image": "images",
     "input_audio": "audio",
