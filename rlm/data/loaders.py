@@ -85,7 +85,7 @@ OTHER_FILES = (".gz", ".zip", ".txt", ".xlsx", ".xls", ".ods", ".arrow", ".feath
 SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
 # What a user can do about invalid rows of a dataset that others have published.
 OTHER_ROWS = (
-    "take other columns with --columns, another config or --split, or write the valid rows into a "
+    "choose other --columns, another config or another --split, or write the valid rows into a "
     "JSONL file and pass that file"
 )
 # The default levels, and the word in --dataset that requests solutions in sentences.
@@ -568,6 +568,6 @@ def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Prob
     except NotAnAnswer as error:
         reason = str(error).partition(": ")[0]
         raise LeftOut(
-            f"{reason} (--columns answer_type=text accepts words, completion=COLUMN worked steps "
-            "that end with the answer)"
+            f"{reason} (--columns answer_type=text accepts words, and completion=COLUMN accepts "
+            "worked steps that end with the answer)"
         ) from error

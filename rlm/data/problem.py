@@ -61,9 +61,7 @@ NEEDED = (
 # Columns in which `rlm.data.columns.read_chat` may find the answer.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-HEAD = (
-    1000  # maximum number of rows from which `first`, the number of the first choice, is inferred
-)
+HEAD = 1000  # maximum number of rows searched to infer the number of the first choice (0 or 1)
 # Texts that make the report of `parse_rows` a warning.
 ANOTHER_ANSWER = "with another answer"
 UNUSED = "with a system message, which is not used"

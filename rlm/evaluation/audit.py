@@ -204,22 +204,22 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
 
 def _show(run_dir: Path, result: Audit) -> None:
     n = result.completions
-    rows = {f"right, {name}": f"{right / n:.1%}" for name, right in result.correct.items()}
+    rows = {f"accepted by {name}": f"{right / n:.1%}" for name, right in result.correct.items()}
     for name, found in result.false_negatives().items():
         share = f"{found['share']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
-        rows[f"right by {name}, wrong by strict"] = share
+        rows[f"rejected by strict, of those that {name} accepts"] = share
     if result.reasons:
         most = result.reasons.most_common(5)
         reasons = ", ".join(f"{name} {count}" for name, count in most)
-        rows["reasons (right by lenient, wrong by strict)"] = reasons
-    rows["reward and strict differ"] = f"{result.reward_differs_from_strict} completions"
+        rows["reasons why strict rejects what lenient accepts"] = reasons
+    rows["reward differs from strict"] = f"{result.reward_differs_from_strict} completions"
     if result.math_verify_timeouts:
         rows["math-verify timed out"] = f"{result.math_verify_timeouts} completions"
     terminal.table(f"Audit of {n} completions of {run_dir}", rows)
     for pair, examples in result.examples.items():
         right, wrong = (name.rpartition(" ")[0] for name in pair.split(", "))
         count = result.differ[pair]
-        terminal.line(f"{count} completions are right by {right} but wrong by {wrong}, such as:")
+        terminal.line(f"{right} accepts {count} completions that {wrong} rejects, such as:")
         for example in examples[:2]:
             tail = " ".join(example["completion"][-160:].split())
             terminal.line(f"  reference answer {example['gold']} ({example['strict']}): …{tail}")

@@ -29,7 +29,7 @@ class EvaluateConfig:
     )
     dataset: str | None = flag(
         None,
-        "evaluation problems, with the same names as for training",
+        "dataset of the evaluation problems, named as for training",
         default_text="dataset of the last adapter, else word-problems; if it has several parts, "
         "only those that do not need the hub",
     )

@@ -134,7 +134,10 @@ class Answer:
 
     @property
     def confidence(self) -> Confidence | None:
-        """The winner's share of the votes, or the mean token probability of a single sample."""
+        """The winner's share of the votes.
+
+        For a single sample, it is the geometric mean of the probabilities of the sampled tokens.
+        """
         if len(self.samples) > 1:
             return Confidence(self.vote.agreement, "vote_share")
         logprob = self.samples[0].mean_logprob

@@ -156,8 +156,8 @@ class Scorer:
         """Reject a reward whose first call returns None or NaN for every completion."""
         if not self.gave_verdict and all(reward is None for reward in rewards):
             raise UsageError(
-                f"the reward gave no verdict on any of {len(rewards)} completions: does it return "
-                "a number? (None leaves a completion out of its group)"
+                f"the reward returned no number for any of {len(rewards)} completions (None or NaN "
+                "leaves a completion out of its group)"
             )
         self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 

@@ -292,7 +292,7 @@ def resume_run(
     tensors, state = loaded
     if not state.keys() >= {"origin", *expected_keys}:
         raise UsageError(
-            f"{where} is a run of another script, or of another version of it; choose another run"
+            f"{where} is a run of another script or of another version; choose another run"
         )
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:

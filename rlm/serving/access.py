@@ -26,9 +26,9 @@ WINDOW_SECONDS = 60  # of the rate limit
 
 
 class Keys:
-    """The API keys, stored as SHA-256 hashes. A server without keys is open, but only on loopback.
+    """The API keys, stored as SHA-256 hashes. A server without keys listens only on loopback.
 
-    Wrong keys share one rate limit (middleware.py). No client is locked out, because all clients
+    Wrong keys share one rate limit (middleware.py). No address is locked out, because all clients
     behind a tunnel have the same address. Short keys are rejected, so that keys cannot be guessed.
     """
 

@@ -1,4 +1,4 @@
-"""The engine thread, which generates text for all requests in one batch.
+"""The engine thread, which generates text for all requests, with one batch per adapter.
 
 Only this thread runs the model. The event loop submits requests and receives their text.
 """
@@ -148,7 +148,7 @@ class Engine:
     def __init__(self, load: Callable[[], dict[str, Replica]], limits: Limits) -> None:
         """
         Args:
-            load: loads the replicas; it is called in the engine thread.
+            load: a function that loads the replicas; it is called in the engine thread.
         """
         self._load, self._limits = load, limits
         self._replicas: dict[str, Replica] = {}

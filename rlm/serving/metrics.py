@@ -73,7 +73,7 @@ class _EngineState(Collector):
         engine = self._engine
         drawn = "Tokens generated since the start"
         yield CounterMetricFamily("rlm_tokens_drawn", drawn, engine.tokens_drawn)
-        running = "Completions in the batch or waiting"
+        running = "Completions in a batch or waiting for it"
         yield GaugeMetricFamily("rlm_rows_running", running, engine.rows_running)
         alive = "1 if the engine is alive, else 0"
         yield GaugeMetricFamily("rlm_engine_alive", alive, float(engine.alive))

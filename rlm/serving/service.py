@@ -59,7 +59,7 @@ class Service:
         """
         Args:
             experiences: lessons from earlier problems.
-            nearest: number of the most similar lessons that are put before each question.
+            nearest: the maximum number of lessons that are added to a prompt, the most similar.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)

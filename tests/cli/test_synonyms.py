@@ -114,8 +114,8 @@ def test_an_unknown_name_is_refused_everywhere_with_the_same_sentence(tmp_path):
         ("--spilt", "; did you mean --split?"),
         (
             "--steepness",
-            "; --help lists the options, the names that other programs use are in "
-            "docs/reference/names.md",
+            "; --help lists the options, and docs/how-to/coming-from.md explains which names of "
+            "other trainers work",
         ),
     ],
 )

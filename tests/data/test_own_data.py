@@ -815,8 +815,8 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     [record] = caplog.records
     assert record.message == (
         f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number "
-        "(--columns answer_type=text accepts words, completion=COLUMN worked steps that end with "
-        "the answer); "
+        "(--columns answer_type=text accepts words, and completion=COLUMN accepts worked "
+        "steps that end with the answer); "
         "question from ask, answer from target"
     )
     assert refusal(folder) == (
