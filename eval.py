@@ -55,7 +55,7 @@ EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do 
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
-    """Return (question, perfect completion) pairs of training problems that are not evaluated."""
+    """Return (question, right completion) pairs of training problems that are not evaluated."""
     if not config.few_shot:
         return []
     evaluated = {problem.question for problem in problems}

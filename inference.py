@@ -140,7 +140,7 @@ class InferenceConfig:
 
     @property
     def writes(self) -> bool:
-        """Whether --merge or --gguf is given, so that a model is written and no question asked."""
+        """Whether --merge or --gguf is given. Then a model is written, and no question is asked."""
         return bool(self.merge or self.gguf)
 
 

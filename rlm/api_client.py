@@ -1,4 +1,4 @@
-"""The client for OpenAI-compatible servers. Recipes use it for LLM APIs, rollouts for vLLM.
+"""The client for OpenAI-compatible servers: for the LLM APIs of the recipes, and for vLLM.
 
 Requests are sent by the `openai` package. Its own retries are disabled, because each attempt has to
 wait for the rate limit and count against the budget. Importing `openai` takes a third of a second,

@@ -1,6 +1,6 @@
 """Runs the cases of cases.yaml, and compares the results of trainers with the expected results.
 
-Shape letters: n rows (completions), T padded length of the completions.
+In the shapes, n is the number of rows (completions), and T is their padded length.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def resolve(
     from the initial adapter, or from the machine if there is no initial adapter.
 
     Args:
-        given: the options that the user has set, field → value.
+        given: the values that the user has set, by field.
         start: the metadata of the initial adapter, if there is an initial adapter.
         gpu_defaults: the defaults that replace the usual defaults for a large model on a GPU. If
             None, as in calls from Python, no model and no data are selected.
