@@ -278,12 +278,15 @@ def render_prompt(
 ) -> list[int]:
     """Render a prompt: the token ids of the chat up to the start of the assistant's reply.
 
-    The chat template is rendered with placeholders, so that the texts remain unchanged even if the
-    template modifies the texts of messages. The token ids equal those of `apply_chat_template`,
-    with two exceptions. First, a reasoning tag that the template opens (DeepSeek-R1) is left out,
-    because the model writes the tag itself. Second, if a text contains a special token of the
-    template (`<|im_end|>`), the texts are encoded separately, so that a user cannot close the turn
-    or open another role.
+    The token ids equal those of `apply_chat_template`, with these exceptions:
+
+    - The texts are stripped, and otherwise remain unchanged even if the template modifies them,
+      because the template is rendered with placeholders.
+    - A date that the template writes is `TODAY`.
+    - A reasoning tag that the template opens (DeepSeek-R1) is left out, because the model writes
+      the tag itself.
+    - If a text contains a special token of the template (`<|im_end|>`), the texts are encoded
+      separately, so that a user cannot close the turn or open another role.
 
     Args:
         examples: few-shot examples as (question, completion) pairs, shown as earlier turns.

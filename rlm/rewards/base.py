@@ -11,7 +11,7 @@ from rlm.cli import UsageError, terminal
 
 # None means no verdict: the rollout is left out of the group statistics and of the loss.
 Reward = float | None
-# These arguments are passed to a plain function only if its signature names them, because the
+# These arguments are passed to a function with TRL's signature only if it names them, because the
 # **kwargs of TRL's rewards contain only the columns of the dataset.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("question", "solution", "completion_ids")

@@ -57,7 +57,7 @@ class RunDirectory:
         Args:
             path: the directory.
             resume: whether to continue the run in the directory. If False, an earlier run of at
-                least one step is moved to NAME.prev, and other earlier files are deleted.
+                least one step is moved to NAME.prev. The files of a run without a step are deleted.
             writes: False in all processes except the main process. The logs of these processes are
                 dropped.
 
