@@ -190,7 +190,7 @@ class _SeenColumns:
         self.unread: dict[str, None] = {}
 
     def add(self, row: Row, renamed: Row) -> None:
-        """Count a row, and the same row with its columns renamed."""
+        """Record the columns of a row; `renamed` is the same row with its columns renamed."""
         self.layout = self.layout or describe_layout(row, self.columns)
         self.unread |= dict.fromkeys(unread_texts(row, renamed))
         self.asked = question_column({**{name: name for name in row}, **self.columns}) or self.asked

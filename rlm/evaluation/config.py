@@ -70,7 +70,7 @@ class EvaluateConfig:
         MAX_NEW_TOKENS,
         "maximum completion length in tokens",
         min=1,
-        default_text=f"{MAX_NEW_TOKENS}, or the value of training if it is larger",
+        default_text=f"{MAX_NEW_TOKENS}, or the value from training if it is larger",
     )
     reasoning_format: str | None = flag(
         None,

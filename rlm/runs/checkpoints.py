@@ -7,7 +7,7 @@ hashes of the other files, is written last. Then the folder is renamed. Loading 
 valid checkpoint. Damaged checkpoints are renamed, never deleted. Loading executes no code, because
 tensors are stored as safetensors.
 
-A run of either stage resumes from a checkpoint only if its inputs are those of the checkpoint.
+SFT and GRPO resume from a checkpoint only if the weights, the data and most options are unchanged.
 """
 
 from __future__ import annotations

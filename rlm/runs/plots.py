@@ -101,7 +101,7 @@ def accuracy_over_time(
 def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     """Draw the metrics of a GRPO run over its steps, in up to six panels.
 
-    Every axis begins at 0, so that noise looks small. Metrics without values are left out. With a
+    Every y axis includes 0, so that noise looks small. Metrics without values are left out. With a
     custom reward, the validation panel shows the reward instead of the accuracy.
 
     Args:
@@ -203,7 +203,7 @@ def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], 
 
 
 def with_start(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """Put a row for step -1, which contains the validation before training, before the rows."""
+    """Prepend a row for step -1 with the validation before training, and return all rows."""
     start = "eval/start_"
     first = {k.replace(start, "eval/"): v for k, v in rows[0].items() if k.startswith(start)}
     return [{"step": -1, **first}, *rows]

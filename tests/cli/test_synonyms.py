@@ -132,7 +132,11 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
         (SFTConfig, "bf16", "dtype, with the value bfloat16"),
         (GRPOConfig, "num_train_epochs", "steps, problems times passes, divided by the batch size"),
         (SFTConfig, "warmup_steps", "warmup_share, a share of the steps"),
-        (SFTConfig, "gradient_accumulation_steps", "batch_size, all samples of an update"),
+        (
+            SFTConfig,
+            "gradient_accumulation_steps",
+            "batch_size, counted per step and not per micro-batch",
+        ),
         (SFTConfig, "val_size", "eval_samples, a number of problems"),
     ],
 )
