@@ -188,7 +188,7 @@ def _address(host: str) -> str:
 def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
     """Make the service and its engine; the engine loads the model in its own thread."""
     from rlm.model import load_tokenizer
-    from rlm.serving import Engine, Limits, Service, find_models, load_replicas
+    from rlm.serving import Engine, Limits, Service, find_models, load_samplers
 
     choice = (config.adapter, config.adapters, config.model, config.quantize)
     models = find_models(*choice, base=config.base, tool=config.tool)
@@ -201,7 +201,7 @@ def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
         seconds=config.deadline,
         request_tokens=_request_tokens(config),
     )
-    engine = Engine(partial(load_replicas, models, tokenizer, config.max_num_seqs), limits)
+    engine = Engine(partial(load_samplers, models, tokenizer, config.max_num_seqs), limits)
     return Service(engine, tokenizer, models, limits, library, config.nearest)
 
 
