@@ -376,7 +376,7 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
         ({}, None, "--columns answer_type=open"),
         ({"answer": "5", "solution": ["5"]}, None, "--columns solution=COLUMN.0 uses the first"),
-        ({"choices": ["water", "rock"], "label": -1}, "answer=label", "--split validation uses"),
+        ({"choices": ["water", "rock"], "label": -1}, "answer=label", "such as --split validation"),
         ({"choices": ["water", "rock"], "answer": ""}, None, "many test splits have none"),
         ({"answer": "5", "answer_type": "Float"}, None, "--columns answer_type=number sets it"),
     ],
