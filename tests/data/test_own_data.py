@@ -858,8 +858,8 @@ def test_invalid_rows_of_a_published_dataset_are_refused_with_the_ways_out(
         rows = rows_of(20) + [{"ask": "", "target": "1"}] * 2 * (name == split)
         write_jsonl(tmp_path / f"set/{name}.jsonl", rows)
     assert refusal(str(tmp_path / "set"), columns=COLUMNS) == (
-        f"{tmp_path}/set {split}: line 21: question is empty (2 of 22 lines are invalid: take "
-        "other columns with --columns, another config or --split, or write the valid rows into a "
+        f"{tmp_path}/set {split}: line 21: question is empty (2 of 22 lines are invalid: choose "
+        "other --columns, another config or another --split, or write the valid rows into a "
         "JSONL file and pass that file)"
     )
 
