@@ -236,8 +236,9 @@ def run_origin(
 ) -> dict[str, Any]:
     """Describe the inputs of a run. Each checkpoint stores this description.
 
-    A resumed run must have the same description. Only the entry "inputs" may differ, with a
-    warning: it maps the user's own code files (--reward, --tool) to their hashes.
+    A resumed run must have the same description, except for the options in `may_change` of
+    `resume_run`, and for the entry "inputs", which maps the user's own code files (--reward,
+    --tool) to their hashes. A change of these inputs is only a warning.
 
     Args:
         config: the options of the run.
