@@ -275,7 +275,7 @@ def _is_async(reward: RewardFunction) -> bool:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Close a loop without waiting for its tasks, which may never end."""
+    """Close an event loop without waiting for its tasks, which may never end."""
     if not loop.is_running():
         loop.close()
 

@@ -31,7 +31,7 @@ CURVES = {  # maps each metric to its title; if the title ends in %, values are 
     "policy/entropy": "entropy, nats",
 }
 RECENT_STEPS = 5  # number of last steps from which the remaining time is estimated
-MARKED = 4096  # maximum number of bytes before a mark that the checksum covers
+MARKED = 4096  # maximum number of bytes that the checksum of a mark covers
 MARK = re.compile(r"([0-9a-f]{1,12}\.[0-9a-f]{1,8})?/[0-9.]{0,40}|")
 
 
