@@ -55,7 +55,7 @@ EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do 
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
-    """Return (question, perfect completion) pairs of training problems that are not evaluated."""
+    """Return (question, right completion) pairs of training problems that are not evaluated."""
     if not config.few_shot:
         return []
     evaluated = {problem.question for problem in problems}
@@ -99,8 +99,8 @@ def fit_window(
     if max(len(render(problem, examples=examples)) for problem in problems) <= limit:
         return problems, examples
     terminal.line(
-        f"the few-shot row is left out: its prompts exceed {limit} tokens, which is all that "
-        "the model's window leaves; lower --few-shot"
+        f"the few-shot row is left out: its prompts exceed the {limit} tokens that the model's "
+        "context window leaves for a prompt; lower --few-shot"
     )
     return problems, []
 

@@ -59,7 +59,7 @@ class InferenceConfig:
     experiences: Path | None = flag(
         None, "library of lessons; the most similar lessons are added to the prompt"
     )
-    nearest: int = flag(NEAREST, "number of lessons from --experiences to add to the prompt", min=1)
+    nearest: int = flag(NEAREST, "maximum number of lessons from --experiences in a prompt", min=1)
     quantize: str = flag(
         "auto",
         "load the base model quantized with bitsandbytes; auto: as in training",
@@ -140,7 +140,7 @@ class InferenceConfig:
 
     @property
     def writes(self) -> bool:
-        """Whether --merge or --gguf is given, so that a model is written and no question asked."""
+        """Whether --merge or --gguf is given. Then a model is written, and no question is asked."""
         return bool(self.merge or self.gguf)
 
 

@@ -70,7 +70,7 @@ class ServerConfig:
     experiences: Path | None = flag(
         None, "library of lessons; the most similar lessons are added to each prompt"
     )
-    nearest: int = flag(NEAREST, "number of lessons from --experiences to add to the prompt", min=1)
+    nearest: int = flag(NEAREST, "maximum number of lessons from --experiences in a prompt", min=1)
     host: str = flag(
         "127.0.0.1", "address to listen on; addresses that other machines can reach require a key"
     )
@@ -170,7 +170,9 @@ def read_keys(config: ServerConfig) -> Keys:
     if config.public or (config.allow_host and not keys.required):
         limits = f"with {config.rate} requests a minute for each address"
         limits += f" and {_request_tokens(config)} tokens for each request"
-        without = "and without limits (to require a key set RLM_API_KEY, for limits add --public)"
+        without = (
+            "and without limits (set RLM_API_KEY to require a key, or add --public for limits)"
+        )
         terminal.line(
             "open: anyone who knows this server's public name may use it, without a key, "
             f"{limits if config.public else without}"
@@ -186,7 +188,7 @@ def _address(host: str) -> str:
 def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
     """Make the service and its engine; the engine loads the model in its own thread."""
     from rlm.model import load_tokenizer
-    from rlm.serving import Engine, Limits, Service, find_models, load_replicas
+    from rlm.serving import Engine, Limits, Service, find_models, load_samplers
 
     choice = (config.adapter, config.adapters, config.model, config.quantize)
     models = find_models(*choice, base=config.base, tool=config.tool)
@@ -199,7 +201,7 @@ def _service(config: ServerConfig, library: Sequence[Experience]) -> Service:
         seconds=config.deadline,
         request_tokens=_request_tokens(config),
     )
-    engine = Engine(partial(load_replicas, models, tokenizer, config.max_num_seqs), limits)
+    engine = Engine(partial(load_samplers, models, tokenizer, config.max_num_seqs), limits)
     return Service(engine, tokenizer, models, limits, library, config.nearest)
 
 

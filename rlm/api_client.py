@@ -1,4 +1,4 @@
-"""The client for OpenAI-compatible servers. Recipes use it for LLM APIs, rollouts for vLLM.
+"""The client for OpenAI-compatible servers: for the LLM APIs of the recipes, and for vLLM.
 
 Requests are sent by the `openai` package. Its own retries are disabled, because each attempt has to
 wait for the rate limit and count against the budget. Importing `openai` takes a third of a second,
@@ -214,7 +214,7 @@ class APIClient:
         self.url = _checked_url(url)
         self.price, self.budget = price, budget or Budget()
         self.concurrency, self._rate_limit = concurrency, rate_limit or RateLimit()
-        self.retries = 0  # attempts after the first one of each request
+        self.retries = 0  # number of retries of all requests together
         self._count = threading.Lock()
         self._attempts, self._backoff = attempts, backoff
         self._jitter = random.Random()  # separate from the run's seeded generator
@@ -269,9 +269,10 @@ class APIClient:
         return models
 
     def served_weights(self, model: str) -> dict[str, Any]:
-        """Return what identifies the weights behind a model's name on this project's server.
+        """Return the hashes of the base model, the adapter and the lessons behind a model's name.
 
-        Other servers publish no hashes, so the result for them is empty. The requests are free.
+        Only this project's server publishes them, so for other servers the result is empty. The
+        requests are free.
         """
         root = self.url.removesuffix("/v1")
         try:
@@ -318,8 +319,8 @@ class APIClient:
     def _send(self, method: str, path: str, usage: Usage, **body: Any) -> dict[str, Any]:
         """Send a request once.
 
-        A request that the server rejects costs nothing. A request without a reply is counted at its
-        maximum cost.
+        A request costs nothing if the server rejects it or cannot be reached. A request without a
+        reply is counted at its maximum cost.
         """
         import httpx2
         import openai

@@ -20,7 +20,7 @@ from rlm.serving.app import create_app
 from rlm.serving.engine import Engine, Limits
 from rlm.serving.http_server import UVICORN, GracefulServer
 from rlm.serving.middleware import SecuritySettings
-from rlm.serving.models import Replica, ServedAdapter, ServedModels, prompt_prefix
+from rlm.serving.models import AdapterSampler, ServedAdapter, ServedModels, prompt_prefix
 from rlm.serving.service import Service
 from rlm.tools import Tool
 
@@ -48,8 +48,8 @@ def make_service(
             tiny_model(), tokenizer, {"": "0"}, max_num_seqs=max_num_seqs, pause=pause
         ),
     }
-    replicas = {name: Replica(sampler, lambda: None, prefix) for name, sampler in samplers.items()}
-    engine = Engine(lambda: replicas, limits)
+    served = {name: AdapterSampler(one, lambda: None, prefix) for name, one in samplers.items()}
+    engine = Engine(lambda: served, limits)
     adapters = {
         "base": ServedAdapter("base", None, None, "base", FORMAT),
         "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT, tool),

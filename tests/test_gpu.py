@@ -31,7 +31,7 @@ from rlm.sampling.kv_cache import CacheConfig
 from rlm.sampling.requests import SamplingParams
 from rlm.sampling.weights import copy_bytes
 from rlm.serving import models as serving_models
-from rlm.serving.models import find_models, load_replicas
+from rlm.serving.models import find_models, load_samplers
 from rlm.training.batches import Rollout, make_micro_batches
 from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
@@ -254,8 +254,8 @@ def test_masks_need_no_copy_on_a_gpu():
         assert micro.input_ids.shape == (2, 32)
 
 
-def test_replicas_share_a_card_s_memory(adapter, tmp_path, monkeypatch):
-    """If each replica used half of the free memory, the last replicas would have too little."""
+def test_adapters_share_a_card_s_memory(adapter, tmp_path, monkeypatch):
+    """If each adapter used half of the free memory, the last ones would have too little."""
 
     def leaving_little(model):
         cards.total = cards.allocated[0] + CONTEXT + int(2.2 * copy_bytes(model, model.dtype))
@@ -268,11 +268,11 @@ def test_replicas_share_a_card_s_memory(adapter, tmp_path, monkeypatch):
         for name in ("first", "second", "third"):
             shutil.copytree(adapter, tmp_path / name)
         models = find_models(tmp_path / "first", tmp_path, None)
-        replicas = load_replicas(models, byte_tokenizer(), 16)
-        assert len(replicas) == 4
-        for replica in replicas.values():
-            replica.activate()
-            replica.sampler.allocate_cache(config, replica.prefix[:8])
+        samplers = load_samplers(models, byte_tokenizer(), 16)
+        assert len(samplers) == 4
+        for served in samplers.values():
+            served.activate()
+            served.sampler.allocate_cache(config, served.prefix[:8])
 
 
 @pytest.fixture(scope="module")

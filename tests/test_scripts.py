@@ -689,7 +689,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path,
     ]  # fmt: skip
     assert run(train_grpo, *arguments) == 0
     said = capsys.readouterr().out
-    limit = "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8)"
+    limit = "prompts over 1016 tokens (the context window of 1024 minus --max-new-tokens 8)"
     assert f"4 of 41 problems left out: {limit}" in said
     assert f"1 of 4 validation problems left out: {limit}" in said
     assert json.loads((grpo / "run.json").read_text())["validated_on"] == 3
@@ -698,7 +698,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(model_dir, tmp_path,
     arguments += ["--max-new-tokens", 8, "--output", found]
     assert run(evaluate, *arguments) == 0
     said = capsys.readouterr().out
-    left_out = "prompts over 1016 tokens (the model's window of 1024 less --max-new-tokens 8)"
+    left_out = "prompts over 1016 tokens (the context window of 1024 minus --max-new-tokens 8)"
     assert f"5 of 45 problems left out: {left_out}" in said
     report = json.loads((found / "evaluation.json").read_text())
     assert report["left_out"] == 5
@@ -710,7 +710,7 @@ def test_a_few_shot_row_whose_prompts_are_too_long_is_left_out(model_dir, tmp_pa
     arguments = ["--base-only", "--model", model_dir, *DATA, "--max-samples", 2, "--few-shot", 9]
     assert run(evaluate, *arguments, "--max-new-tokens", 8, "--output", tmp_path) == 0
     said = capsys.readouterr().out
-    assert "the few-shot row is left out: its prompts exceed 1016 tokens" in said
+    assert "the few-shot row is left out: its prompts exceed the 1016 tokens" in said
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert (list(report["greedy"]["rows"]), report["left_out"]) == (["base"], 0)
 
@@ -727,8 +727,8 @@ def test_where_all_are_too_long_it_is_one_line(model_dir, tmp_path, capsys):
         assert run(script, *arguments) == 2
         said = capsys.readouterr().err
         assert re.fullmatch(
-            r"error: every prompt of the problems is over 824 tokens \(the model's window of 1024 "
-            r"less --max-new-tokens 200.*\)\n", said
+            r"error: every prompt of the problems is over 824 tokens \(the context window of 1024 "
+            r"minus --max-new-tokens 200.*\)\n", said
         ), said  # fmt: skip
 
 

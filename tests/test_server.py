@@ -36,7 +36,7 @@ from rlm.serving.access import Keys
 from rlm.serving.engine import Engine, Limits
 from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecuritySettings
-from rlm.serving.models import find_models, load_replicas
+from rlm.serving.models import find_models, load_samplers
 from rlm.serving.service import Service
 from tests.serving.test_tunnel import agent  # noqa: F401 (a fixture)
 from tests.test_train_grpo import CPU
@@ -126,7 +126,7 @@ def test_a_refused_adapter_says_what_to_type(weights, model_dir, tokenizer, tmp_
     def refusal(name: str, model: Path | None = None, folder: Path | None = None) -> str:
         def load() -> None:
             found = find_models(tmp_path / name, folder, str(model) if model else None)
-            load_replicas(found, tokenizer, max_num_seqs=1)
+            load_samplers(found, tokenizer, max_num_seqs=1)
 
         with pytest.raises(UsageError) as refused:
             load()
@@ -161,7 +161,7 @@ def test_each_adapter_answers_as_if_it_were_alone(
     """All adapters share a model and are used at once, each with its own prefix and cache."""
     monkeypatch.setattr("rlm.serving.models.Sampler", partial(Sampler, merged=merged))
     models = find_models(weights / "final_rlm_lora", weights, None)
-    engine = Engine(lambda: load_replicas(models, tokenizer, max_num_seqs=2), LIMITS)
+    engine = Engine(lambda: load_samplers(models, tokenizer, max_num_seqs=2), LIMITS)
     body = {"prompt": "hello", "temperature": 1.0, "seed": 5, "max_new_tokens": 20}
     with live(Service(engine, tokenizer, models, LIMITS)) as served, ThreadPoolExecutor(3) as pool:
         replies = list(
@@ -212,7 +212,7 @@ def test_a_hostile_or_broken_adapter_is_refused_at_the_start(
     shutil.copytree(weights / "final_rlm_lora", tmp_path / "a")
     damage(tmp_path / "a", how)
     with pytest.raises(UsageError, match=said):
-        load_replicas(find_models(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
+        load_samplers(find_models(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
 
 
 def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path, tokenizer):
@@ -221,8 +221,8 @@ def test_an_adapter_config_cannot_name_another_base(weights, model_dir, tmp_path
     config = tmp_path / "a" / "adapter_config.json"
     changed = json.loads(config.read_text()) | {"base_model_name_or_path": "evil/model"}
     config.write_text(json.dumps(changed))
-    replicas = load_replicas(find_models(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
-    assert set(replicas) == {"base", "a"}
+    samplers = load_samplers(find_models(tmp_path / "a", None, None), tokenizer, max_num_seqs=1)
+    assert set(samplers) == {"base", "a"}
 
 
 def test_a_link_out_of_the_folder_is_refused(weights, tmp_path):
@@ -328,7 +328,7 @@ def config_of(*arguments: object) -> server.ServerConfig:
 
 def test_what_may_be_asked_for_is_what_the_options_say(weights, monkeypatch):
     loaded = []
-    monkeypatch.setattr("rlm.serving.load_replicas", lambda *given: loaded.append(given))
+    monkeypatch.setattr("rlm.serving.load_samplers", lambda *given: loaded.append(given))
     options = {"--max-prompt-tokens": 22, "--max-new-tokens": 11, "--queue": 3, "--max-num-seqs": 2}
     options |= {"--adapter": weights / "sft.v2", "--deadline": 4.5, "--tool": "calculator"}
     options |= {"--nearest": 1}

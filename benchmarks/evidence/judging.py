@@ -183,7 +183,7 @@ def _curve(
 
 
 def _points(config: EvidenceConfig, folder: Path) -> dict[int, Path]:
-    """Return step → checkpoint, without the last step, whose adapter is in `adapter/`."""
+    """Return the checkpoints by step, without the last step, whose adapter is in `adapter/`."""
     found = {int(p.name[5:]): p for p in folder.glob("checkpoints/step_*")}  # ours
     found |= {int(p.name[11:]): p for p in folder.glob("checkpoint-*")}  # TRL's
     return {step: found[step] for step in sorted(found) if 0 < step < config.steps}

@@ -145,7 +145,7 @@ def announce_cost(
     The budget is enforced even if the estimate is too low.
 
     Args:
-        calls: role → its number of requests and of input tokens.
+        calls: the number of requests and of input tokens of each role.
     """
     total = 0.0
     for agent in agents:

@@ -323,7 +323,7 @@ OTHER_UNITS = {
         ("num_train_epochs", "num_epochs", "epochs"),
         ("steps", "problems times passes, divided by the batch size"),
     ),
-    "gradient_accumulation_steps": ("batch_size", "all samples of an update"),
+    "gradient_accumulation_steps": ("batch_size", "counted per step and not per micro-batch"),
     "val_size": ("eval_samples", "a number of problems"),
     "val_set_size": ("eval_samples", "a number of problems"),
     "per_device_train_batch_size": ("train_batch_size", "a number of completions"),
@@ -340,7 +340,7 @@ CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 @cache
 def read_table(name: str) -> Any:
     """Read a YAML file of this folder. The result is cached."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times faster
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
     return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
 
 

@@ -1,7 +1,7 @@
 """Run a script: parse its command line, call its `main`, and exit with an exit code.
 
-A user's mistake is printed as a one-line error. Exit codes: the return value of `main` (0 for
-None), 2 for a user's mistake, and 128 + n after signal n.
+A user's mistake is printed as a one-line error. The exit code is the return value of `main` (0 for
+None), 2 after a user's mistake or without enough memory or disk space, or 128 + n after signal n.
 """
 
 import dataclasses

@@ -214,8 +214,8 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             said = f": {before} takes no value"
         if token.startswith("-"):
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
-            names = "the names that other programs use are in docs/reference/names.md"
-            said = said or f"; --help lists the options, {names}"
+            names = "docs/how-to/coming-from.md explains which names of other trainers work"
+            said = said or f"; --help lists the options, and {names}"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 

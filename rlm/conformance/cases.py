@@ -1,6 +1,6 @@
 """Runs the cases of cases.yaml, and compares the results of trainers with the expected results.
 
-Shape letters: n rows (completions), T padded length of the completions.
+In the shapes, n is the number of rows (completions), and T is their padded length.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import yaml
 from torch import Tensor
 
-# Each peer has a module peer_<name>. The constant SOURCE of this module is the peer's module from
-# which lines are cited.
+# The peers are the other trainers. Each has a module peer_<name>, whose constant SOURCE is the
+# trainer's own module, from which lines are cited.
 PEERS = ("trl", "verl")
 FILE = Path(__file__).with_name("cases.yaml")
 # The default options of a case with the formula "loss".
@@ -50,7 +50,7 @@ class Case:
     expected: dict[str, Any]  # "values", or "loss" and "gradient"
     by: str  # how `expected` was computed by hand
     exact: bool = False
-    # The known differences of peers: peer → {"line": …, "why": …}.
+    # The known differences by peer, each {"line": …, "why": …}.
     known: dict[str, dict[str, str]] = field(default_factory=dict)
 
 

@@ -77,7 +77,7 @@ def _sampling_logprobs(given: SimpleNamespace) -> Tensor:
 
 
 def _loss(given: SimpleNamespace) -> Tensor:
-    """Return the contribution of a part's rows to the loss of the step."""
+    """Return the contribution of a micro-batch to the loss of the step."""
     by_ratio = {"sequence": "gspo", "token": "grpo"}[given.ratio]
     algorithm = {"weighted": "cispo", "tapered": "topr"}.get(given.objective, by_ratio)
     config = GRPOConfig(

@@ -1,8 +1,8 @@
 """The adapter of the installed TRL, which calls two methods of its GRPOTrainer without a model.
 
 `_generate_and_score_completions` computes the masks, advantages and importance ratios of given
-completions, and `_compute_loss` computes the loss. Options that neither
-a case nor `cases.LOSS` sets have TRL's default values.
+completions, and `_compute_loss` computes the loss. Options that are set neither by a case nor by
+`cases.LOSS` have TRL's default values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Datasets of problems with gold answers, and the rendering of problems to prompt token ids."""
+"""Datasets of problems with reference answers, and the rendering of problems to token ids."""
 
 import lazy_loader
 

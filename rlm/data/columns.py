@@ -31,7 +31,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
-# The callers strip the rest, so that no pattern has to look for the spaces before it.
+# The callers strip the remaining text, so the pattern need not match the spaces before the line.
 FINAL_LINE = re.compile(r"(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 REASONING_TAGS = ("think", "reasoning")  # those of `rlm.data.prompts.FORMATS`
 _STATED_AT_END = re.compile(r"(?:\n[^\S\n]*####[^\n]*|<answer>.*)\Z", re.S)
@@ -53,7 +53,7 @@ class MissingColumn(ValueError):
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Parse the text of `--columns` into field → column.
+    """Parse the text of `--columns` to a map from our fields to columns.
 
     >>> parse_columns("question=prompt, answer=target")
     {'question': 'prompt', 'answer': 'target'}
@@ -78,11 +78,12 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
     NaN, with which pandas marks a missing value, becomes None.
 
     Args:
-        columns: field → column, in the form that `parse_columns` returns. `a.b` is the value of key
-            b of the object in column a (verl: `reward_model.ground_truth`), `a.0` is the first
-            entry of the list in column a, and `a+b` joins the texts of columns a and b. For the
-            field answer_type, an answer type instead of a column applies to all rows. A named
-            question replaces the question of a chat, whose last message remains the completion.
+        columns: a map from our fields to columns, as `parse_columns` returns it. `a.b` is the value
+            of key b of the object in column a (verl: `reward_model.ground_truth`), `a.0` is the
+            first entry of the list in column a, and `a+b` joins the texts of columns a and b. For
+            the field answer_type, an answer type instead of a column applies to all rows. If the
+            map contains a question, it replaces the question of a chat, whose last message remains
+            the completion.
 
     Raises:
         MissingColumn: the row lacks one of the columns.
@@ -166,7 +167,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
     >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
     'question from prompt, answer from target'
     """
-    names = {**{column: column for column in row}, **columns}  # our field → column of the row
+    names = {**{column: column for column in row}, **columns}  # maps our fields to columns
     solution = names.get("solution")
     renamed = rename_columns(row, columns)
     chat = next((name for name in CHAT_FIELDS if renamed.get(name) is not None), None)
@@ -189,7 +190,7 @@ def question_column(columns: Mapping[str, str]) -> str | None:
     """Return the column that contains the question.
 
     Args:
-        columns: our field → column, and the other columns of the row under their own names.
+        columns: a map from our fields to columns, and from each other column to itself.
     """
     return _first(columns, QUESTION_FIELDS)
 
@@ -354,7 +355,8 @@ def read_choices(row: Row, first: int | None = None) -> Row:
     place = listed.index(answer) if is_value else _place_of(answer, labels, texts, first)
     if place is None and str(answer).strip() in ("", "-1"):
         raise ValueError(
-            "the row has no answer (many test splits have none; --split validation uses another)"
+            "the row has no answer; many test splits have none, so choose another split, such as "
+            "--split validation"
         )
     if place is None:
         raise ValueError(f"the answer is not one of the choices: {str(answer)[:40]!r}")

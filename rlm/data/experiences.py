@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlm.cli import UsageError
 
-NEAREST = 3  # default number of lessons that are added to a question
+NEAREST = 3  # default for the maximum number of lessons that are added to a question
 WORKED_EXAMPLE = "worked_example"  # the category of lessons that are worked examples
 
 
@@ -27,7 +27,8 @@ class Experience:
     id: str = ""
     question: str = ""
     about: str = ""  # the text to which questions are compared
-    reach: float = 0.0  # minimum similarity of a question, measured when the lesson was tested
+    # Minimum similarity of a question for which the lesson is used, measured when it was tested.
+    reach: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def similarity(a: str, b: str) -> float:
 
     Numbers are ignored.
 
-    >>> round(similarity("Ann has 3 pens.", "Bo has 4 red pens"), 3)  # 2 of 3 and of 4
+    >>> round(similarity("Ann has 3 pens.", "Bo has 4 red pens"), 3)  # 2 common words of 3 and 4
     0.577
     """
     one, other = (set(re.findall(r"[^\W\d_]+", text.lower())) for text in (a, b))

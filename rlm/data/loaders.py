@@ -85,10 +85,11 @@ OTHER_FILES = (".gz", ".zip", ".txt", ".xlsx", ".xls", ".ods", ".arrow", ".feath
 SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
 # What a user can do about invalid rows of a dataset that others have published.
 OTHER_ROWS = (
-    "take other columns with --columns, another config or --split, or write the valid rows into a "
+    "choose other --columns, another config or another --split, or write the valid rows into a "
     "JSONL file and pass that file"
 )
-ALL_LEVELS, SENTENCES = "1-4", "sentences"  # default levels; word for solutions in sentences
+# The default levels, and the word in --dataset that requests solutions in sentences.
+ALL_LEVELS, SENTENCES = "1-4", "sentences"
 # Default numbers of generated problems, for train by dataset and for the other splits.
 TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
 
@@ -423,9 +424,9 @@ def load_problems(
         dataset: a value of --dataset; the docstring of the module `rlm.data.loaders` lists them.
         split: train, validation or test. For a file or hub dataset, it may include a slice of rows,
             such as test[:200].
-        max_samples: the maximum number of problems per dataset. None loads all problems, or of
-            generated datasets 2000 (word-problems) or 8000 (elementary) for train, and 500 for the
-            other splits.
+        max_samples: the maximum number of problems per dataset. None loads all problems. Generated
+            datasets then have 2000 (word-problems) or 8000 (elementary) problems in train, and 500
+            in other splits.
         columns: the columns of a file or hub dataset, such as "question=prompt,answer=target".
         rows: the rows of a file or hub dataset for train and validation, such as train[:500].
         keep_code: whether to keep solutions of OpenMathInstruct that contain code blocks.
@@ -505,7 +506,7 @@ def own_files(dataset: str) -> set[Path]:
 
 
 def data_files(dataset: str) -> set[Path]:
-    """Return the files with all splits of `--dataset`: the user's own, and FILE of gsm8k:FILE.
+    """Return the local files that contain all splits: the user's own, and FILE of gsm8k:FILE.
 
     A path with the ending of a file counts as a file, even if it does not exist.
     """
@@ -567,6 +568,6 @@ def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Prob
     except NotAnAnswer as error:
         reason = str(error).partition(": ")[0]
         raise LeftOut(
-            f"{reason} (--columns answer_type=text accepts words, completion=COLUMN worked steps "
-            "that end with the answer)"
+            f"{reason} (--columns answer_type=text accepts words, and completion=COLUMN accepts "
+            "worked steps that end with the answer)"
         ) from error

@@ -1,4 +1,4 @@
-"""`Problem`, a question with its gold answer, and the functions that parse rows to Problems."""
+"""`Problem`, a question with its reference answer, and functions that parse rows to Problems."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ NEEDED = (
 # Columns in which `rlm.data.columns.read_chat` may find the answer.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
-HEAD = 1000  # maximum number of rows searched for the number of the first choice
-# Parts of a report for which it is a warning.
+HEAD = 1000  # maximum number of rows searched to infer the number of the first choice (0 or 1)
+# Texts that make the report of `parse_rows` a warning.
 ANOTHER_ANSWER = "with another answer"
 UNUSED = "with a system message, which is not used"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its gold answer.
+    """A question and its reference answer.
 
-    `rlm.grading.READERS[answer_type]` parses the gold answer. The gold answer of an open question
-    is not used.
+    `rlm.grading.READERS[answer_type]` parses the reference answer. The reference answer of an open
+    question is not used.
     """
 
     id: str  # unique within the dataset; the seed of the problem's samples depends on the id
@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the solution contains more than the answer, so that SFT can learn from it."""
+        """Whether there is an answer, and the solution contains more than it, as SFT requires."""
         return bool(self.answer) and normalize_answer(self.solution) not in (
             None,
             normalize_answer(self.answer),
@@ -128,9 +128,10 @@ def parse_rows(
             raises a ValueError for an invalid row and `LeftOut` for an unwanted row.
         limit: the maximum number of problems.
         quiet: whether to log nothing, because the same rows were reported before.
-        columns: field → column in a user's own data (`rename_columns`). If given, the report also
-            names the columns used, the repeated questions and the unused system messages, and
-            `parse` receives the number of the first choice as `first`.
+        columns: a map from our fields to the columns of a user's own data (`rename_columns`). If
+            given, the report also names the columns used, the repeated questions and the unused
+            system messages, and `parse` receives the number of the first choice (0, 1 or None) as
+            `first`.
         remedy: what the user can do about invalid rows, for the error message.
 
     Raises:
@@ -181,7 +182,7 @@ def parse_rows(
 
 
 class _SeenColumns:
-    """Collects, over a user's rows, which columns are used, for the report of `parse_rows`."""
+    """Collects which columns of a user's rows are used, for the report of `parse_rows`."""
 
     def __init__(self, columns: Mapping[str, str], from_1: bool) -> None:
         self.columns, self.from_1 = columns, from_1
@@ -189,7 +190,7 @@ class _SeenColumns:
         self.unread: dict[str, None] = {}
 
     def add(self, row: Row, renamed: Row) -> None:
-        """Count a row, and the same row with its columns renamed."""
+        """Record the columns of a row; `renamed` is the same row with its columns renamed."""
         self.layout = self.layout or describe_layout(row, self.columns)
         self.unread |= dict.fromkeys(unread_texts(row, renamed))
         self.asked = question_column({**{name: name for name in row}, **self.columns}) or self.asked

@@ -56,10 +56,10 @@ ASKED_FOR: dict[AnswerType, str] = {
     "text": "final answer",
     "open": "final answer",
 }
-# Placeholder for the text of a message while the chat template is rendered. It consists of private
-# characters that no template contains.
+# Placeholder for the text of a message while the chat template is rendered. Its private-use
+# characters occur in no template.
 _PLACE = "\ue000{}\ue001"
-_BEFORE = "\ue000"  # a private character, which no token merges with the text after it
+_BEFORE = "\ue000"  # a private-use character, which no token merges with the text after it
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # Python decodes invalid UTF-8 in argv to surrogates
 # transformers stores `split_special_tokens` in the state of the wrapped tokenizer. Without a lock,
 # a thread could therefore encode a user's text with the setting of another thread.
@@ -278,12 +278,15 @@ def render_prompt(
 ) -> list[int]:
     """Render a prompt: the token ids of the chat up to the start of the assistant's reply.
 
-    The chat template is rendered with placeholders, so that the texts remain unchanged even if the
-    template modifies the texts of messages. The token ids equal those of `apply_chat_template`,
-    with two exceptions. First, a reasoning tag that the template opens (DeepSeek-R1) is left out,
-    because the model writes the tag itself. Second, if a text contains a special token of the
-    template (`<|im_end|>`), the texts are encoded separately, so that a user cannot close the turn
-    or open another role.
+    The token ids equal those of `apply_chat_template`, with these exceptions:
+
+    - The texts are stripped, and otherwise remain unchanged even if the template modifies them,
+      because the template is rendered with placeholders.
+    - A date that the template writes is `TODAY`.
+    - A reasoning tag that the template opens (DeepSeek-R1) is left out, because the model writes
+      the tag itself.
+    - If a text contains a special token of the template (`<|im_end|>`), the texts are encoded
+      separately, so that a user cannot close the turn or open another role.
 
     Args:
         examples: few-shot examples as (question, completion) pairs, shown as earlier turns.
@@ -376,8 +379,8 @@ def _place_texts(
         first = first | {"content": f"{system['content']}\n\n{first['content']}"}
         placed = _place_texts(tokenizer, [first, *rest])
         print_once(
-            f"the chat template of {name} has no system role: the system prompt begins the first "
-            "user's turn"
+            f"the chat template of {name} has no system role: the system prompt is put before the "
+            "first user message"
         )
         return placed
     pieces, texts = parts[::2], [messages[i]["content"] for i in order]
@@ -493,7 +496,7 @@ def drop_long_prompts(
     if window is None:
         return list(problems)
     limit = window - max_new_tokens
-    why = f"the model's window of {window} less --max-new-tokens {max_new_tokens}"
+    why = f"the context window of {window} minus --max-new-tokens {max_new_tokens}"
     fitting = [problem for problem in problems if len(render(problem)) <= limit]
     if problems and not fitting:
         raise UsageError(f"every prompt of the {what} is over {limit} tokens ({why})")

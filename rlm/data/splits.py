@@ -1,7 +1,7 @@
 """Split problems into train, validation and test, and select rows with a slice such as train[:500].
 
-Train and validation never have a question in common. The validation problems are held out by a hash
-of their questions, so they do not depend on the order of the file.
+Train and validation never have a question in common. The validation problems are selected by a hash
+of their questions, so they do not depend on the order of the file. (Those of GSM8K are its first.)
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlm.data.problem import Problem, plain_question
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in the order of the file
 FILE_SPLITS = ("train", "validation", "test")  # of a file
-# Maximum number of questions in a held-out validation split, which gets at most a tenth of all
-# questions.
+# Maximum number of questions in a held-out validation split, which gets a tenth of all questions
+# and at least one.
 HELD_OUT = 200
 # Number of problems that are read from OpenMathInstruct-1, which has a size of gigabytes, or from a
 # larger split of any dataset on the hub, unless --max-samples is larger. Train is a sample of these
@@ -73,7 +73,7 @@ def choose_rows(count: int, bounds: Bounds) -> Sequence[int]:
 def hold_out(
     problems: list[Problem], split: str, source: str, *, in_order: bool = False
 ) -> list[Problem]:
-    """Return the problems of a split: all problems for test, or those of train or validation.
+    """Return the problems of train or validation; all problems for test and train+validation.
 
     Train and validation have no question in common. Validation contains the questions with the
     smallest hashes, or the first questions if `in_order` is true. Without `in_order`, validation

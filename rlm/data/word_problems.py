@@ -77,7 +77,7 @@ class Table:
     """The content of word_problems.yaml or elementary.yaml."""
 
     names: Sequence[str]  # names of people
-    nouns: Mapping[str, Sequence[str]]  # kind of thing → nouns in the plural
+    nouns: Mapping[str, Sequence[str]]  # nouns in the plural, by kind of thing
     families: Sequence[Family]
     women: Sequence[str] = ()  # the names for which a story uses "she"
     spelled_rate: float = 0.0  # share of the questions in which small numbers are spelled out

@@ -52,7 +52,7 @@ for line in sys.stdin:
 class MathVerify:
     """Runs math-verify in a separate process.
 
-    A call returns whether the text matches the gold answer, or None if math-verify failed or
+    A call returns whether the text matches the reference answer, or None if math-verify failed or
     exceeded the time limit.
     """
 
@@ -108,7 +108,7 @@ class Audit:
     completions: int = 0
     correct: Counter[str] = field(default_factory=Counter)  # accepted completions by grader
     differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
-    # Reasons of strict verdicts for the completions that only the strict grader rejects.
+    # Reasons of strict verdicts for the completions that lenient accepts and strict rejects.
     reasons: Counter[str] = field(default_factory=Counter)
     # Completions with a positive reward that the strict grader rejects, or the reverse.
     reward_differs_from_strict: int = 0
@@ -204,21 +204,22 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
 
 def _show(run_dir: Path, result: Audit) -> None:
     n = result.completions
-    rows = {f"right, {name}": f"{right / n:.1%}" for name, right in result.correct.items()}
+    rows = {f"accepted by {name}": f"{right / n:.1%}" for name, right in result.correct.items()}
     for name, found in result.false_negatives().items():
         share = f"{found['share']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
-        rows[f"right by {name}, wrong by strict"] = share
+        rows[f"rejected by strict, of those that {name} accepts"] = share
     if result.reasons:
         most = result.reasons.most_common(5)
-        rows["reasons of strict"] = ", ".join(f"{name} {count}" for name, count in most)
-    rows["reward and strict differ"] = f"{result.reward_differs_from_strict} completions"
+        reasons = ", ".join(f"{name} {count}" for name, count in most)
+        rows["reasons why strict rejects what lenient accepts"] = reasons
+    rows["reward differs from strict"] = f"{result.reward_differs_from_strict} completions"
     if result.math_verify_timeouts:
         rows["math-verify timed out"] = f"{result.math_verify_timeouts} completions"
     terminal.table(f"Audit of {n} completions of {run_dir}", rows)
     for pair, examples in result.examples.items():
         right, wrong = (name.rpartition(" ")[0] for name in pair.split(", "))
         count = result.differ[pair]
-        terminal.line(f"{count} completions are right by {right} but wrong by {wrong}, such as:")
+        terminal.line(f"{right} accepts {count} completions that {wrong} rejects, such as:")
         for example in examples[:2]:
             tail = " ".join(example["completion"][-160:].split())
             terminal.line(f"  reference answer {example['gold']} ({example['strict']}): …{tail}")

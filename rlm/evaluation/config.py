@@ -29,7 +29,7 @@ class EvaluateConfig:
     )
     dataset: str | None = flag(
         None,
-        "evaluation problems, with the same names as for training",
+        "dataset of the evaluation problems, named as for training",
         default_text="dataset of the last adapter, else word-problems; if it has several parts, "
         "only those that do not need the hub",
     )
@@ -70,7 +70,7 @@ class EvaluateConfig:
         MAX_NEW_TOKENS,
         "maximum completion length in tokens",
         min=1,
-        default_text=f"{MAX_NEW_TOKENS}, or the value of training if it is larger",
+        default_text=f"{MAX_NEW_TOKENS}, or the value from training if it is larger",
     )
     reasoning_format: str | None = flag(
         None,
@@ -234,7 +234,7 @@ def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[
 
     Args:
         rows: the names of the rows, beginning with the base model.
-        adapters: row name → folder of the adapter.
+        adapters: the folders of the adapters, by row name.
     """
     from rlm.model import adapter_hash
 

@@ -39,8 +39,9 @@ class Graded:
 class Evaluation:
     """Problems with k graded completions each.
 
-    All rates are shares of the completions. Figures with an interval are dicts of mean, low and
-    high (`summarize_scores`). The accuracy covers only the problems that have a reference answer.
+    `format_rate` and `truncated_rate` are shares of all completions. Figures with an interval are
+    dicts of mean, low and high (`summarize_scores`). The accuracy covers only the problems that
+    have a reference answer.
     """
 
     problems: Sequence[Problem]

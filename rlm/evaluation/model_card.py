@@ -14,7 +14,7 @@ from rlm.data import parse_dataset
 from rlm.model import AdapterInfo, hub_base, licence_of, public_dataset
 
 PLACEHOLDER = "Model Card for Model ID"  # heading of the card that PEFT writes for each adapter
-# Dataset → (licence, name on the hub).
+# Maps each dataset to its licence and its name on the hub.
 DATA_LICENCES = {
     "gsm8k": ("MIT", "openai/gsm8k"),
     "openmathinstruct": ("NVIDIA's own licence, see its page", "nvidia/OpenMathInstruct-1"),

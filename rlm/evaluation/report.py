@@ -24,7 +24,7 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
     Missing cells are blank.
 
     Args:
-        rows: row name → column → cell.
+        rows: the cells, by row name and column.
         corner: the heading of the column of names.
     """
     columns = dict.fromkeys(column for cells in rows.values() for column in cells)
@@ -71,8 +71,8 @@ def write_report(
     """Print the tables and write evaluation.json, accuracy.png and failures.jsonl to `output`.
 
     Args:
-        results: row name → kind of decoding ("greedy" and optionally "sampled") → results. All
-            rows have the same kinds.
+        results: the results, by row name and kind of decoding ("greedy" and optionally "sampled").
+            All rows have the same kinds.
         pairs: the pairs (reference row, row) to compare.
         data: the name of the dataset and split, for titles.
         about: further entries for evaluation.json.
@@ -89,7 +89,8 @@ def write_report(
         compared = {f"{b} − {a}": compare(found[a], found[b]) for a, b in pairs}
         k = next(iter(found.values())).k
         content[kind] = {"completions": k, "rows": rows, "compared": compared}
-        show_table(f"{data}, {kind}, {k} each", {n: _cells(r) for n, r in rows.items()}, "per cent")
+        title = f"{data}, {kind}, {k} completion{'s' * (k > 1)} each"
+        show_table(title, {n: _cells(r) for n, r in rows.items()}, "per cent")
         for pair, (name, difference) in zip(pairs, compared.items(), strict=True):
             same = " (both have the same weights)" * ([*pair] in about.get("same_weights", ()))
             terminal.line(f"  {name}: {_difference(difference)}{same}")

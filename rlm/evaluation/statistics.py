@@ -91,8 +91,8 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
 def is_extreme(scores: Sequence[float]) -> bool:
     """Return whether all scores are 0, or all are 1.
 
-    The intervals from the scores' spread then have width 0. Wilson's interval of these scores is
-    valid for their mean if no score lies outside 0…1.
+    The bootstrap interval of such scores has width 0. Wilson's interval is valid for them if scores
+    cannot lie outside 0…1.
     """
     return {*scores} in ({0}, {1})
 

@@ -1,4 +1,4 @@
-"""Grading: find the final answer of a completion and compare it exactly with the gold answer."""
+"""Grading: find the final answer of a completion, and compare it with the reference answer."""
 
 import lazy_loader
 

@@ -1,14 +1,14 @@
-"""Final answers: find the answer of a completion, compare it with the gold answer, count votes.
+"""Final answers: find them in completions, compare them with reference answers, count votes.
 
-There are two gradings. The *strict* grading is the training reward: a completion must consist of
-exactly one non-empty `<think>` block followed by one `<answer>` block that contains one number. The
-*lenient* grading accepts the right answer in any common form and is only reported. Both gradings
-read values with the same functions (`numbers` for numbers, `read_choice` for letters, `read_text`
-for words). Both accept at most one value, so a text that lists guesses is wrong (but 10/3 ≈ 3.33 is
-right for 10/3 and for 3.33). In the lenient grading, the last statement "the answer is …" or "####
-…" counts, because it corrects the earlier ones; answer tags or boxes with different values are
-wrong. Both ignore everything inside the reasoning block. All patterns run in linear time and all
-sizes are bounded, so hostile text takes only milliseconds, and no text raises an error.
+There are two gradings. The *strict* grading determines the default training reward: a completion
+must consist of exactly one non-empty `<think>` block followed by one `<answer>` block that contains
+only the answer. The *lenient* grading accepts the right answer in any common form and is only
+reported. In both, `rlm.grading.numbers` reads numbers, `read_choice` reads letters, and `read_text`
+reads words. Both accept at most one value, so a text that lists guesses is wrong (but 10/3 ≈ 3.33
+is right for 10/3 and for 3.33). In the lenient grading, the last statement "the answer is …" or
+"#### …" counts, because it corrects the earlier ones; answer tags or boxes with different values
+are wrong. Both ignore everything inside the reasoning block. Patterns run in linear time or on
+texts of bounded length, so hostile text takes only milliseconds, and no text raises an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _SYMBOLS = {
     **{"alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ"},
     **{"lambda": "λ", "mu": "μ", "pi": "π", "rho": "ρ", "sigma": "σ", "phi": "φ", "omega": "ω"},
 }
-_SYMBOL = re.compile(  # \pi r is πr, and as letters are compared without case, \Delta is δ
+_SYMBOL = re.compile(  # \pi r is πr; \Delta is δ, because letters are compared without case
     rf"\\({'|'.join(_SYMBOLS)})(?![A-Za-z])(?: +(?=[A-Za-z]\b))?", re.IGNORECASE
 )
 _DEGREES = re.compile(r"\^ ?(?:\\circ(?![A-Za-z])|\{\\circ\})|\\degree(?![A-Za-z])")
@@ -107,11 +107,11 @@ def read_choice(text: str) -> str | None:
 def read_text(text: str) -> str | None:
     r"""Normalise the case, the spaces and the outer punctuation of a short text for comparison.
 
-    Spaces beside punctuation are left out, and typographic quotes and dashes are plain ones.
+    Spaces beside punctuation are removed. Typographic quotes and dashes become plain ones.
 
     A number without words is compared by its value, because some mathematical answers are numbers
     and some are texts. A number with a leading zero and a pair in brackets remain texts. The
-    brackets of an interval such as [0, 1) and the mark of a factorial are part of the answer.
+    brackets of an interval such as [0, 1) and the ! of a factorial are part of the answer.
 
     >>> read_text(" The  Eiffel Tower. ") == read_text("the eiffel tower")
     True
@@ -161,10 +161,10 @@ READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
 
 
 REASONS: tuple[str, ...] = (
-    "correct",  # the answer equals the gold answer
-    "wrong",  # the answer is valid but differs from the gold answer
-    "ungraded",  # the answer is valid, but there is no gold answer
-    "gold_unreadable",  # the gold answer is not of its answer type; the reward is always 0
+    "correct",  # the answer equals the reference answer
+    "wrong",  # the answer is valid but differs from the reference answer
+    "ungraded",  # the answer is valid, but there is no reference answer
+    "gold_unreadable",  # the reference answer does not fit its answer type; the reward is always 0
     "no_reasoning",  # strict: the opening think tag is missing
     "unclosed_reasoning",  # the reasoning block is not closed, so no answer can follow it
     "repeated_reasoning",  # strict: there is more than one opening or closing think tag
@@ -210,7 +210,8 @@ def normalize_answer(answer: str) -> Fraction | str | None:
     return read_text(answer) if number is None else number
 
 
-# Matches <b>, <|im_end|>, unpaired tags, and a closing tag that the end of the text cuts off.
+# Matches opening and closing tags such as <b>, special tokens such as <|im_end|>, and a closing tag
+# that the end of the text cuts off.
 _MARKUP = re.compile(r"<[A-Za-z_]{1,20}>|</[A-Za-z_]{0,20}(?:>|\Z)|<\|[a-z_]{1,20}\|>")
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
 _DIGIT = "\\d¼-¾⅐-⅞"
@@ -281,7 +282,7 @@ def _tagged(text: str, tag: str) -> list[str]:
 
 
 def _only_claim(claims: Sequence[Claim], reason: str) -> Claim:
-    """Return the last claim, with `reason` instead of its value if the claims differ in value."""
+    """Return the last claim, with `reason` instead of its value if there are several values."""
     *others, last = claims
     values = {claim.value for claim in claims} - {None}
     is_list = len(values) > 1 or any(claim.reason == "several_numbers" for claim in others)
@@ -393,11 +394,11 @@ def grade(
     reasoning_tag: str = "think",
     answer_tag: str = "answer",
 ) -> Verdict:
-    """Compare the final answer of a completion with the gold answer.
+    """Compare the final answer of a completion with the reference answer.
 
     Args:
-        gold: the gold answer. If it is None, the verdict only reports the answer that was found.
-            The gold answer of an open question is ignored.
+        gold: the reference answer. If it is None, the verdict only reports the answer found.
+            The reference answer of an open question is ignored.
         strict: whether to apply the strict or the lenient grading.
         kind: the answer type.
     """
@@ -425,10 +426,10 @@ def grade(
 
 
 def gold_from_gsm8k(answer_field: str, calculator_annotations: bool = False) -> tuple[str, str]:
-    """Split the answer field of a GSM8K row into the solution and the gold answer.
+    """Split the answer field of a GSM8K row into the solution and the reference answer.
 
     Args:
-        calculator_annotations: whether the solution keeps its `<<3+5=8>>`.
+        calculator_annotations: whether the solution keeps annotations such as `<<3+5=8>>`.
     """
     solution, hashes, rest = answer_field.rpartition("####")
     gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA adds another line

@@ -4,7 +4,7 @@ The left side of an equation is a chain of numbers with + - * / × · ÷ x, `\ti
 parentheses, `$`, `%` and thousands separators. GSM8K's calculator annotations are read too
 (`3 + 5 = <<3+5=8>>8` contains two equations). An equation is skipped if it may be only a part of a
 longer one: a part of an expression with words or units between its numbers
-(`2 apples + 3 * 4 = 14`), or next to an operator, function or symbol that is not read
+(`2 apples + 3 * 4 = 14`), or next to an operator, function or symbol that is not supported
 (`10^2 + 5 = 105`, `twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Other symbols around an equation do not
 hide it (`✓ 3 + 4 = 8!`), and a calculator annotation must be one complete equation: `<<3+4=7!>>`
 does not hold. Nothing is evaluated as code: a parser reads each expression in one pass. Patterns
@@ -133,7 +133,7 @@ _PLAIN = str.maketrans({"x": "*", "$": None, ",": None})
 _REWRITES = {
     r"[×·⋅∗]|\\(?:times|cdot)(?![A-Za-z])": "*",
     r"÷|\\div(?![A-Za-z])": "/",
-    r"(?m)^[ \t]*−[ \t]*|−": "-",  # at the start of a line, unlike "-", a sign and never a bullet
+    r"(?m)^[ \t]*−[ \t]*|−": "-",  # at the start of a line, − is a sign; - may be a bullet
     r"\\(?=[$%])": "",
     r"\\[,;:!]": " ",
     # 5 – 2 = 3, but not the dash of a heading: Step 1 – 3 + 4 = 7
@@ -152,7 +152,7 @@ class Equation:
     left: str  # an expression; empty if the result of a calculator annotation is not a number
     result: str  # a decimal number
     is_percent: bool = False  # whether a percent sign follows the result
-    value: Fraction | None = field(init=False)  # value of `left`; None if there is none
+    value: Fraction | None = field(init=False)  # value of `left`; None if it has no value
     is_readable: bool = field(init=False, default=True)  # False only in calculator annotations
 
     def __post_init__(self) -> None:

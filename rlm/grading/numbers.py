@@ -343,10 +343,10 @@ def numbers_in(text: str) -> set[Fraction]:
 
 
 def states_number(text: str, value: Fraction, question: str, tolerance: float = 0.0) -> bool:
-    """Return whether a text contains a value that the question does not contain, with any sign.
+    """Return whether a text contains `value`, with any sign, as a number that is not in a question.
 
     Args:
-        tolerance: the maximum relative difference between the two numbers.
+        tolerance: the maximum difference between the number and `value`, relative to `value`.
 
     >>> states_number("It falls 4.9 m.", Fraction("4.905"), "How far does it fall in 1 s?", 0.01)
     True

@@ -109,7 +109,10 @@ class Answer:
 
     @property
     def shown(self) -> Sample:
-        """The most likely of the samples with the winning answer, or of all if no answer won."""
+        """The sample with the highest mean log-probability among those with the winning answer.
+
+        If no answer won, it is chosen among all samples.
+        """
         candidates = [self.samples[i] for i in self.vote.members] or self.samples
         drawn = [sample.mean_logprob for sample in candidates]
         likely = [-math.inf if logprob is None else logprob for logprob in drawn]
@@ -131,7 +134,10 @@ class Answer:
 
     @property
     def confidence(self) -> Confidence | None:
-        """The winner's share of the votes, or the mean token probability of a single sample."""
+        """The winner's share of the votes.
+
+        For a single sample, it is the geometric mean of the probabilities of the sampled tokens.
+        """
         if len(self.samples) > 1:
             return Confidence(self.vote.agreement, "vote_share")
         logprob = self.samples[0].mean_logprob

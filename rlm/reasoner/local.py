@@ -124,7 +124,8 @@ def ask(
             True if a tool wrote this piece.
 
     Raises:
-        UsageError: the prompt and the completion do not fit into the model's context window.
+        UsageError: the constraint is invalid, or the prompt and the completion do not fit into the
+            model's context window.
     """
     from rlm.model import check_context_window
     from rlm.sampling import Request, prompt_seed

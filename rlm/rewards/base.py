@@ -11,7 +11,7 @@ from rlm.cli import UsageError, terminal
 
 # None means no verdict: the rollout is left out of the group statistics and of the loss.
 Reward = float | None
-# These arguments are passed to a plain function only if its signature names them, because the
+# These arguments are passed to a function with TRL's signature only if it names them, because the
 # **kwargs of TRL's rewards contain only the columns of the dataset.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("question", "solution", "completion_ids")
@@ -57,7 +57,10 @@ class RewardFunction:
         ]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return named sums for the log, taken over the calls since `pop_metrics` last ran."""
+        """Return sums over the completions scored since the last call, by metric name.
+
+        The log contains each sum divided by the number of completions.
+        """
         return {}
 
 
@@ -122,7 +125,10 @@ class FunctionReward(RewardFunction):
 
 
 class PlainReward(FunctionReward):
-    """Wraps a plain function `(prompts, completions, answer, **columns) -> list[float | None]`."""
+    """Wraps a function with TRL's signature, which scores all completions in one call.
+
+    The signature is `(prompts, completions, answer, **columns) -> list[float | None]`.
+    """
 
     def __call__(self, completion: str, reference_answer: str, **columns: Any) -> Any:
         columns = {name: [value] for name, value in columns.items()}
@@ -142,7 +148,7 @@ class PlainReward(FunctionReward):
 class PerCompletionReward(FunctionReward):
     """Wraps a plain function `(completion, reference_answer) -> float | None`.
 
-    The function may name the reference `reference_answer` or `answer`. Its signature may also
+    The parameter for the reference answer may also be named `answer`. The signature may also
     contain `prompt` or `question`, and any columns.
     """
 

@@ -38,8 +38,8 @@ from rlm.rewards.base import (
     named_columns,
 )
 
-# Arguments that a reward receives in addition to the columns, if one call scores all completions,
-# and if one call scores one completion.
+# Arguments that a reward receives in addition to the columns: the first set if a call scores all
+# completions, the second set if a call scores one completion.
 GIVEN_TO_BATCH = {"answer", "completions", "prompts"}
 GIVEN_TO_ONE = {"answer", "completion", "prompt", "reference_answer"}
 # Arguments that only TRL's trainer passes to rewards.
@@ -152,11 +152,11 @@ class ReasoningQualityReward(RewardFunction):
 
 
 class CombinedReward(RewardFunction):
-    """The weighted mean of several rewards, its parts; the log contains each part.
+    """The weighted mean of several rewards, its parts. Each part is also logged.
 
-    A part may be a function, or a pair (reward, weight). A part that returns no verdict (None or
-    NaN) is left out of the mean. If no verdict is left, or the remaining weights do not add up to
-    more than 0, the result is None.
+    A part may be a function, or a pair (reward, weight). A part that returns None or NaN is left
+    out of the mean. If no part is left, or the remaining weights do not add up to more than 0, the
+    result is None.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
@@ -250,7 +250,7 @@ def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -
 
 
 def _one_block(text: str, tag: str) -> re.Match[str] | None:
-    """Return the block of a tag, or None if the tag is missing or repeated, or its block empty."""
+    """Return the block of a tag; None if the tag is missing or repeated, or the block is empty."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None

@@ -74,8 +74,9 @@ class Scorer:
         time_limit: the time limit in seconds for one call of a user's reward.
 
     Raises (when called):
-        UsageError: every call failed, the number of returned values differs from the number of
-            completions, or the reward gave no verdict on any completion of the first step.
+        UsageError: every call failed, in the first step or in `MAX_FAILED_STEPS` consecutive steps,
+            the number of returned values differs from the number of completions, or the reward
+            returned no number for any completion of the first step.
     """
 
     def __init__(
@@ -155,8 +156,8 @@ class Scorer:
         """Reject a reward whose first call returns None or NaN for every completion."""
         if not self.gave_verdict and all(reward is None for reward in rewards):
             raise UsageError(
-                f"the reward gave no verdict on any of {len(rewards)} completions: does it return "
-                "a number? (None leaves a completion out of its group)"
+                f"the reward returned no number for any of {len(rewards)} completions (None or NaN "
+                "leaves a completion out of its group)"
             )
         self.gave_verdict |= any(isinstance(reward, float) for reward in rewards)
 
@@ -274,7 +275,7 @@ def _is_async(reward: RewardFunction) -> bool:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Close a loop without waiting for its tasks, which may never end."""
+    """Close an event loop without waiting for its tasks, which may never end."""
     if not loop.is_running():
         loop.close()
 

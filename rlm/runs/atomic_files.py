@@ -170,7 +170,10 @@ def lock_file(path: Path, where: str, advice: str) -> IO[str]:
 
 
 class Journal:
-    """Stores the replies of a paid API by key, so that a resumed run does not pay again."""
+    """Stores rows by key in a JSON lines file, such as replies of a paid API.
+
+    A resumed run uses the stored rows instead of paying for or computing them again.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

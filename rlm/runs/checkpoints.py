@@ -7,7 +7,7 @@ hashes of the other files, is written last. Then the folder is renamed. Loading 
 valid checkpoint. Damaged checkpoints are renamed, never deleted. Loading executes no code, because
 tensors are stored as safetensors.
 
-A run of either stage resumes from a checkpoint only if its inputs are those of the checkpoint.
+SFT and GRPO resume from a checkpoint only if the weights, the data and most options are unchanged.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def run_origin(
 ) -> dict[str, Any]:
     """Describe the inputs of a run. Each checkpoint stores this description.
 
-    A resumed run must have the same inputs, except that the "inputs" may change: they are described
-    in words, with their hashes, and a change is a warning.
+    A resumed run must have the same description, except for the options in `may_change` of
+    `resume_run`, and for the entry "inputs", which maps the user's own code files (--reward,
+    --tool) to their hashes. A change of these inputs is only a warning.
 
     Args:
         config: the options of the run.
@@ -257,7 +258,7 @@ def run_origin(
 
 
 def changed_inputs(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the inputs whose hashes differ; an input that was not recorded has not changed."""
+    """Return the inputs whose hashes differ; an input that was not recorded counts as unchanged."""
     return [what for what, value in now.items() if was.get(what, value) != value]
 
 
@@ -292,7 +293,7 @@ def resume_run(
     tensors, state = loaded
     if not state.keys() >= {"origin", *expected_keys}:
         raise UsageError(
-            f"{where} is a run of another script, or of another version of it; choose another run"
+            f"{where} is a run of another script or of another version; choose another run"
         )
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
@@ -331,8 +332,8 @@ def data_id(what: str, rows: Sequence[object]) -> str:
     """Return an identifier of data: the number of rows, and a hash that depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
-        # The text of other objects, such as images, may differ between processes. Keys that are
-        # not texts or numbers, such as the places of a grid, are skipped.
+        # The text of other objects, such as images, may differ between processes, so only their
+        # type is used. Keys that JSON does not allow, such as tuples, are skipped.
         text = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
         digest.update(text.encode())
     return f"{len(rows)} {what}, sha256 {digest.hexdigest()[:12]}"

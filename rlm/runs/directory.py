@@ -45,8 +45,8 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 class RunDirectory:
     """The directory of one training run.
 
-    Inside the context, a signal to stop takes effect at the end of a step. The directory is locked,
-    so no second process can train in it until this process ends.
+    Inside the context, a signal to stop takes effect at the end of a step. The directory is locked
+    until the context ends, so no second process can train in it.
     """
 
     tracker: Tracker | None = None  # receives everything that is logged
@@ -57,7 +57,7 @@ class RunDirectory:
         Args:
             path: the directory.
             resume: whether to continue the run in the directory. If False, an earlier run of at
-                least one step is moved to NAME.prev, and other earlier files are deleted.
+                least one step is moved to NAME.prev. The files of a run without a step are deleted.
             writes: False in all processes except the main process. The logs of these processes are
                 dropped.
 
@@ -249,7 +249,7 @@ def git_commit() -> str | None:
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step\n"
-NOTICE_ALONE = b"\nstopping after this step (once more: at once)\n"
+NOTICE_ALONE = b"\nstopping after this step (a second signal stops at once)\n"
 
 
 class Interrupts:

@@ -101,7 +101,7 @@ def accuracy_over_time(
 def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     """Draw the metrics of a GRPO run over its steps, in up to six panels.
 
-    Every axis begins at 0, so that noise looks small. Metrics without values are left out. With a
+    Every y axis includes 0, so that noise looks small. Metrics without values are left out. With a
     custom reward, the validation panel shows the reward instead of the accuracy.
 
     Args:
@@ -197,13 +197,13 @@ def tidy(axes: Axes) -> None:
 
 
 def series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Return the steps and values of a metric, from the rows with a finite value."""
+    """Return the numbers of completed steps and the values of a metric, where they are finite."""
     kept = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["step"] + 1 for row in kept], [row[key] for row in kept]
 
 
 def with_start(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """Return the rows after a row for step -1, which contains the validation before training."""
+    """Prepend a row for step -1 with the validation before training, and return all rows."""
     start = "eval/start_"
     first = {k.replace(start, "eval/"): v for k, v in rows[0].items() if k.startswith(start)}
     return [{"step": -1, **first}, *rows]

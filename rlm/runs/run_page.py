@@ -22,7 +22,7 @@ from rlm.runs.plots import recent_means, series, with_start
 PAGE = Path(__file__).parent / "view_page"
 # The metrics that are shown for each step in the list of steps.
 OF_A_STEP = ("reward/mean", "completion/truncated_rate", "eval/accuracy", "eval/reward")
-CURVES = {  # metric → title; if the title ends in %, values are shown in per cent
+CURVES = {  # maps each metric to its title; if the title ends in %, values are in per cent
     "reward/mean": "reward",
     "eval/accuracy": "validation, %",
     "eval/reward": "validation reward",
@@ -31,7 +31,7 @@ CURVES = {  # metric → title; if the title ends in %, values are shown in per 
     "policy/entropy": "entropy, nats",
 }
 RECENT_STEPS = 5  # number of last steps from which the remaining time is estimated
-MARKED = 4096  # maximum number of bytes before a mark that the checksum covers
+MARKED = 4096  # maximum number of bytes that the checksum of a mark covers
 MARK = re.compile(r"([0-9a-f]{1,12}\.[0-9a-f]{1,8})?/[0-9.]{0,40}|")
 
 
@@ -45,8 +45,8 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
         A dictionary with `name`, `running` (None if unknown), `age` (seconds since the last step),
         `mark` (for the next call), `groups` (the groups since the mark), and `again` (whether the
         log was restarted, so that `groups` contains all groups). If there are new steps, the
-        dictionary also contains `steps` (step → metrics) and `curves` for all steps, `total` (the
-        number of steps), and `left` (the remaining seconds).
+        dictionary also contains `steps` (the metrics of each step) and `curves` for all steps,
+        `total` (the number of steps of the whole run), and `left` (the remaining seconds).
     """
     metrics = path / "metrics.jsonl"
     samples_mark, _, metrics_mark = mark.partition("/")

@@ -12,7 +12,7 @@ from .http_server import listen as listen
 from .http_server import local_url as local_url
 from .middleware import SecuritySettings as SecuritySettings
 from .models import find_models as find_models
-from .models import load_replicas as load_replicas
+from .models import load_samplers as load_samplers
 from .process import server_process as server_process
 from .service import Service as Service
 from .tunnel import Tunnel as Tunnel

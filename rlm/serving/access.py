@@ -26,9 +26,9 @@ WINDOW_SECONDS = 60  # of the rate limit
 
 
 class Keys:
-    """The API keys, stored as SHA-256 hashes. A server without keys is open, but only on loopback.
+    """The API keys, stored as SHA-256 hashes. A server without keys listens only on loopback.
 
-    Wrong keys share one rate limit (middleware.py). No client is locked out, because all clients
+    Wrong keys share one rate limit (middleware.py). No address is locked out, because all clients
     behind a tunnel have the same address. Short keys are rejected, so that keys cannot be guessed.
     """
 
@@ -56,9 +56,10 @@ class Keys:
     def allows(self, headers: Headers) -> str | None:
         """Return the id of a request's key ("key-1" for the first), or None if the key is invalid.
 
-        Without keys, the result is "open". An id is a number, because a part of the hash could
-        reveal a weak key. X-API-Key takes precedence over Authorization, which a proxy may use for
-        its own password. A request in which one of the headers occurs twice is denied.
+        Without keys, the result is "open". The id contains the key's number and not a part of its
+        hash, which could reveal a weak key. X-API-Key takes precedence over Authorization, which a
+        proxy may use for its own password. A request in which one of the headers occurs twice is
+        denied.
         """
         if not self._hashes:
             return "open"
@@ -68,7 +69,7 @@ class Keys:
 
 
 def sent_key(headers: Headers) -> bytes:
-    """Return the key that a request sends, valid or not; "" if it sends no key."""
+    """Return the key that a request sends, valid or not; "" if it sends no key or several keys."""
     own, shared = headers.getlist("x-api-key"), headers.getlist("authorization")
     if len(own) > 1 or len(shared) > 1:
         return b""
@@ -158,9 +159,10 @@ def read_origins(origins: Iterable[str]) -> list[str]:
 def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
     """Return whether a request with the media type of a form comes from an allowed client.
 
-    Parameters of the media type, such as a charset, are ignored. `curl -d` sends this media type by
-    default. A web page may not use it to send JSON unless its origin is allowed: a browser sends a
-    form to another server without a CORS preflight. Browsers set the Origin header in both cases.
+    `curl -d` sends this media type by default, without an Origin header. A browser sends a form to
+    another server without a CORS preflight, so a web page may use this media type only if its
+    origin is this server or is allowed. Parameters of the media type, such as a charset, are
+    ignored.
     """
     types = [value.partition(";")[0].strip().lower() for value in headers.getlist("content-type")]
     if types != [FORM]:

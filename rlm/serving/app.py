@@ -40,17 +40,17 @@ PAGE_POLICY = (  # allows only the page's own files and this server, and no HTML
 
 
 def create_app(service: Service, settings: SecuritySettings) -> ASGIApp:
-    """Create the application with its checks of requests, and with CORS for the allowed origins."""
+    """Create the application with the SecurityMiddleware, and with CORS for allowed origins."""
     routes = create_routes(service, needs_key=settings.keys.required)
     app = SecurityMiddleware(routes, settings, service.metrics.count_response)
     return add_cors(app, settings.allowed_origins) if settings.allowed_origins else app
 
 
 def create_routes(service: Service, *, needs_key: bool = False) -> FastAPI:
-    """Create the application without the checks of requests.
+    """Create the application without the SecurityMiddleware.
 
     Args:
-        needs_key: whether requests need an API key, for /openapi.json and /phase1/info.
+        needs_key: whether /openapi.json and /phase1/info say that requests need an API key.
     """
 
     @asynccontextmanager
@@ -85,7 +85,7 @@ async def _watch(service: Service) -> None:
     """Fail all waiting requests when the engine hangs or is dead."""
     while True:
         await asyncio.sleep(WATCH_SECONDS)
-        if problem := service.engine_problem():  # no request waits while the model is loaded
+        if problem := service.engine_problem():  # while the model loads, none are waiting
             service.fail_all(problem)
 
 

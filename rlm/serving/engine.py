@@ -1,4 +1,4 @@
-"""The engine thread, which generates text for all requests in one batch.
+"""The engine thread, which generates text for all requests, with one batch per adapter.
 
 Only this thread runs the model. The event loop submits requests and receives their text.
 """
@@ -21,7 +21,7 @@ from rlm.reasoner import ReasoningStream
 from rlm.sampling import CacheConfig, Request, Sampler, SamplingParams, Token
 from rlm.serving.errors import HTTPProblem
 from rlm.serving.logging import log_error
-from rlm.serving.models import Replica, ServedAdapter
+from rlm.serving.models import AdapterSampler, ServedAdapter
 
 T = TypeVar("T")
 PING_SECONDS = 15.0  # seconds without text after which a stream sends a comment
@@ -40,7 +40,7 @@ class Limits:
     requests: int  # maximum number of accepted, unfinished requests
     tokens: int  # maximum number of tokens of all accepted, unfinished requests
     seconds: float  # seconds from acceptance to the last token
-    request_tokens: int | None = None  # maximum of one request; None: n times new_tokens
+    request_tokens: int | None = None  # maximum number of new tokens of all samples of a request
 
 
 @dataclass(eq=False)
@@ -139,21 +139,21 @@ class RunningRequest:
 
 
 class Engine:
-    """Runs the replicas of the model in a thread of its own.
+    """Runs the samplers of all adapters in a thread of its own.
 
     Attributes:
         state: "loading", "ready" or "dead".
     """
 
-    def __init__(self, load: Callable[[], dict[str, Replica]], limits: Limits) -> None:
+    def __init__(self, load: Callable[[], dict[str, AdapterSampler]], limits: Limits) -> None:
         """
         Args:
-            load: loads the replicas; it is called in the engine thread.
+            load: a function that loads the samplers; it is called in the engine thread.
         """
         self._load, self._limits = load, limits
-        self._replicas: dict[str, Replica] = {}
+        self._samplers: dict[str, AdapterSampler] = {}
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
-        self._running: dict[str, dict[int, RunningRequest]] = {}  # by replica and handle
+        self._running: dict[str, dict[int, RunningRequest]] = {}  # by adapter and handle
         self._step_began: float | None = None
         self.state, self.was_ready = "loading", False
         self.error: Exception | None = None  # the error that stopped the engine
@@ -186,8 +186,8 @@ class Engine:
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler of any replica: all share the tokenizer, the model and the end tokens."""
-        return next(iter(self._replicas.values())).sampler
+        """Any of the samplers: all share the tokenizer, the model and the end tokens."""
+        return next(iter(self._samplers.values())).sampler
 
     @property
     def rows_running(self) -> int:
@@ -198,14 +198,14 @@ class Engine:
     # --- in the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Load the replicas, then run steps until the engine is stopped.
+        """Load the samplers, then run steps until the engine is stopped.
 
         An error outside a step ends the engine. The application watches the engine and fails the
         requests that wait for a dead engine.
         """
         try:
-            self._replicas = self._load()
-            for name in self._replicas:
+            self._samplers = self._load()
+            for name in self._samplers:
                 self._reset(name)
             self.state, self.was_ready = "ready", True
             self._loop()
@@ -214,14 +214,14 @@ class Engine:
             self.error, self.state, self._step_began = error, "dead", None
 
     def _reset(self, name: str) -> None:
-        """Remove all requests from a replica and allocate its full KV cache."""
-        replica = self._replicas[name]
-        replica.activate()
-        replica.sampler.reset()
-        rows, limits = replica.sampler.max_num_seqs, self._limits
-        check_context_window(replica.sampler.model, limits.prompt_tokens + limits.new_tokens)
+        """Remove all requests of an adapter, and allocate the full KV cache of its sampler."""
+        served = self._samplers[name]
+        served.activate()
+        served.sampler.reset()
+        rows, limits = served.sampler.max_num_seqs, self._limits
+        check_context_window(served.sampler.model, limits.prompt_tokens + limits.new_tokens)
         config = CacheConfig(rows, rows, limits.prompt_tokens, limits.new_tokens)
-        replica.sampler.allocate_cache(config, replica.prefix)
+        served.sampler.allocate_cache(config, served.prefix)
         self._running[name] = {}
 
     def _loop(self) -> None:
@@ -241,7 +241,7 @@ class Engine:
         force, allow = request.guard(stream), request.guard(stream.allowed_tokens)
         drawn = Request(request.prompt, request.params, request.seed, request.n, force, allow)
         try:
-            handle = self._replicas[name].sampler.add_request(drawn)
+            handle = self._samplers[name].sampler.add_request(drawn)
         except ValueError as error:  # the request is larger than the KV cache
             request.put(HTTPProblem(422, "validation", str(error)))
         else:
@@ -250,17 +250,17 @@ class Engine:
     def _remove(self, request: RunningRequest) -> None:
         name = request.adapter.name
         for handle in [h for h, other in self._running[name].items() if other is request]:
-            self._replicas[name].sampler.abort_request(handle)
+            self._samplers[name].sampler.abort_request(handle)
             del self._running[name][handle]
 
     def _step(self, name: str) -> None:
-        replica, running = self._replicas[name], self._running[name]
+        served, running = self._samplers[name], self._running[name]
         self._step_began = time.monotonic()
         try:
-            replica.activate()
-            tokens = replica.sampler.step()
+            served.activate()
+            tokens = served.sampler.step()
         except Exception as error:
-            log_error("step_failed", error, replica=name, requests=len(running))
+            log_error("step_failed", error, adapter=name, requests=len(running))
             self._reset(name)
             _fail_batch(list(running.values()))
             return
@@ -278,7 +278,7 @@ class Engine:
                 self._remove(request)
                 request.put(HTTPProblem(422, "validation", str(error)))
             except Exception as error:  # only this request fails
-                log_error("request_failed", error, replica=name)
+                log_error("request_failed", error, adapter=name)
                 self._remove(request)
                 request.put(_not_computed())
             else:

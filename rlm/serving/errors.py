@@ -35,7 +35,7 @@ REFUSED = {  # for OpenAPI
 }
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MAX_ERRORS = 20  # a body of 64 KB can contain 40,000 errors
-# Maps pydantic's error types to messages; {…} is replaced by the limit.
+# Maps pydantic's error types to messages; {…} is replaced by a value of pydantic's error context.
 _SAID = {
     "missing": "is missing",
     "extra_forbidden": "this field does not exist",
@@ -66,7 +66,7 @@ _NO_PATH = {  # maps the router's messages to advice for clients that use anothe
     "Method Not Allowed": "this path does not support this method: use POST to send questions "
     "and GET to read lists",
 }
-# Fields with several types, whose names pydantic appends to the location of an error.
+# Fields whose type is a union: pydantic appends the type that failed to the location of an error.
 _UNIONS = ("response_format", "json", "expected_answer")
 _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics. The values of labels come from fixed lists, never from a client."""
+"""Prometheus metrics. All label values come from fixed lists, never from a client."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ class Metrics:
         responses = "HTTP responses by status code (499: the client disconnected)"
         self.responses = counter("http_responses", responses, "status")
         self.finished = counter("requests", "Requests by protocol and outcome", "api", "outcome")
-        self.rejected = counter("rejected", "Requests rejected by a full queue", "reason")
-        self.thinking = counter("thinking", "Completions by the end of their reasoning", "status")
-        self.first_token = histogram("first_token_seconds", "From acceptance to the first token")
-        self.total = histogram("request_seconds", "From acceptance to the last token")
+        self.rejected = counter("rejected", "Requests rejected because of a full queue", "reason")
+        thinking = "Completions of finished requests by how their reasoning ended"
+        self.thinking = counter("thinking", thinking, "status")
+        first = "Seconds from the acceptance of a finished request to its first token"
+        self.first_token = histogram("first_token_seconds", first)
+        last = "Seconds from the acceptance of a finished request to its last token"
+        self.total = histogram("request_seconds", last)
         registry.register(_EngineState(engine))
 
     def count(self, request: RunningRequest) -> None:
@@ -53,7 +56,7 @@ class Metrics:
         self.finished.labels(api, outcome).inc()
 
     def count_response(self, status: int) -> None:
-        """Count an HTTP response of any path, also of a request that was rejected."""
+        """Count an HTTP response, whatever its path, and also if the request was rejected."""
         self.responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
@@ -61,7 +64,7 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    """Reads the values that the engine counts itself."""
+    """Reads the engine's counters and its state whenever the metrics are collected."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -70,7 +73,7 @@ class _EngineState(Collector):
         engine = self._engine
         drawn = "Tokens generated since the start"
         yield CounterMetricFamily("rlm_tokens_drawn", drawn, engine.tokens_drawn)
-        running = "Completions in the batch or waiting"
+        running = "Completions in a batch or waiting for it"
         yield GaugeMetricFamily("rlm_rows_running", running, engine.rows_running)
         alive = "1 if the engine is alive, else 0"
         yield GaugeMetricFamily("rlm_engine_alive", alive, float(engine.alive))

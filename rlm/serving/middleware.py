@@ -76,7 +76,8 @@ class SecurityMiddleware:
             count: is called with the status of each response.
         """
         self._app, self._settings, self._count = app, settings, count
-        # Returns the rate limit of a key or an address; the least recently used one is dropped.
+        # Returns the rate limit of a key or an address. If there are too many, the least recently
+        # used one is dropped.
         per_minute = settings.requests_per_minute
         self._rate = lru_cache(MAX_CLIENTS)(lambda name: SlidingWindow(per_minute))
         self._failures = SlidingWindow(settings.failures_per_minute)
@@ -199,7 +200,7 @@ def check_headers(scope: Scope, headers: Headers) -> None:
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers.raw)
     if size > MAX_HEADER_BYTES or len(headers.raw) > MAX_HEADERS:
-        detail = f"headers: at most {MAX_HEADER_BYTES} bytes, {MAX_HEADERS} lines"
+        detail = f"the headers exceed {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} lines"
         raise HTTPProblem(431, "headers_too_large", detail)
     if "transfer-encoding" in headers and "content-length" in headers:
         raise HTTPProblem(
@@ -212,8 +213,8 @@ async def read_body(
 ) -> Receive:
     """Read the whole body within the limits of size and time.
 
-    A body that was sent as a form but begins with a brace is JSON, because a form never begins with
-    a brace. Its media type is changed to JSON.
+    If an allowed client sends a body as a form, and the body begins with a brace, its media type is
+    changed to JSON: a form never begins with a brace.
 
     Returns:
         a `receive` callable that passes the whole body to the application at once.
@@ -223,7 +224,7 @@ async def read_body(
     """
     if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
-    too_large = HTTPProblem(413, "body_too_large", f"a body has at most {MAX_BODY} bytes")
+    too_large = HTTPProblem(413, "body_too_large", f"the body exceeds {MAX_BODY} bytes")
     if int(headers.get("content-length", "0")) > MAX_BODY:  # h11 has checked the digits
         raise too_large
     body, more = bytearray(), True

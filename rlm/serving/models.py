@@ -71,8 +71,8 @@ class ServedModels:
 
 
 @dataclass
-class Replica:
-    """An adapter, or the base model without an adapter, and its sampler."""
+class AdapterSampler:
+    """The sampler of an adapter, or of the base model without an adapter."""
 
     sampler: Sampler
     activate: Callable[[], None]  # makes this adapter the active adapter of the shared model
@@ -198,10 +198,12 @@ def _check_files(path: Path, folder: Path | None) -> None:
         raise UsageError(f"{path} contains {unsafe[0]}, which could execute code; remove it")
 
 
-def load_replicas(
+def load_samplers(
     models: ServedModels, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
-) -> dict[str, Replica]:
-    """Load the base model and the adapters, and create a sampler for each entry of the list.
+) -> dict[str, AdapterSampler]:
+    """Load the base model and the adapters, and create a sampler for each entry of `adapters`.
+
+    All samplers share one copy of the base model.
 
     Raises:
         UsageError: loading fails, or an adapter contains values that are not finite.
@@ -214,14 +216,14 @@ def load_replicas(
             with _adding(f"; {TRAIN_OR_BASE if is_default else _without(adapter.path)}"):
                 model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    replicas, share = {}, 1 / len(models.adapters)  # memory fraction of each sampler
+    samplers, share = {}, 1 / len(models.adapters)  # memory fraction of each sampler
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
         options = {"max_num_seqs": max_num_seqs, "dtype": sampling_dtype(model), "share": share}
         sampler = Sampler(model, tokenizer, **options)
-        replicas[name] = Replica(sampler, activate, prompt_prefix(tokenizer, adapter.format))
-    return replicas
+        samplers[name] = AdapterSampler(sampler, activate, prompt_prefix(tokenizer, adapter.format))
+    return samplers
 
 
 def _adapter_switch(model: PreTrainedModel | PeftModel) -> Callable[[str | None], None]:

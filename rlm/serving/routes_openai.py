@@ -37,7 +37,7 @@ from rlm.serving.service import Service
 from rlm.serving.streaming import COMMENT, EventStream, event, event_stream, until_done
 from rlm.serving.strict_json import StrictRoute
 
-NOT_OFFERED = {  # type of a message part → its name in error messages
+NOT_OFFERED = {  # maps the type of a message part to its name in error messages
     "image_url": "images",
     "input_image": "images",
     "input_audio": "audio",
@@ -242,7 +242,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post(
         "/chat/completions",
-        summary="OpenAI's protocol",
+        summary="Answer a conversation in OpenAI's protocol",
         response_model=dict[str, Any],
         responses={200: {"content": event_stream()}},
     )
@@ -256,13 +256,13 @@ def openai_routes(service: Service) -> APIRouter:
         await until_done(service, running, request)
         return JSONResponse(_completion(running))
 
-    @router.get("/models", summary="Adapters, as OpenAI lists models")
+    @router.get("/models", summary="List the adapters in OpenAI's format")
     async def models() -> dict[str, Any]:
         default = service.models.default  # listed first, because many clients use the first one
         names = sorted(service.models.adapters, key=lambda name: name != default)
         return {"object": "list", "data": [_model(name) for name in names]}
 
-    @router.get("/models/{name:path}", summary="One adapter, as OpenAI describes a model")
+    @router.get("/models/{name:path}", summary="Describe an adapter in OpenAI's format")
     async def model(name: str) -> dict[str, Any]:
         if name not in service.models.adapters:
             raise HTTPProblem(404, "not_found", NO_MODEL)
@@ -276,7 +276,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
-    """Convert to a request for /phase1/reasoning; the last message becomes the prompt."""
+    """Convert a request to one for /phase1/reasoning; the last turn becomes the prompt."""
     return ReasoningRequest.model_construct(  # already validated; joined messages may be longer
         prompt=request.turns[-1][0],
         n=request.n or 1,
@@ -305,7 +305,8 @@ def _context(request: ChatRequest) -> tuple[list[tuple[str, str, str]], str]:
 def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
     """Replace the name of the field in an error by its name in OpenAI's protocol.
 
-    The message of such an error begins with the name. Elsewhere, the same word is not the field.
+    In the message, the name is replaced only at the beginning, because elsewhere the same word may
+    have another meaning.
     """
     if problem.code == "adapter_not_found":
         return HTTPProblem(problem.status, problem.code, NO_MODEL, param="model")

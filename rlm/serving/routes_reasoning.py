@@ -66,7 +66,7 @@ def phase1_routes(service: Service, needs_key: bool) -> APIRouter:
         service.answer_now(id)
         return {"id": id, "status": "closing"}
 
-    @router.get("/info", summary="What is served, and its limits")
+    @router.get("/info", summary="Show the model, the adapters and the limits")
     async def info() -> dict[str, Any]:
         return _info(service, needs_key)
 
@@ -183,7 +183,7 @@ async def _events(
     sent = time.monotonic()
     try:
         async for texts in running:
-            # Only the other samples may have new text, which is not sent.
+            # The text of the other samples is not sent, so the stream may be silent for long.
             if not texts or time.monotonic() - sent >= PING_SECONDS:
                 sent = time.monotonic()
                 yield COMMENT

@@ -124,7 +124,7 @@ class ReasoningRequest(Strict):
         None, description="form of the answer, as in vLLM: json, json_object, regex or choice"
     )
     expected_answer: ExpectedText | ExpectedInt | ExpectedFloat | None = Field(
-        None, description="correct answer, a text or a number, that the answer is compared with"
+        None, description="reference answer (text or number), with which the answer is compared"
     )
 
     _prompt = field_validator("prompt")(_says_something)

@@ -1,4 +1,4 @@
-"""Admission of requests to the engine: check, queue and release them, for both protocols."""
+"""Checks requests of both protocols, submits them to the engine, and releases them at the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Service:
         """
         Args:
             experiences: lessons from earlier problems.
-            nearest: number of the most similar lessons that are put before each question.
+            nearest: the maximum number of lessons that are added to a prompt, the most similar.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
@@ -174,7 +174,8 @@ class Service:
     def fail_all(self, problem: HTTPProblem) -> None:
         """End every accepted request with `problem`, including requests in preparation.
 
-        This is used when the engine hangs and when the time limit for draining has passed.
+        This is used when the engine hangs or is dead, and when the time limit for draining has
+        passed.
         """
         for failed in self._preparing.values():
             if not failed.done():
@@ -201,7 +202,7 @@ class Service:
 
     @property
     def tokens(self) -> int:
-        """The maximum number of tokens that these requests can occupy in the KV cache."""
+        """The maximum number of tokens that all accepted, unfinished requests can occupy."""
         return sum(self._reserved.values())
 
     def _admit(self, tokens: int = 0, id: str = "") -> None:
@@ -273,7 +274,7 @@ class Service:
     ) -> tuple[GrammarMatcher | None, list[int], tuple[str, ...]]:
         """Compile the constraint on the answer, if any, and render the prompt.
 
-        The prompt begins with as many of the nearest lessons as fit into it.
+        As many of the most similar lessons are added to the prompt as fit into it.
 
         Args:
             deadline: the request's deadline, on the clock of `time.monotonic`.

@@ -20,7 +20,7 @@ COMMENT = b": still here\n\n"  # sent on a silent stream, so that proxies keep i
 
 
 def event_stream(*names: str) -> dict[str, Any]:
-    """Describe a stream of server-sent events, with the names of the events, for OpenAPI."""
+    """Return the OpenAPI description of a stream of server-sent events with these names."""
     data = {"type": "string", "description": "JSON"}
     event = {"event": {"type": "string", "enum": list(names)}} if names else {}
     item = {"type": "object", "properties": event | {"data": data}, "required": [*event, "data"]}

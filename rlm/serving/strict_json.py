@@ -72,7 +72,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: object, depth: int = 0) -> None:
-    """Reject values that JSON or another parser cannot represent."""
+    """Reject values that not all JSON parsers can represent."""
     if isinstance(value, str) and _UNFIT.search(value):
         _refuse("a string contains a NUL character or a lone surrogate")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

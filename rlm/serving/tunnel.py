@@ -84,7 +84,8 @@ class Tunnel:
                 ngrok_path=str(find_agent(os.environ)),
                 config_path=str(path),
                 start_new_session=True,  # Ctrl-C must not end the agent before the server
-                # pyngrok's error contains what the agent said, so its time limit ends first.
+                # This is shorter than our time limit, because pyngrok's error contains the
+                # agent's message.
                 startup_timeout=int(0.75 * OPEN_SECONDS),
             )
             config.auth_token = None  # pyngrok would put it on the command line
@@ -111,7 +112,7 @@ class Tunnel:
 
 
 def policy(requests_per_minute: int) -> dict[str, Any]:
-    """Return ngrok's traffic policy, by which requests over the rate never reach this machine."""
+    """Return an ngrok traffic policy that rejects requests above the rate limit at ngrok."""
     limit = {
         "name": "requests per client",
         "algorithm": "sliding_window",
@@ -146,7 +147,7 @@ def find_agent(env: Mapping[str, str]) -> Path:
 async def _connect(config: conf.PyngrokConfig, options: dict[str, Any]) -> tuple[NgrokProcess, str]:
     """Start the agent and return it with the public URL, within a time limit.
 
-    pyngrok's own time limit ends only when the agent writes a line.
+    pyngrok checks its own time limit only when the agent writes a line.
     """
 
     def connect() -> tuple[NgrokProcess, str]:

@@ -345,7 +345,7 @@ class GRPOConfig:
             check_output_place(self.output, self.run_dir, start, option, resume=self.resume)
 
     def _refused_by_backend(self) -> dict[str, bool]:
-        """Return the errors for --backend tinker: message → whether the error applies."""
+        """Map each error message for --backend tinker to whether the error applies."""
         if self.backend != "tinker":
             return {}
         usual = {option.name: option.default for option in fields(self)}

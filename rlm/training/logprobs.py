@@ -24,7 +24,8 @@ from rlm.training.config import GRPOConfig
 if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is imported
     from peft import PeftModel
 
-# (micro-batch, temperature) → the log-probability and the entropy of each completion token, (n, T).
+# A function of (micro-batch, temperature). It returns the log-probability and the entropy of each
+# completion token, (n, T).
 Score = Callable[[MicroBatch, float], tuple[Tensor, Tensor]]
 # Where the old log-probabilities come from: the sampler, a forward pass before the first update, or
 # the first pass over the only mini-batch, in which they equal the current ones.

@@ -259,7 +259,8 @@ def step_line(metrics: Mapping[str, float], steps: int, left: float) -> str:
     return "  ".join(parts)
 
 
-# Metric → (whether its mean over the last steps is bad, the advice). The mean replaces {:…}.
+# Maps each metric to a condition on its mean over the last steps, and the advice if it is true. The
+# mean replaces {:…}.
 RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "reward/zero_signal_share": (
         lambda share: share >= 0.8,

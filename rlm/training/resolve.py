@@ -39,7 +39,7 @@ def resolve(
     depend on the machine.
 
     Args:
-        given: the options that the user has set, field → value.
+        given: the values that the user has set, by field.
         start: the metadata of the initial adapter, if there is an initial adapter.
         gpu_defaults: the defaults for a large model (see `defaults_by_size`). If None, as in calls
             from Python, no model and no data are selected.

@@ -304,7 +304,7 @@ def server_command(command: str, model: str, options: Mapping[str, object]) -> l
 
     Args:
         command: the command from --server. Options in this command override `options`.
-        options: name → value; None for a flag without a value.
+        options: the values by option name; None for a flag without a value.
     """
     words = split_command(command)
     # `vllm serve` takes the model as an argument; `python -m vllm…` needs --model.

@@ -227,7 +227,7 @@ def describe(gain: Gain, measure: str) -> str:
 
 
 def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the lines about validation in the summary of a run, label → text.
+    """Return the lines about validation in the summary of a run, by label.
 
     The lines contain the start, the best and the last validation, the gains, and the exported
     adapter.

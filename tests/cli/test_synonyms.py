@@ -114,8 +114,8 @@ def test_an_unknown_name_is_refused_everywhere_with_the_same_sentence(tmp_path):
         ("--spilt", "; did you mean --split?"),
         (
             "--steepness",
-            "; --help lists the options, the names that other programs use are in "
-            "docs/reference/names.md",
+            "; --help lists the options, and docs/how-to/coming-from.md explains which names of "
+            "other trainers work",
         ),
     ],
 )
@@ -132,7 +132,11 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
         (SFTConfig, "bf16", "dtype, with the value bfloat16"),
         (GRPOConfig, "num_train_epochs", "steps, problems times passes, divided by the batch size"),
         (SFTConfig, "warmup_steps", "warmup_share, a share of the steps"),
-        (SFTConfig, "gradient_accumulation_steps", "batch_size, all samples of an update"),
+        (
+            SFTConfig,
+            "gradient_accumulation_steps",
+            "batch_size, counted per step and not per micro-batch",
+        ),
         (SFTConfig, "val_size", "eval_samples, a number of problems"),
     ],
 )

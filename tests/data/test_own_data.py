@@ -376,7 +376,7 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
         ({}, None, "--columns answer_type=open"),
         ({"answer": "5", "solution": ["5"]}, None, "--columns solution=COLUMN.0 uses the first"),
-        ({"choices": ["water", "rock"], "label": -1}, "answer=label", "--split validation uses"),
+        ({"choices": ["water", "rock"], "label": -1}, "answer=label", "such as --split validation"),
         ({"choices": ["water", "rock"], "answer": ""}, None, "many test splits have none"),
         ({"answer": "5", "answer_type": "Float"}, None, "--columns answer_type=number sets it"),
     ],
@@ -815,8 +815,8 @@ def test_a_directory_laid_out_as_on_the_hub(tmp_path, monkeypatch, caplog):
     [record] = caplog.records
     assert record.message == (
         f"{folder}:easy test: 10 of 11 rows used, 1 left out: 1 the answer is not a number "
-        "(--columns answer_type=text accepts words, completion=COLUMN worked steps that end with "
-        "the answer); "
+        "(--columns answer_type=text accepts words, and completion=COLUMN accepts worked "
+        "steps that end with the answer); "
         "question from ask, answer from target"
     )
     assert refusal(folder) == (
@@ -858,8 +858,8 @@ def test_invalid_rows_of_a_published_dataset_are_refused_with_the_ways_out(
         rows = rows_of(20) + [{"ask": "", "target": "1"}] * 2 * (name == split)
         write_jsonl(tmp_path / f"set/{name}.jsonl", rows)
     assert refusal(str(tmp_path / "set"), columns=COLUMNS) == (
-        f"{tmp_path}/set {split}: line 21: question is empty (2 of 22 lines are invalid: take "
-        "other columns with --columns, another config or --split, or write the valid rows into a "
+        f"{tmp_path}/set {split}: line 21: question is empty (2 of 22 lines are invalid: choose "
+        "other --columns, another config or another --split, or write the valid rows into a "
         "JSONL file and pass that file)"
     )
 

@@ -305,8 +305,8 @@ OPENS_THINK = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepS
         (CHATML, ""),
         (MISTRAL, ""),
         (SMOLLM_3, "changes the texts of messages; they are inserted unchanged here"),
-        (GEMMA, "has no system role: the system prompt begins the first user's turn"),
-        (DROPS_SYSTEM, "has no system role: the system prompt begins the first user's turn"),
+        (GEMMA, "has no system role: the system prompt is put before the first user message\n"),
+        (DROPS_SYSTEM, "has no system role: the system prompt is put before the first user"),
         (OPENS_THINK, "begins the reply with <think>, which is left out"),
         (OPENS_THINK.replace("<think>", "<think>\n\n</think>\n"), "begins the reply with <think>"),
     ],
@@ -406,7 +406,7 @@ def test_lengths_are_planned_for_the_longest_prompts_and_limited_to_the_last_tok
     assert [len(ids) for ids in longest_prompts(render, problems, count=2)] == [6, 5]
     kept = drop_long_prompts(problems, render, 8, 3)
     assert [problem.id for problem in kept] == ["3", "5"]
-    said = "1 of 3 problems left out: prompts over 5 tokens (the model's window of 8 less"
+    said = "1 of 3 problems left out: prompts over 5 tokens (the context window of 8 minus"
     assert said in capsys.readouterr().out
 
 

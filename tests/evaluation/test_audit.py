@@ -114,8 +114,8 @@ def test_from_the_command_line(run_dir, tmp_path, monkeypatch, capsys):
     argv = ["--audit-reward", "--run-dir", run_dir, "--output", tmp_path / "out"]
     assert exit_code(evaluate, evaluate.EvaluateConfig, *argv) == 0
     out = capsys.readouterr().out
-    assert "right by lenient, wrong by strict: 50.0%" in out
-    assert "2 completions are right by lenient but wrong by strict" in out
+    assert "rejected by strict, of those that lenient accepts: 50.0%" in out
+    assert "lenient accepts 2 completions that strict rejects" in out
     assert "math-verify is not installed" in out
     written = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert written["false_negatives_of_strict"]["lenient"]["share"] == 0.5

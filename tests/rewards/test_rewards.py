@@ -200,8 +200,8 @@ def test_columns_that_published_rewards_ask_for(capsys):
 @pytest.mark.parametrize(
     ("reward", "why"),
     [
-        (lambda completion, reference_answer: None, "no verdict on any of 4 completions: does it"),
-        (lambda completions: [None] * 4, "no verdict on any of 4 completions"),
+        (lambda completion, reference_answer: None, "no number for any of 4 completions"),
+        (lambda completions: [None] * 4, "no number for any of 4 completions"),
         (lambda completions: None, "returned None for its completions: return a list"),
         (lambda completions: dict.fromkeys("abcd", 1.0), "returned {'a': 1.0.* return a list"),
         (lambda completions: {1.0, 0.5, 0.2, 0.0}, "returned {.* return a list"),  # in any order

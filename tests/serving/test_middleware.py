@@ -478,12 +478,12 @@ def test_on_a_terminal_a_line_is_for_people_and_still_one_line():
         logs.log("request", path="/page.css", **fields)  # this line and the next one are not logged
         logging.getLogger("uvicorn.error").info("started")
         logs.log("note", text="a\r\n\x1b[31m\u2028")
-        logs.log_error("step_failed", ValueError("the prompt"), replica="base")
+        logs.log_error("step_failed", ValueError("the prompt"), adapter="base")
         said = [line.partition("  ")[2] for line in terminal.getvalue().split("\n")]
         assert said == [
             "POST /phase1/reasoning 200 in 1.2 s",
             "note  text a???[31m?",
-            "ERROR  step failed  replica base  error ValueError  at []",
+            "ERROR  step failed  adapter base  error ValueError  at []",
             "",
         ]
         logs.configure(asked := Terminal(), as_json=True)

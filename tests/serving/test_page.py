@@ -533,7 +533,7 @@ NO_FIELDS = stream(start(), event("done", {"answer": ""}), Gate("never"))
         (problem(503, "draining", "the server is shutting down"), "the server is shutting down"),
         (problem(503, "engine_down", "the engine died"), "the engine died"),
         (problem(504, "deadline", "not finished within 120 seconds"), "not finished within 120"),
-        (problem(413, "body_too_large", "a body has at most 9 bytes"), "a body has at most 9"),
+        (problem(413, "body_too_large", "the body exceeds 9 bytes"), "the body exceeds 9 bytes"),
         (problem(422, "validation", "n: must be smaller"), "Samples: must be smaller"),
         (problem(500, "internal", "a fault of the server"), "a fault of the server"),
         (problem(503, "no_reason"), "The server answered 503"),

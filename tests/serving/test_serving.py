@@ -34,7 +34,7 @@ from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app, create_routes
 from rlm.serving.engine import Engine
 from rlm.serving.middleware import PUBLIC, SecuritySettings
-from rlm.serving.models import Replica, prompt_prefix
+from rlm.serving.models import AdapterSampler, prompt_prefix
 from rlm.serving.service import Service
 
 KEY = "correct-horse-battery-staple"
@@ -401,7 +401,7 @@ def true_service(tokenizer, max_num_seqs: int) -> Service:
     _, made = make_service(tokenizer, {})
     sampler = Sampler(made.model, tokenizer, max_num_seqs=max_num_seqs)
     limits = replace(LIMITS, new_tokens=60, requests=100, tokens=10**6)
-    engine = Engine(lambda: {"tuned": Replica(sampler, lambda: None, prefix)}, limits)
+    engine = Engine(lambda: {"tuned": AdapterSampler(sampler, lambda: None, prefix)}, limits)
     service, _ = make_service(tokenizer, {})
     return Service(engine, tokenizer, service.models, limits)
 

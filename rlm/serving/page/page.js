@@ -385,7 +385,7 @@ function remarksOf({ final_answer: final, warnings, model, answer_type: type = a
   const remarks = warnings.map((text) => (text === "tie" ? "Two answers have equally many votes: the first is shown." : inWords(text)));
   if (final === null) remarks.push("No final answer in the form that was asked for.");
   else if (type === "number" && model.adapter !== BASE && !NUMBER.test(asked)) {
-    remarks.push("The question seems to have no number. This model learned to end with one, whatever it is asked.");
+    remarks.push("The question seems to contain no number. This model has learned to answer every question with a number.");
   }
   return remarks;
 }
