@@ -40,7 +40,7 @@ from rlm.sampling import Sampler, SamplingParams, prompt_seed
 if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
-MAX_FAILED_CALLS = 3  # calls of the reward without any reply of the agents; then the run ends
+MAX_FAILED_CALLS = 3  # the run ends after this many consecutive calls in which every graph failed
 _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
 
@@ -215,7 +215,10 @@ class Trajectory:
         return Call(prompt, text, 0 if self.seed is None else prompt_seed(self.seed, agent.id))
 
     def last_answer(self) -> str | None:
-        """Return the answer in the last reply, read without the gold answer; None without one."""
+        """Return the answer in the last reply, or None if it contains no answer.
+
+        The gold answer is not used.
+        """
         if not self.replies:
             return None
         tags = self.format.tags
@@ -308,7 +311,7 @@ class GraphReward:
         default_factory=list
     )  # one list of groups per call of the scorer
     _errors: set[str] = field(default_factory=set)  # errors that were printed
-    _failed_calls: int = 0  # consecutive calls of the scorer in which the agents always failed
+    _failed_calls: int = 0  # consecutive calls of the scorer in which every graph failed
 
     def __call__(
         self,
