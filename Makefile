@@ -52,7 +52,7 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
-# Everything is trained anew. The evaluation compares cold start and trained adapter with their rivals.
+# Everything is trained anew. The evaluation compares the adapters before and after GRPO with baselines.
 demo-orchestrator: $(STAMP)
 	rm -rf runs/demo_orchestrator runs/demo_orchestrator_start
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml

@@ -8,7 +8,7 @@ significantly more of them are answered right, by McNemar's exact test with Holm
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
-        --no-instructions --max-tokens 128    # our model
+        --no-instructions --max-tokens 128    # for a model trained with this project
 
 To continue after an interruption, run the same command again: requests that were already paid for
 are not sent again.
@@ -347,7 +347,7 @@ def show(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
         mine = [row for row in rows if row["kind"] == kind]
         kept = sum(row["kept"] for row in mine)
         better = sum(row["trial"]["with_it"] > row["trial"]["without"] for row in mine)
-        cells[kind] = {"tried": len(mine), "more right with it": better, "kept": kept}
+        cells[kind] = {"tried": len(mine), "more right answers": better, "kept": kept}
     show_table("", cells, "candidates")
 
 
