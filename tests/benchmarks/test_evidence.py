@@ -433,7 +433,7 @@ def test_curves_are_joined_by_samples_not_by_place():
 
 
 def test_a_lead_that_comes_from_one_template_is_gone_without_it():
-    """Two templates of two problems; GRPO solves all of one more than its rival."""
+    """Two templates of two problems; GRPO solves all of one more than its baseline."""
     ids = [f"{template}-{'0' * 11}{n}" for template in ("age", "area") for n in (1, 2)]
 
     def cells(arm, bits):
@@ -692,7 +692,7 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     found = result_of(finished, "sft-s0")
     other = found | {"cell": "sft-s1", "seed": 1, "settings": found["settings"] | {"steps": 99}}
     (folder / "sft.json").write_text(json.dumps([found, other]))
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(UsageError, match="different settings"):
         Results.load(folder)
 
 
