@@ -5,7 +5,7 @@
 # make demo-experience  improve a base model with worked examples in its prompt, without training (4 to 7 minutes)
 # make test    all tests except slow ones and those that need a GPU, a browser or other programs (2 to 6 minutes on two cores)
 # make test-slow  the exhaustive tests: every seed, every problem type, every config
-# make test-faults  kill runs at every point, and check that they continue (about 6 minutes)
+# make test-faults  kill runs at every write to the disk, and check that they resume (about 6 minutes)
 # make test-isa    the numerical tests with AVX2, AVX-512, AVX512-BF16, AMX, and without a compiler
 # make test-gpu    tests that need a CUDA GPU (a minute); make test does not use a GPU
 # make test-load      the server under load for a minute
