@@ -131,7 +131,7 @@ def train(
 
 
 def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of all steps in the order in which our trainer draws them."""
+    """Return the problems of all steps in the order in which our trainer uses them."""
     return [
         problem
         for step in range(required(config.steps, "--steps"))

@@ -78,7 +78,7 @@ def main(config: RecordConfig) -> int:
 
 
 def is_right(response: str, gold: str) -> bool:
-    """Return whether a response's answer equals the gold, a number or a text."""
+    """Return whether the answer in a response equals the reference answer, a number or a text."""
     kind = "number" if parse_number(gold) is not None else "text"
     return grade(response, gold, strict=False, kind=kind).correct
 

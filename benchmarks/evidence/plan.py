@@ -28,7 +28,7 @@ class Arm(NamedTuple):
 
     title: str
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
-    needs: tuple[str, ...] = ()  # arms of the same seed that must run first
+    needs: tuple[str, ...] = ()  # methods that must run first with the same seed
     # "baseline" (equal cost, equal information), "control" (must not gain), "algorithm" (another
     # algorithm, as many completions), "choice" (one thing changed) or "" (none of these)
     role: str = ""

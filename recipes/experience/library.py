@@ -275,9 +275,9 @@ def shorten(text: str) -> str | None:
 def reveals_gold(lesson: str, problem: Problem) -> bool:
     """Return whether a lesson contains a right answer to the problem, within its rel_tol.
 
-    A later run on the same problem could copy the answer from the lesson. A gold that is an integer
-    below 10 is ignored, because such numbers are too common. Numbers that occur in the problem
-    itself are also ignored.
+    A later run on the same problem could copy the answer from the lesson. Integer answers below 10
+    are ignored, because such numbers are too common. Numbers that occur in the problem itself are
+    also ignored.
     """
     gold = parse_number(problem.answer)
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):

@@ -1,10 +1,10 @@
 """Runs many graphs at once and scores them.
 
 All first agents run in one batch, and then all second agents. The reward is 1 if the last agent's
-final number is the gold answer, else 0. An invalid graph remains in its group with a reward of 0,
-because a retry would hide the failure from the learner. An orchestrator could also solve the
+final number is the reference answer, else 0. An invalid graph remains in its group with a reward of
+0, because a retry would hide the failure from the learner. An orchestrator could also solve the
 problem itself and write the answer into a prompt, and no verifier would notice. Such leaks are
-counted, and by default they earn no reward (--zero-leaks).
+counted, and by default their reward is 0 (--zero-leaks).
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Trajectory:
 
     @property
     def leak(self) -> bool:
-        """Whether a prompt contains the gold answer while the problem itself does not."""
+        """Whether a prompt contains the reference answer while the problem itself does not."""
         return is_leaked(self.problem, self.graph.texts)
 
     def solved(self, zero_leaks: bool = False) -> bool:
@@ -217,7 +217,7 @@ class Trajectory:
     def last_answer(self) -> str | None:
         """Return the answer in the last reply, or None if it contains no answer.
 
-        The gold answer is not used.
+        The reference answer is not used.
         """
         if not self.replies:
             return None
