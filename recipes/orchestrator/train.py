@@ -199,7 +199,7 @@ class OrchestratorTrainer(GRPOTrainer):
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
                 "warning: the orchestrator starts without a trained adapter, so hardly any of its "
-                f"graphs will be valid, and invalid graphs earn 0: {self._cold_start()}"
+                f"graphs will be valid, and the others have a reward of 0: {self._cold_start()}"
             )
         room = context_window(self.policy), self.config.max_new_tokens
         test = drop_long_prompts(test, self.render, *room, "test problems")
