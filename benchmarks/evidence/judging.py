@@ -30,7 +30,7 @@ from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prep
 from rlm.sampling import Sampler
 
 FORMAT = FORMATS["deepseek"]
-SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8 (docs/results)
+SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8
 
 
 class Judge:
