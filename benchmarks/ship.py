@@ -86,7 +86,7 @@ class ShipConfig:
     def __post_init__(self) -> None:
         check_values(self)
         if self.adapter is None:
-            raise ValueError("name the adapter: python -m benchmarks.ship runs/grpo_lora")
+            raise ValueError("pass an adapter: python -m benchmarks.ship FOLDER")
 
 
 def main(config: ShipConfig) -> int:

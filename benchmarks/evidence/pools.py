@@ -27,7 +27,7 @@ TAUGHT = tuple(
 WORDS = ("taught", "practised", "unseen")  # test sets of word problems; most tables pool them
 OTHER = "reasoning_gym"  # a test set of older results
 TITLES = {
-    "taught": "types that SFT saw solved",
+    "taught": "types with worked solutions",
     "practised": "types with answers only",
     "unseen": "unseen types",
     OTHER: "reasoning-gym",
