@@ -91,7 +91,10 @@ def alternate(
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Call `work`; return its seconds, with GPU synchronization, and its result."""
+    """Call `work`, and return its duration in seconds and its result.
+
+    The GPU is synchronized before and after the call.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()

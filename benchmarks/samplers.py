@@ -136,7 +136,7 @@ class Generate:
         longest = max(map(len, rows))
         ids = torch.tensor([[*[PAD] * (longest - len(row)), *row] for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        # The type of `model.generate` lacks a return type.
+        # `model.generate` has no annotated return type.
         generate = cast("Callable[..., torch.Tensor]", self.model.generate)
         output = generate(
             input_ids=ids.to(self.model.device),

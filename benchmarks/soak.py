@@ -242,7 +242,7 @@ class Serving:
             return
         reply = await http.post("/phase1/reasoning", json=body)
         self.statuses[str(reply.status_code)] += 1
-        if reply.status_code in (429, 503):  # not lost: the client should retry
+        if reply.status_code in (429, 503):  # not lost, because the client can retry
             await asyncio.sleep(1)
         elif reply.status_code != 200 or (body["stream"] and "event: done" not in reply.text):
             self.failures.append(f"{body}: {reply.status_code} {reply.text[-100:]}")

@@ -1,4 +1,4 @@
-"""Adds the files outside docs/ to which its pages link to the site that `make docs` builds.
+"""Extends the site of `make docs` with the files outside docs/ to which its pages link.
 
 The copy of README.md on the site is `repository/README.md`. A code file becomes a page with syntax
 highlighting, and other files are copied. A link to a folder becomes plain text.

@@ -312,7 +312,7 @@ def recompute(
 
 def compute(expression: str) -> Fraction | None:
     """Compute +, -, *, / and brackets of decimal numbers exactly; return None for anything else."""
-    if re.search(r"%|(?:^|[-+*/(])\s*\+", expression):  # no percentages, no plus as a sign
+    if re.search(r"%|(?:^|[-+*/(])\s*\+", expression):  # a percentage or a plus sign
         return None
     try:
         return evaluate_expression(expression)

@@ -83,7 +83,7 @@ class EvaluateConfig(AskingConfig):
 
 
 def load_unseen(config: EvaluateConfig) -> list[Problem]:
-    """Load the evaluation problems, without those that made or selected the lessons.
+    """Load the evaluation problems, without those used to make or to select the lessons.
 
     The problems left out are those that any generator of the run practised on, and those recorded
     with the libraries, which may be from other runs.
@@ -221,7 +221,7 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
 def estimate(
     config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
 ) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of each role's (requests, input tokens)."""
+    """Return upper bounds of the numbers of requests and input tokens, by role."""
     one = tokens_of([problem.question for problem in problems])
     asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
     read = config.samples * one * len(asked)

@@ -207,7 +207,7 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of each role's (requests, input tokens).
+    """Return upper bounds of the numbers of requests and input tokens, by role.
 
     Every plan is counted with the maximum length of a reply.
     """
