@@ -241,9 +241,9 @@ def _follow(
 ) -> bool:
     """Return whether the equations follow from the given numbers and from each other.
 
-    Each must be exact, and its numbers must be given, earlier results, or shares used as factors or
-    divisors. Each result but the last must be used later, and may not equal another number, because
-    it would be unclear which of the two is meant.
+    Each equation must be exact. Its numbers must be given or be earlier results; factors and
+    divisors may also be `shares`, such as 7 for "a week". Each result but the last must be used
+    later, and may not equal another number, because it would be unclear which of the two is meant.
     """
     known, needed = {*given}, set()
     for number, (left, right) in enumerate(equations, 1):
