@@ -117,7 +117,7 @@ soak: $(STAMP)
 docs: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
-	@echo "site/ is written; to look at it with its search: python3 -m http.server --directory site --bind 127.0.0.1 8009"
+	@echo "site/ is written; to view it with a working search: python3 -m http.server --directory site --bind 127.0.0.1 8009"
 
 reference: $(STAMP)
 	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py

@@ -295,7 +295,10 @@ def draw_near(number: int, rng: random.Random) -> int:
 def recompute(
     equations: Sequence[Equation], values: Mapping[Fraction, str]
 ) -> list[Equation] | None:
-    """Return the equations with new numbers, or None if the kind of a result changes."""
+    """Return the equations with new numbers, or None if a result changes its sign or its kind.
+
+    A whole result must stay whole, and another result must have at most two decimals.
+    """
     known, changed = dict(values), []
     for left, right in equations:
         left = _put_in(known, _NUMBER, left)

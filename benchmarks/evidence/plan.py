@@ -170,7 +170,7 @@ class EvidenceConfig:
     base_new_tokens: int = count(192, "maximum completion length of the base model")
     greedy_problems: int = count(80, "problems per test set")
     sampled_problems: int = count(16, "problems per test set on which sampled accuracy is measured")
-    base_sampled: int = count(8, "the same number for the base model")
+    base_sampled: int = count(8, "problems per test set on which the base model is sampled")
     samples: int = count(16, "sampled completions per problem", at_least=2)
     curve_problems: int = count(40, "validation problems for the accuracy during training")
     curve_samples: int = count(2, "sampled validation completions per problem")
