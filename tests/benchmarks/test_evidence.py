@@ -74,7 +74,7 @@ def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
 
     fix()
     fix(seeds=(0, 7))  # these may change
-    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
+    with pytest.raises(UsageError, match="started with --steps 6, not 13"):
         fix(steps=13)
     assert read_json(tmp_path / "settings.json") == EvidenceConfig().settings()
 
@@ -102,7 +102,7 @@ def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
     EvidenceConfig(grid=tmp_path).fix()
     second.join()
     (said,) = refused
-    assert "begun with --steps 6, not 13" in said
+    assert "started with --steps 6, not 13" in said
     assert read_json(tmp_path / "settings.json")["steps"] == 6
 
 
@@ -552,7 +552,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
     assert begun == [("train", "sft-s0"), ("train", "sft-s1"), ("judge", "sft-s1")]
     said = capsys.readouterr().out
     assert f"sft-s0: failed; see the end of {config.folder(Cell('sft', 0))}/log.txt" in said
-    assert "grpo-s0: left for later" in said
+    assert "grpo-s0: skipped for now" in said
     assert "failed: sft-s0; 2 cells are left" in said
 
 
