@@ -54,7 +54,7 @@ _CHOOSES = re.compile(
     r"|tall|heavi|light|cheap|old|young|fast|slow|big|quick|clos|near|far)est|farthest|furthest)\b"
 )
 
-# Numbers as words, and the factors that units stand for.
+# Numbers as words, and the factors that words such as "week" imply.
 _WORDS = yaml.safe_load(Path(__file__).with_name("number_words.yaml").read_text(encoding="utf-8"))
 
 _RESULT = re.compile(r"\s*\$?(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)")

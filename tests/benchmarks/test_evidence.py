@@ -657,7 +657,7 @@ def test_a_report_keeps_the_seeds_that_are_there(finished, tmp_path):
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no cell is done"):
+    with pytest.raises(UsageError, match="no cell is finished"):
         report.write_report(EvidenceConfig(grid=tmp_path / "a", docs=tmp_path / "b"))
 
 
