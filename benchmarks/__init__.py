@@ -1,1 +1,1 @@
-"""Benchmarks of this project against its peers. README.md lists what each script measures."""
+"""Compares this project with other programs. README.md lists what each script measures."""

@@ -1,7 +1,8 @@
-"""Check whether a completion depends on its batch on this machine.
+"""Checks whether a completion depends on its batch on this machine.
 
-The same completions are sampled in fp32 and in bf16, with several numbers of rows and threads. The
-exit status is 1 if any bit differs where every bit must be equal.
+The same completions are sampled in fp32 and in bf16, with several batch sizes and numbers of
+threads. The exit status is 1 if tokens or log-probabilities differ in any bit, except in a dtype
+for which the sampler reports that completions may depend on their batch.
 
     python -m benchmarks.batch_invariance --adapter weights/final_rlm_lora
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-GROUP = 8  # completions of a prompt
+GROUP = 8  # completions per prompt
 MAX_NUM_SEQS = (64, 16, 1)
 DTYPES = ("float32", "bfloat16")
 ON_CPU = Device("cpu", torch.float32, "compared in both dtypes")
@@ -45,7 +46,9 @@ class BatchInvarianceConfig(harness.BenchmarkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.completions % GROUP:
-            raise ValueError(f"--completions must be a multiple of {GROUP}, those of a prompt")
+            raise ValueError(
+                f"--completions must be a multiple of {GROUP} (completions per prompt)"
+            )
 
 
 @contextmanager
@@ -99,8 +102,8 @@ def main(config: BatchInvarianceConfig) -> int:
         model = load_adapter(model, config.adapter, trainable=False)
     completions = {name: sampled(config, model, tokenizer, name) for name in DTYPES}
     for found in completions.values():
-        show_table("", found["settings"], "sampled")
-        terminal.line(found["note"] or "every bit must be equal in all batches")
+        show_table("", found["settings"], "setting")
+        terminal.line(found["note"] or "all settings must give bitwise identical completions")
     broken = any(
         row["other tokens"] or row["other logprobs"]
         for found in completions.values()
@@ -109,7 +112,7 @@ def main(config: BatchInvarianceConfig) -> int:
     )
     content = {"equal": not broken, "completions": completions}
     harness.write_report(config.json, content | harness.provenance("batch_invariance"))
-    terminal.line("our code's bits DIFFER between batches" if broken else "all equal")
+    terminal.line("completions DIFFER between batches" if broken else "all as expected")
     return 1 if broken else 0
 
 

@@ -1,4 +1,7 @@
-"""Print how to run a benchmark: `benchmarks` is this file if a script is run by its path."""
+"""Prints how to run a benchmark.
+
+If a script in this folder is run by its path, Python imports this file as `benchmarks`.
+"""
 
 import sys
 from pathlib import Path

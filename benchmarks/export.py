@@ -1,10 +1,11 @@
-"""Compare exported models with the original: merged in plain transformers, GGUF in llama.cpp.
+"""Compares exported models with the base model and its adapter.
 
-`inference.py` exports base and adapter. Each exported model answers problems greedily, without a
-tool. Its first answers are compared token by token with those of base and adapter in fp32. All
-answers are graded.
+`inference.py` exports a merged model, which plain transformers runs, and GGUF files, which
+llama.cpp runs. Each exported model answers problems greedily, without a tool. Its first answers are
+compared token by token with those of the base model with the adapter in fp32. All answers are
+graded.
 
-    pip install -e '.[llama-cpp]'    # without it, only the merged model is tried
+    pip install -e '.[llama-cpp]'    # without it, only the merged model is tested
     python -m benchmarks.export --json docs/results/export.json
 """
 
@@ -33,10 +34,10 @@ from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, loa
 
 KINDS = ("f16", "q8_0")
 SECONDS = 600  # time limit of llama.cpp for one answer
-# The exported models answer PROBLEMS problems; the base and the adapter answer the first COMPARED.
+# Each exported model answers PROBLEMS problems. The base model with the adapter answers the first
+# COMPARED of them.
 PROBLEMS, COMPARED = 100, 20
 MAX_NEW_TOKENS = 96
-
 
 Conversations = Sequence[Sequence[dict[str, str]]]  # chat messages of each problem
 
@@ -49,7 +50,7 @@ class ExportConfig(harness.BenchmarkConfig):
 
 @dataclass(frozen=True)
 class Answers:
-    """Token ids of prompts and completions, as one program made them."""
+    """Contains the token ids of the prompts and completions of one program."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -101,7 +102,7 @@ def ask_transformers(folder: Path, conversations: Conversations) -> Answers:
 
 
 def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
-    """Export the models, ask each, compare the answers; return {exported model: figures}."""
+    """Export the models, compare their answers, and return {exported model: figures}."""
     info = AdapterInfo.load(config.adapter)
     problems = load_problems(config.dataset, "test", max_samples=PROBLEMS, seed=config.seed)
     tokenizer = load_tokenizer(config.model)
@@ -172,7 +173,7 @@ def main(config: ExportConfig) -> int:
     if len(figures) > 1:
         package = f"xllamacpp {metadata.version('xllamacpp')}"
     else:
-        terminal.line("no GGUF file was tried: pip install -e '.[llama-cpp]'")
+        terminal.line("no GGUF file was tested; to test GGUF: pip install -e '.[llama-cpp]'")
     content = {"models": figures, "llama_cpp": package, **harness.provenance("export")}
     harness.write_report(config.json, content)
     merged = figures["merged"]

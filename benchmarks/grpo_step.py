@@ -1,11 +1,11 @@
-"""Seconds and peak memory of a whole GRPO step: our trainer and TRL's GRPOTrainer on the same work.
+"""Measures the time and peak memory of a GRPO step in our trainer and in TRL's GRPOTrainer.
 
 Both have the same model, initial adapter, prompts, group size, lengths and optimizer. They run in
-turns, each in its own process. Rewards are scripted so that the share of groups with signal is
-known: half of the groups in the headline cell, all of them in the second.
+turns, each in its own process. The rewards are scripted: they differ in half of the groups (the
+headline case) or in all groups.
 
     python -m benchmarks.grpo_step --adapter weights/sft_lora --json docs/results/grpo_step.json
-    python -m benchmarks.grpo_step --alone --group-size 16    # ours alone, at full length
+    python -m benchmarks.grpo_step --alone --group-size 16    # our trainer alone, full length
 """
 
 from __future__ import annotations
@@ -34,19 +34,24 @@ class GRPOStepConfig(harness.BenchmarkConfig):
     group_size: int = flag(8, "completions per problem", min=2)
     max_new_tokens: int = flag(128, "maximum completion length in tokens", min=1)
     steps: int = flag(3, "measured steps per process, after one warmup step", min=1)
-    rounds: int = flag(2, "processes per arm and cell, run in turns", min=1)
+    rounds: int = flag(2, "processes of each trainer in each case, run in turns", min=1)
     alone: bool = flag(
-        False, "measure rlm without TRL; all groups have signal, and end tokens are ignored"
+        False, "measure only rlm; the rewards of all groups differ, and end tokens are ignored"
     )
-    trl_batch: int = flag(8, "TRL: rows per forward pass", group="TRL", min=1)
+    trl_batch: int = flag(8, "TRL: completions per forward pass", group="TRL", min=1)
     trl_autocast: bool = flag(False, "TRL: its bf16 option (mixed precision)", group="TRL")
-    trl_malloc: bool = flag(False, "TRL: with our allocator settings", group="TRL")
-    trl_attn: str = flag("sdpa", "TRL: attention", group="TRL", choices=("sdpa", "eager"))
+    trl_malloc: bool = flag(False, "TRL: use rlm's allocator settings", group="TRL")
+    trl_attn: str = flag(
+        "sdpa", "TRL: attention implementation", group="TRL", choices=("sdpa", "eager")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size * self.group_size % self.trl_batch:
-            raise ValueError("--trl-batch must divide the completions of a step")
+            raise ValueError(
+                "--trl-batch must divide the number of completions per step "
+                "(--batch-size x --group-size)"
+            )
 
     def trl_settings(self) -> dict[str, Any]:
         """Return TRL's settings for `trl_arm`, without the prefix `trl_`."""
@@ -75,7 +80,7 @@ class GRPOStepConfig(harness.BenchmarkConfig):
 
 
 def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Make a cell from the arms' results, except the first step of each process (the warm-up)."""
+    """Make a case of the report, without the first step of each process, which is the warmup."""
     steps = {arm: [s for run in found for s in run["steps"][1:]] for arm, found in runs.items()}
     totals = {arm: [step["total"] for step in rows] for arm, rows in steps.items()}
     cell = harness.cell(CELLS[reward], "s/step", totals, more_is_better=False)
@@ -83,7 +88,7 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
         cell["arms"][arm] |= {
             "parts": {part: harness.summary([step[part] for step in rows]) for part in PARTS},
             "length_mean": mean(step["length_mean"] for step in rows),
-            # Seconds from one reward call to the next: the same outside clock for both trainers.
+            # The seconds between two calls of the reward do not depend on a trainer's own timing.
             "between_calls": harness.summary([s for r in runs[arm] for s in r["between_calls"]]),
             "peak_memory_gb": harness.summary([r["peak_memory_gb"] for r in runs[arm]]),
         }
@@ -95,7 +100,7 @@ def step_cell(reward: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, A
 
 
 def finished(reward: str, arm: str, process: int, result: dict[str, Any]) -> str:
-    """Return a line about a finished process: the seconds of its measured steps."""
+    """Return a line with the seconds of the measured steps of a process."""
     steps = [f"{step['total']:.1f}" for step in result["steps"][1:]]
     return f"{CELLS[reward]}, {arm}, process {process}: {', '.join(steps)} s/step"
 
@@ -110,11 +115,11 @@ def show_parts(cells: Sequence[dict[str, Any]]) -> None:
             planned = f"{cell['planned_memory_gb']:.2f}"
             row["planned, GB"] = planned if arm == harness.OURS else ""
             rows[f"{cell['name']}, {arm}"] = row
-    show_table("", rows, "cell, arm")
+    show_table("", rows, "case, trainer")
 
 
 def main(config: GRPOStepConfig) -> int:
-    """Run all cells. Each process begins with a warm-up step."""
+    """Run all cases. Each process begins with a warmup step."""
     prepare_process()
     settings, cells = config.trl_settings(), []
     for reward in ("all",) if config.alone else CELLS:

@@ -1,8 +1,9 @@
-"""Shared parts of the benchmarks: options, alternating arms, processes, reports.
+"""Contains what the benchmarks share: options, measuring in turns, child processes and reports.
 
-A report is a JSON file. It has the `ratio` of the headline cell (and its `memory_ratio`, if memory
-was measured), every repetition of every arm under `cells`, and what is needed to reproduce it
-(command, machine, commit, date).
+A benchmark compares programs (*arms*) in several cases (*cells*). Its report is a JSON file with
+the `ratio` of the headline case (and its `memory_ratio`, if memory was measured), every repetition
+of every program under `cells`, and what is needed to repeat the benchmark (command, machine, commit
+and date).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ T = TypeVar("T")
 
 OURS = "ours"
 ROOT = Path(__file__).parent.parent
-# These decide how fast a CPU multiplies matrices, and in which dtypes.
+# The instruction sets that decide how fast a CPU multiplies matrices, and in which dtypes.
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("torch", "transformers", "trl", "peft")
 
 
 @dataclass
 class BenchmarkConfig:
-    """The options of every benchmark."""
+    """Contains the options that all benchmarks have."""
 
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or folder (also from benchmarks.shapes)")
     dataset: str = flag("word-problems:1", "dataset that provides the prompts")
@@ -65,10 +66,10 @@ def alternate(
     warm_up: bool = True,
     say: Callable[[str, int, T], str] | None = None,
 ) -> dict[str, list[T]]:
-    """Run the arms in turns (A B A B …), so that disturbances affect all; return their results.
+    """Run the programs in turns (A B A B …), so that disturbances affect all; return their results.
 
-    An arm is called with the number of the repetition, so that all arms get the same work. Number 0
-    is the warm-up, whose result is dropped.
+    Each program is called with the number of the repetition, so that all programs get the same
+    work. Number 0 is the warmup, whose result is dropped.
 
     Args:
         say: returns a line about a result, which is printed with the progress and the time left.
@@ -90,7 +91,10 @@ def alternate(
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Call `work`; return its seconds, with GPU synchronization, and its result."""
+    """Call `work`, and return its duration in seconds and its result.
+
+    The GPU is synchronized before and after the call.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -101,7 +105,7 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 class ChildFailed(RuntimeError):
-    """A benchmark's child process failed; the message has the end of its output."""
+    """Raised if a child process fails; the message contains the end of its output."""
 
 
 def run_child(
@@ -117,7 +121,7 @@ def run_child(
 
     Args:
         log: file for the child's output (None: a temporary file).
-        inherited: file descriptors that the child keeps open, such as a lock's.
+        inherited: file descriptors that the child keeps open, such as that of a lock.
     """
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder) / "result.json", log or Path(folder) / "log.txt"
@@ -180,12 +184,13 @@ def summary(runs: Sequence[float]) -> dict[str, Any]:
 def cell(
     name: str, unit: str, runs: Mapping[str, Sequence[float]], *, more_is_better: bool
 ) -> dict[str, Any]:
-    """Make a cell of a report. For any unit, a ratio above 1 means that ours is better.
+    """Make a case of a report. For any unit, a ratio above 1 means that this project is better.
 
-    The ratio is that of the medians; its range is that of the repetitions' ratios.
+    The ratio is computed from the medians, and its range from the ratios of single repetitions.
 
     Args:
-        runs: arm → results, "ours" among them; repetition i is the same work in every arm.
+        runs: program → its results; this project is "ours". Repetition i is the same work for every
+            program.
     """
     arms = {arm: summary(values) for arm, values in runs.items()}
     ratio, ranges = {}, {}
@@ -207,7 +212,7 @@ def report(
     memory_gb: Mapping[str, float] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Make the report for `--json`; the ratio of the headline cell is the benchmark's."""
+    """Make the report for `--json`; its `ratio` is that of the headline case."""
     if memory_gb:
         ratio = {arm: memory_gb[OURS] / peak for arm, peak in memory_gb.items() if arm != OURS}
         more = {"memory_ratio": ratio, "memory_gb": dict(memory_gb), **more}
@@ -222,7 +227,7 @@ def report(
 
 
 def provenance(benchmark: str) -> dict[str, Any]:
-    """Return the command, machine, commit and date that a repetition of the benchmark needs."""
+    """Return the command, machine, commit and date, which are needed to repeat the benchmark."""
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "machine": describe_machine(),
@@ -267,7 +272,10 @@ def describe_machine() -> dict[str, Any]:
 
 
 def show(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of each cell: the arms' medians (minimum – maximum) and the ratios."""
+    """Print a table with a row per case: each program's median (minimum – maximum), and the ratios.
+
+    For any unit, a ratio above 1 means that this project is better.
+    """
     rows = {}
     for row in cells:
         columns = {

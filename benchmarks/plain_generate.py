@@ -1,4 +1,4 @@
-"""Sample greedily from a saved model with transformers alone: this file imports nothing of ours.
+"""Decodes greedily from a saved model with transformers alone, without importing `rlm`.
 
 python benchmarks/plain_generate.py FOLDER MAX_NEW_TOKENS < conversations.json
 """

@@ -1,8 +1,9 @@
-"""Measure rollouts: tokens per second of our sampler and its peers on the same prompts.
+"""Measures the throughput of our sampler, of transformers' `generate` and of vLLM.
 
-In cells of fixed length, every row draws --new-tokens tokens and end tokens are off. In the cell of
-real lengths, rows end where those of a real run ended (benchmarks/lengths.json), and only their
-tokens count. The headline is 64 rows of fixed length.
+All programs get the same prompts. In the cases of fixed length, every completion (row) has
+--new-tokens tokens, and end tokens are ignored. In the case of real lengths, completions end where
+those of a training run ended (benchmarks/lengths.json), and only their tokens count. The headline
+case has 64 completions of fixed length.
 
     python -m benchmarks.rollout --json docs/results/rollout.json
     python -m benchmarks.rollout --adapter weights/sft_lora
@@ -25,23 +26,25 @@ from rlm.data import FORMATS, load_problems, render_prompt
 from rlm.model import load_adapter, load_base, load_tokenizer, pick_device, prepare_process
 from rlm.sampling import Sampler, prompt_seed
 
-LENGTHS = Path(__file__).with_name("lengths.json")  # lengths of a real run's completions
+LENGTHS = Path(__file__).with_name("lengths.json")  # completion lengths of a training run
 GROUP = 8  # completions per prompt
-HEADLINE_ROWS = 64  # if --rows lacks them, the cell with the most rows
-# With real lengths: our sampler's max_num_seqs, and the batch size of `generate`.
+HEADLINE_ROWS = 64  # if --rows does not contain it, the largest number of rows is the headline
+# The max_num_seqs of our sampler and the batch size of `generate` in the case of real lengths.
 MAX_NUM_SEQS = 64
-# Seconds to wait before each measurement: vLLM's threads go on spinning for a second or two after
-# its last token, on the cores that the next arm needs.
+# Seconds to wait before each measurement, because vLLM keeps the cores busy for a second or two
+# after its last token.
 SERVER_REST = 4.0
 
 
 @dataclass
 class RolloutConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter for rlm and generate")
-    rows: tuple[int, ...] = flag((8, 32, 64, 128), "completions per batch, one cell each", min=1)
-    new_tokens: int = flag(128, "tokens per row in the cells of fixed length", min=1)
-    lengths: bool = flag(True, "also replay the recorded lengths")
-    repeats: int = flag(3, "measured repetitions of each cell, after a warmup", min=1)
+    rows: tuple[int, ...] = flag(
+        (8, 32, 64, 128), "completions per batch; each number is a case", min=1
+    )
+    new_tokens: int = flag(128, "completion length in the cases of fixed length, in tokens", min=1)
+    lengths: bool = flag(True, "also measure the case of real lengths")
+    repeats: int = flag(3, "measured repetitions of each case, after a warmup", min=1)
     vllm_url: str | None = flag(None, "URL of a running `vllm serve` with the same model")
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ Arms = Mapping[str, samplers.Draw]
 
 
 class Bench:
-    """The loaded model, and the work that each repetition gives to all arms."""
+    """Contains the loaded model, and chooses the prompts of each repetition."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
@@ -64,7 +67,7 @@ class Bench:
         self.policy = load_adapter(base, adapter, trainable=False) if adapter else base
 
     def work(self, prompts: int, repetition: int) -> tuple[list[list[int]], list[int]]:
-        """Return the prompts and seeds of a repetition: new in each, equal for every arm."""
+        """Return the prompts and seeds of a repetition, which are the same for every program."""
         start = repetition * prompts
         chosen = [self.problems[(start + i) % len(self.problems)] for i in range(prompts)]
         texts = [render_prompt(self.tokenizer, p.question, FORMATS["deepseek"]) for p in chosen]
@@ -73,7 +76,7 @@ class Bench:
     def time(
         self, arms: Arms, name: str, lengths: samplers.Lengths, rows_at_once: int
     ) -> dict[str, list[float]]:
-        """Measure the tokens per second of the arms in turns, and print a line for each result."""
+        """Measure the tokens per second of the programs in turns, and print each result."""
         rest = SERVER_REST if self.config.vllm_url else 0
         tokens = sum(map(sum, lengths))
 
@@ -82,7 +85,7 @@ class Bench:
             return rate(partial(draw, prompts, lengths, seeds, rows_at_once), tokens, rest)
 
         def say(arm: str, repetition: int, found: float) -> str:
-            kept = f"repetition {repetition}" if repetition else "warm-up"
+            kept = f"repetition {repetition}" if repetition else "warmup"
             return f"{name}, {arm}, {kept}: {found:.0f} tokens/s"
 
         timed = {arm: partial(run, draw) for arm, draw in arms.items()}
@@ -90,11 +93,11 @@ class Bench:
 
 
 def rate(work: Callable[[], int], expected: int, rest: float = 0) -> float:
-    """Wait `rest` seconds, run `work`, return its tokens per second."""
+    """Wait `rest` seconds, run `work`, and return its tokens per second."""
     time.sleep(rest)
     seconds, drawn = harness.timed(work)
     if drawn != expected:
-        raise RuntimeError(f"the arm drew {drawn} tokens instead of {expected}")
+        raise RuntimeError(f"the program generated {drawn} tokens instead of {expected}")
     return expected / seconds
 
 
@@ -125,7 +128,7 @@ def lengths_cell(
 
 
 def main(config: RolloutConfig) -> int:
-    """Load the model, choose the options of `generate`, run all cells."""
+    """Load the model, choose the options of `generate`, and run all cases."""
     prepare_process()
     bench = Bench(config)
     # Our sampler comes before `generate`, which changes the model's config.
@@ -134,7 +137,7 @@ def main(config: RolloutConfig) -> int:
     arms["generate"] = generate.draw
     if config.vllm_url:
         arms["vllm"] = samplers.VLLM(config.vllm_url).draw
-    # 32 rows, or fewer if no cell has more.
+    # The options are chosen with 32 rows, or with fewer if no case has so many.
     texts, seeds = bench.work(min(32, max(config.rows)) // GROUP, 0)
     tried = generate.choose_options(texts, GROUP, seeds)
     terminal.line(f"generate: {', '.join(f'{k} {s:.1f} s' for k, s in tried.items())}")

@@ -1,6 +1,6 @@
-"""The arms of `rollout.py`: our sampler, transformers' `generate`, a vLLM server.
+"""Contains the programs that `rollout.py` compares: our sampler, `generate`, and a vLLM server.
 
-The method `draw` of each arm ends every row at its given length.
+The method `draw` of each class samples completions (rows) of given lengths.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Lengths = Sequence[Sequence[int]]  # by prompt and completion
 Seeds = Sequence[int]  # one per prompt
 Draw = Callable[[Prompts, Lengths, Seeds, int], int]  # (…, rows_at_once) → useful tokens
 TIMEOUT = 3600.0  # seconds; a CPU server may work for minutes on a batch
-AT_ONCE = 1024  # requests in flight to vLLM: more than a batch has
-PAD = 0  # padding is masked, so any token would do
-PROBE_TOKENS = 32  # tokens per row when the options of `generate` are compared
+AT_ONCE = 1024  # maximum number of simultaneous requests to vLLM; a batch has fewer
+PAD = 0  # the pad token, which can be any token because padding is masked
+PROBE_TOKENS = 32  # completion length in tokens when the options of `generate` are compared
 
 
 @dataclass
 class Ours:
-    """Our sampler. If lengths differ, freed rows are refilled at once."""
+    """Samples with this project's sampler, which starts a new completion when another ends."""
 
     sampler: Sampler
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
-        """Draw completions of the given lengths; return their number of tokens.
+        """Sample completions of the given lengths, and return their number of tokens.
 
-        If all lengths are equal, end tokens are off. Otherwise an end token is forced at each
-        row's length, and any that is drawn earlier is replaced by another token.
+        If all lengths are equal, end tokens are ignored. Otherwise, the last token of each
+        completion is forced to be an end token, and an earlier end token is replaced.
         """
         sampler, stop_ids = self.sampler, self.sampler.stop_ids
         sampler.max_num_seqs = rows_at_once
@@ -100,10 +100,10 @@ class EndAt(StoppingCriteria):
 
 @dataclass
 class Generate:
-    """`model.generate` on left-padded prompts with an attention mask and unchanged logits.
+    """Samples with `model.generate` on left-padded prompts, with an attention mask.
 
-    No end token is set, so that no row ends early. This costs nothing, while `min_new_tokens` would
-    rewrite the logits of every step.
+    No end token is set, so that no completion ends early. Unlike `min_new_tokens`, this does not
+    require a logits processor in every step.
     """
 
     model: PreTrainedModel | PeftModel
@@ -126,7 +126,7 @@ class Generate:
             ends = torch.tensor([length for _, length in batch], device=self.model.device)
             drawn = self._generate([prompt for prompt, _ in batch], int(ends.max()), ends)
             if drawn.shape[1] != ends.max():
-                raise RuntimeError(f"generate drew {drawn.shape[1]} tokens instead of {ends.max()}")
+                raise RuntimeError(f"generated {drawn.shape[1]} tokens instead of {ends.max()}")
             useful += int(ends.sum())
         return useful
 
@@ -136,7 +136,7 @@ class Generate:
         longest = max(map(len, rows))
         ids = torch.tensor([[*[PAD] * (longest - len(row)), *row] for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        # The type of `model.generate` lacks a return type.
+        # `model.generate` has no annotated return type.
         generate = cast("Callable[..., torch.Tensor]", self.model.generate)
         output = generate(
             input_ids=ids.to(self.model.device),
@@ -155,7 +155,7 @@ class Generate:
         return output[:, longest:]
 
     def choose_options(self, prompts: Prompts, n: int, seeds: Seeds) -> dict[str, float]:
-        """Try each kind of cache once and keep the fastest; return the seconds of each."""
+        """Time each kind of cache after a warmup, keep the fastest, and return the seconds."""
         work = (prompts, [[PROBE_TOKENS] * n] * len(prompts), seeds, len(prompts) * n)
         kinds: dict[str, dict[str, Any]] = {
             "dynamic cache": {},
@@ -172,7 +172,7 @@ class Generate:
 
 
 class VLLM:
-    """A running `vllm serve` with the same model, which gets prompts as token ids.
+    """Samples with a running `vllm serve` of the same model, which gets prompts as token ids.
 
     All requests are sent at once; the server batches them itself.
     """
@@ -182,7 +182,7 @@ class VLLM:
         self.model = self.client.models()[0]["id"]
 
     def draw(self, prompts: Prompts, lengths: Lengths, seeds: Seeds, rows_at_once: int) -> int:
-        """Draw completions. With equal lengths, a prompt is one request and is prefilled once."""
+        """Sample completions. If all lengths are equal, each prompt is a single request."""
         jobs = [
             (prompt, 1, length, seed + row)
             for prompt, group, seed in zip(prompts, lengths, seeds, strict=True)
@@ -207,7 +207,7 @@ class VLLM:
             }
             drawn = self.client.post("completions", body)["usage"]["completion_tokens"]
             if drawn != n * max_tokens:
-                raise RuntimeError(f"vLLM drew {drawn} tokens instead of {n * max_tokens}")
+                raise RuntimeError(f"vLLM generated {drawn} tokens instead of {n * max_tokens}")
             return drawn
 
         with ThreadPoolExecutor(len(jobs)) as pool:

@@ -1,8 +1,9 @@
-"""Time our server and `transformers serve` on the base model, with requests at once and in a row.
+"""Measures our server and `transformers serve` on sequential and on simultaneous requests.
 
-Both get the same requests by OpenAI's protocol: the format's system prompt, a word problem,
-temperature 0 and the same token limit. This script starts each as its own process and measures them
-in turns. Throughput counts completion tokens as the server reports them.
+Both serve the base model, and get the same requests by OpenAI's protocol: the format's system
+prompt, a word problem, temperature 0 and the same token limit. This script starts each server as
+its own process, and measures the servers in turns. The throughput is computed from the numbers of
+completion tokens that the servers report.
 
     python -m benchmarks.serving --json docs/results/serving.json
 """
@@ -39,7 +40,7 @@ class ServingConfig(harness.BenchmarkConfig):
 
 
 class Server(NamedTuple):
-    """A running server: its URL, model name, and the messages to send before each question."""
+    """Describes a running server: its URL, its model, and the messages before each question."""
 
     url: str
     model: str
@@ -47,7 +48,7 @@ class Server(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The timing of some requests: total seconds, tokens, seconds to each first token."""
+    """Contains the total seconds and tokens of requests, and the seconds to each first token."""
 
     seconds: float
     tokens: int
@@ -103,7 +104,7 @@ async def ask(
 def time_servers(
     config: ServingConfig, servers: dict[str, Server], at_once: bool
 ) -> dict[str, list[Timed]]:
-    """Time the servers in turns; each repetition has other problems."""
+    """Time the servers in turns. Each repetition uses other problems."""
     problems = load_problems(config.dataset, "train", max_samples=200, seed=config.seed)
 
     def run(server: Server, repetition: int) -> Timed:
@@ -117,7 +118,7 @@ def time_servers(
 
 
 def measure(config: ServingConfig, servers: dict[str, Server]) -> dict[str, Any]:
-    """Measure all figures with requests at once and in a row; return the report."""
+    """Measure sequential and simultaneous requests, and return the report."""
     runs = {at_once: time_servers(config, servers, at_once) for at_once in (False, True)}
     cells = [
         harness.cell(

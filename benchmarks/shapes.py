@@ -1,6 +1,6 @@
-"""Write a model with a published shape and random weights, to measure without a download.
+"""Writes a model with a published architecture and random weights, without a download.
 
-Its text is meaningless, but its speed and memory are the real model's.
+Its completions are meaningless, but its speed and memory use are those of the real model.
 
     python -m benchmarks.shapes qwen2.5-0.5b runs/qwen2.5-0.5b
     python -m benchmarks.grpo_step --model runs/qwen2.5-0.5b
@@ -39,7 +39,7 @@ class ShapeConfig:
 
 
 def main(config: ShapeConfig) -> int:
-    """Write weights in the machine's dtype and the embedded tokenizer, for from_pretrained."""
+    """Write the weights, in the machine's dtype, and the tokenizer of the embedded model."""
     device, tokenizer = pick_device(), load_tokenizer(EMBEDDED_MODEL)
     kind, *sizes = SHAPES[config.shape]
     shape = AutoConfig.for_model(

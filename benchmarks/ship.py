@@ -1,12 +1,12 @@
-"""Ship a trained adapter: average it with its start, round it to bf16, evaluate it, write its card.
+"""Prepares a trained adapter for shipping: averages, rounds and evaluates it, and writes its card.
 
 GRPO improves a model on the problems that it trains on, and may cost accuracy on others. A weighted
-average of the weights before and after often keeps most of both (WiSE-FT, arXiv 2109.01903). The
-weight is chosen on the validation splits of the training data.
+average of the weights before and after GRPO often keeps most of both (WiSE-FT, arXiv 2109.01903).
+The weight is chosen on the validation splits of the training data. The average is rounded to bf16.
 
-The shipped adapter and the SFT adapter that it started from answer each test set greedily, once
-without a tool and once with the tool of training. The figures go into the card. --results gets the
-figures and each problem's verdict.
+The shipped adapter and the SFT adapter from which GRPO started answer each test set greedily, once
+without a tool and once with the tool of training. The model card contains the accuracies, and the
+file --results also contains the verdict on each answer.
 
     python -m benchmarks.ship runs/shipped/final_rlm_lora --sets elementary,data/everyday.jsonl
 """
@@ -48,12 +48,11 @@ from rlm.tools import load_tool
 
 LARGEST_MB = 20
 NAMES = ("start", "shipped")  # the SFT adapter, and the shipped one
-# Candidate weights of the adapter after GRPO in the average. Of equals, the first is chosen.
+# Candidate weights of the adapter after GRPO in the average. In a tie, the first is chosen.
 WEIGHTS = (1.0, 0.75, 0.5, 0.25, 0.0)
 NAMELESS = "a dataset without a name"  # the problems were passed to a trainer in Python
 
-
-# Fields of run.json that loading needs or that were measured. Others may have local paths.
+# Fields of run.json that loading needs or that were measured. Other fields may contain local paths.
 PUBLISHED = (
     "stage", "base_model", "base_hash", "quantize", "dataset", "answer_types", "step", "examples",
     "commit", "loss", "validation_loss", "start_accuracy", "accuracy", "validated_on",
@@ -87,7 +86,7 @@ class ShipConfig:
     def __post_init__(self) -> None:
         check_values(self)
         if self.adapter is None:
-            raise ValueError("name the adapter: python -m benchmarks.ship runs/grpo_lora")
+            raise ValueError("pass an adapter: python -m benchmarks.ship FOLDER")
 
 
 def main(config: ShipConfig) -> int:
@@ -106,7 +105,7 @@ def main(config: ShipConfig) -> int:
         weights = average(load_weights(start), load_weights(config.adapter), chosen["weight"])
         write_rounded(weights, config.adapter, folder, info.resolve_base()[0])
         adapters = {"start": start, "shipped": folder}
-        if not info.run["step"]:  # no step was better than the start, so both adapters are equal
+        if not info.run["step"]:  # GRPO exported its initial adapter, so both adapters are equal
             del adapters["start"]
         judged = judge(config, info, adapters, sets)
         for found in (found for tools in judged.values() for found in tools.values()):
@@ -129,7 +128,7 @@ def main(config: ShipConfig) -> int:
     }
     found = {"average": chosen, "sets": figures, "verdicts": verdicts}
     replace_json(config.results, origin | found)
-    terminal.line(f"{config.weights}: {config.adapter} in bf16")
+    terminal.line(f"written: {config.weights}, {config.results}")
     return 0
 
 
@@ -140,7 +139,9 @@ def replacing(target: Path) -> Iterator[Path]:
         yield written
         size = sum(file.stat().st_size for file in written.iterdir()) / 1e6
         if size > LARGEST_MB:
-            raise UsageError(f"{target}: {size:.1f} MB are too many to commit ({LARGEST_MB})")
+            raise UsageError(
+                f"{target}: {size:.1f} MB is too large to commit (at most {LARGEST_MB} MB)"
+            )
         previous = target.with_name(target.name + ".prev")
         if target.exists():
             shutil.rmtree(previous, ignore_errors=True)
@@ -161,10 +162,10 @@ def average(
 
 
 def choose_weight(config: ShipConfig, info: AdapterInfo, start: Path) -> dict[str, Any]:
-    """Choose the weight of the trained adapter in the average with its start.
+    """Choose the weight of the trained adapter in the average with its initial adapter.
 
-    It is the weight with the highest accuracy, averaged over decoding without and with the tool. It
-    is 1 if nothing was compared.
+    The weight with the highest accuracy is chosen, where the accuracies without and with the tool
+    are averaged. It is 1 if nothing was compared.
     """
     if not (config.validation and info.dataset and info.run["step"]):
         return {"weight": 1.0, "problems": 0, "accuracy": {}}
@@ -193,7 +194,7 @@ def choose_weight(config: ShipConfig, info: AdapterInfo, start: Path) -> dict[st
 
 
 def write_rounded(weights: Mapping[str, Tensor], adapter: Path, folder: Path, model: str) -> None:
-    """Write the weights in bf16, and the config of `adapter` with the base `model` in it."""
+    """Write the weights in bf16, and the config of `adapter` with `model` as its base model."""
     peft_config = read_json(adapter / "adapter_config.json")
     peft_config["base_model_name_or_path"] = model  # may be a local path
     replace_json(folder / "adapter_config.json", peft_config)
@@ -244,7 +245,7 @@ def judge(
 
 
 def figures_of(found: Found) -> dict[str, Any]:
-    """Return accuracies with intervals, and the shipped adapter's lead over its start."""
+    """Return the accuracies with intervals, and the lead of the shipped adapter over SFT."""
     before, after = (found[who].per_problem(strict=True) for who in NAMES)
     return {
         who: {grading: found[who].accuracy(strict) for grading, strict in GRADINGS.items()}

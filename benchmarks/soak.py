@@ -1,10 +1,10 @@
-"""Train and serve for an hour while things go wrong, and check that nothing was lost.
+"""Trains and serves for an hour with injected faults, and checks that nothing was lost.
 
-Training repeats the same short GRPO run. At random moments the run is interrupted (killed,
-signalled, out of disk) or its files are damaged (a checkpoint, the last line of the metrics); then
-it resumes. Its final adapter must equal that of an undisturbed run bit for bit.
-At the same time, clients send a server normal, streamed, abandoned and hostile requests. Every
-request must get the right status, and the server's memory must stay flat.
+Training repeats the same short GRPO run. At random moments the run is interrupted (by a kill, a
+signal or a full disk) or its files are damaged (a checkpoint, or the last line of the metrics).
+Then it resumes. Its final adapter must be bitwise identical to that of an undisturbed run.
+At the same time, clients send normal, streamed, abandoned and hostile requests to a server. Every
+request must get the right status, and the server's memory must not grow.
 
     python -m benchmarks.soak --minutes 60 --json docs/results/soak.json        (`make soak`)
 """
@@ -39,8 +39,8 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signa
 ACCIDENTS = (*SIGNALS, "full disk", "damaged checkpoint", "torn metrics")
 SMALL_FILE = 2_000_000  # bytes; a run's log fits, an adapter's checkpoint does not
 EXIT_OF_AN_ERROR = 2
-LEAST_SECONDS, MOST_SECONDS = 8, 90  # between a start and its accident
-ACCIDENTS_A_RUN = 12
+LEAST_SECONDS, MOST_SECONDS = 8, 90  # time between the start of a process and its fault
+ACCIDENTS_A_RUN = 12  # maximum number of faults in a run
 FAILURES_SHOWN = 20
 # Requests that must be refused: (method, path, body, content type, expected status).
 HOSTILE: tuple[tuple[str, str, bytes, str, int], ...] = (
@@ -73,7 +73,7 @@ class SoakConfig(harness.BenchmarkConfig):
 
 @dataclass
 class Training:
-    """Makes GRPO runs with accidents and keeps their outcomes."""
+    """Runs GRPO with injected faults (accidents), and records the outcomes."""
 
     config: SoakConfig
     accidents: Counter[str] = field(default_factory=Counter)
@@ -109,10 +109,10 @@ class Training:
         return file_hash(self.config.run_dir / f"{name}_adapter" / "adapter_model.safetensors")
 
     def run(self, end: float) -> None:
-        """Make runs with accidents until `end` (seconds of time.monotonic).
+        """Run GRPO with faults until `end`, a time of time.monotonic.
 
-        An exception is recorded as a failure, because it would end only the thread of this method,
-        and the report would contain no failure.
+        An exception is recorded as a failure. Otherwise, it would only end the thread of this
+        method, and the report would contain no failure.
         """
         try:
             self._make_runs(end)
@@ -128,17 +128,17 @@ class Training:
             number += 1
             name = f"disturbed_{number}"
             if code := self._finish(name, draw):
-                self.failures.append(f"{name}: left alone at last, it ended with {code}")
+                self.failures.append(f"{name} ended with {code} although no fault was injected")
             elif self.digest(name) == wanted:
                 self.equal += 1
             else:
                 self.failures.append(f"{name} differs from the undisturbed run")
 
     def _finish(self, name: str, draw: random.Random) -> int:
-        """Start and resume a run until it finishes; return its exit status.
+        """Start and resume a run until it finishes, and return its exit status.
 
-        The last start, after ACCIDENTS_A_RUN accidents, has none, because a run on a busy machine
-        might not get beyond its start between two accidents.
+        After ACCIDENTS_A_RUN faults, the run continues without faults, because on a busy machine it
+        might finish no step between two faults.
         """
         resume: tuple[str, ...] = ()
         for _ in range(ACCIDENTS_A_RUN):
@@ -148,7 +148,7 @@ class Training:
             if code == 0:
                 return 0
             if accident == "full disk" and code != EXIT_OF_AN_ERROR:
-                self.failures.append(f"{name}: a full disk ended it with {code}")
+                self.failures.append(f"{name}: with a full disk, it ended with {code}")
             folder = self.config.run_dir / name
             damaging = accident in ("damaged checkpoint", "torn metrics")
             if damaging and not _damage(folder, accident, draw):
@@ -168,9 +168,9 @@ class Training:
 
 
 def _damage(folder: Path, accident: str, draw: random.Random) -> bool:
-    """Flip a byte of the newest checkpoint, or cut the last line of the metrics, if there is one.
+    """Flip a bit of the newest checkpoint, or cut the end of metrics.jsonl off.
 
-    The only checkpoint stays whole. Return whether a file was damaged.
+    A checkpoint is damaged only if there is another one. Return whether a file was damaged.
     """
     if accident == "torn metrics":
         file = folder / "metrics.jsonl"
@@ -192,7 +192,7 @@ def _damage(folder: Path, accident: str, draw: random.Random) -> bool:
 
 @dataclass
 class Serving:
-    """Runs the clients; keeps their results and the server's memory."""
+    """Runs the clients, and records their results and the server's memory."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Serving:
         while time.monotonic() < end:
             try:
                 await (self._hostile if draw.random() < 0.3 else self._ask)(http, draw)
-            except Exception as error:  # a lost request, which this benchmark looks for
+            except Exception as error:  # a request was lost, which this benchmark must report
                 self.failures.append(f"{type(error).__name__}: {error}"[:200])
                 await asyncio.sleep(1)
 
@@ -242,13 +242,16 @@ class Serving:
             return
         reply = await http.post("/phase1/reasoning", json=body)
         self.statuses[str(reply.status_code)] += 1
-        if reply.status_code in (429, 503):  # not lost: the client should retry
+        if reply.status_code in (429, 503):  # not lost, because the client can retry
             await asyncio.sleep(1)
         elif reply.status_code != 200 or (body["stream"] and "event: done" not in reply.text):
             self.failures.append(f"{body}: {reply.status_code} {reply.text[-100:]}")
 
     def growth(self) -> float:
-        """Return the median memory of the last sixth, divided by the second sixth's; 1 is flat."""
+        """Return the factor by which the server's memory grew; 1 means that it did not grow.
+
+        The median memory in the last sixth of the time is compared with that in the second sixth.
+        """
         sixth = max(1, len(self.memory) // 6)
         later = self.memory[sixth : 2 * sixth] or self.memory
         return median(self.memory[-sixth:]) / median(later)
@@ -278,8 +281,8 @@ def main(config: SoakConfig) -> int:
     config.run_dir.mkdir(parents=True)
     training, serving = Training(config), Serving()
     command = ("server.py", "--adapter", config.adapter, "--requests-per-minute", "1000000")
-    # Training's one thread takes a core. If the server also used it, the server's threads would
-    # wait for each other and be many times slower.
+    # Training occupies one core with its single thread. If the server also used this core, its
+    # threads would wait for each other and be many times slower.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1))}
     log = config.run_dir / "server.log"
     with server_process(command, log=log, environment=threads) as (url, process):
@@ -287,7 +290,7 @@ def main(config: SoakConfig) -> int:
         worker = threading.Thread(target=training.run, args=(end,))
         worker.start()
         asyncio.run(serving.load(url, psutil.Process(process.pid), config.clients, end))
-        worker.join()  # the last run continues to its end
+        worker.join()  # waits until the last run has finished
     found = summary(config, training, serving)
     for name, value in found.items():
         if name not in ("machine", "command", "date", "commit"):

@@ -1,9 +1,9 @@
-"""Structured outputs: check that every answer fits its schema, and time the masks.
+"""Checks that structured outputs match their JSON schemas, and measures the cost of token masks.
 
 The model answers under random schemas of four kinds, at temperature 1. `jsonschema` validates each
-answer that was not cut off. Then 8 rows of equal length are sampled in turns with and without
+answer that was not cut off. Then completions of equal length are sampled in turns with and without
 masks. This runs on one thread and counts CPU time, so that other processes do not matter. The exit
-status is 1 if an answer is not valid.
+status is 1 if an answer does not match its schema.
 
     python -m benchmarks.structured_outputs --json docs/results/structured_outputs.json
 """
@@ -40,8 +40,8 @@ class StructuredOutputsConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
     schemas: int = flag(200, "number of random schemas, of four types in turn", min=4)
     max_new_tokens: int = flag(256, "maximum completion length in tokens", min=8)
-    rows: int = flag(8, "number of timed rows", min=1)
-    timed_tokens: int = flag(96, "tokens per timed row", min=1)
+    rows: int = flag(8, "number of timed completions, sampled at the same time", min=1)
+    timed_tokens: int = flag(96, "length of a timed completion in tokens", min=1)
     repeats: int = flag(5, "timed repetitions, after a warmup", min=1)
 
 
@@ -115,7 +115,7 @@ def count_valid(
             valid[kind] += 1
         except (ValueError, jsonschema.ValidationError) as error:
             invalid[kind] += 1
-            terminal.line(f"not valid: {state.answer!r} for {json.dumps(schema)}: {error}")
+            terminal.line(f"invalid: {state.answer!r} for {json.dumps(schema)}: {error}")
     return dict(zip(("valid", "invalid", "cut", "reasoned"), counters, strict=True))
 
 
@@ -126,10 +126,10 @@ def tokens_per_second(
     prompts: Sequence[Sequence[int]],
     masked: bool,
 ) -> float:
-    """Sample rows of equal length, and return the tokens per CPU second.
+    """Sample completions of equal length, and return the tokens per CPU second.
 
     Args:
-        masked: whether a grammar constrains each row.
+        masked: whether a schema constrains each completion.
     """
     rng, requests = random.Random(config.seed), []
     for i in range(config.rows):
@@ -159,7 +159,7 @@ def main(config: StructuredOutputsConfig) -> int:
     compiler = GrammarCompiler(tokenizer, sampler.stop_ids, sampler.vocab_size)
     parts = config, sampler, compiler, prompts
     counts = count_valid(*parts)
-    sampler.stop_ids = frozenset()  # the timed rows must have equal lengths
+    sampler.stop_ids = frozenset()  # the timed completions must have equal lengths
     arms = {
         name: lambda _, masked=masked: tokens_per_second(*parts, masked)
         for name, masked in ((harness.OURS, True), (FREE, False))
@@ -169,9 +169,9 @@ def main(config: StructuredOutputsConfig) -> int:
     harness.show("with masks (ours) and without", [cell])
     total = {name: counter.total() for name, counter in counts.items()}
     terminal.line(
-        f"{total['valid']} of {total['valid'] + total['invalid']} finished answers fit their "
-        f"schema; {total['cut']} were cut off at {config.max_new_tokens} tokens, "
-        f"{total['reasoned']} reasoned first"
+        f"{total['valid']} of {total['valid'] + total['invalid']} finished answers match their "
+        f"schema; {total['cut']} were cut off at {config.max_new_tokens} tokens; "
+        f"{total['reasoned']} of all completions contain reasoning"
     )
     content = harness.report("structured_outputs", cell, [cell], answers=counts)
     harness.write_report(config.json, content)

@@ -1,7 +1,7 @@
-"""Our trainer's arm, and what it shares with TRL's: problems, a scratch folder, a reward.
+"""Runs our trainer for `grpo_step`, with the problems and the reward that TRL's trainer also gets.
 
-Each arm runs in its own process (`harness.run_child`), so that its peak memory can be measured. The
-task is a `GRPOConfig`, from which TRL's options are derived.
+Each trainer runs in its own process (`harness.run_child`), so that its peak memory can be measured.
+Both get a `GRPOConfig`, from which TRL's options are derived.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rlm.training import Group, GRPOConfig, TrainingRun
 
 
 def problem_pool(config: GRPOConfig) -> list[Problem]:
-    """Return the problems that both trainers draw from."""
+    """Return the problems from which both trainers take those of each step."""
     dataset = required(config.dataset, "--dataset")
     return load_problems(dataset, "train", max_samples=2000, seed=config.seed)
 
 
 @contextmanager
 def in_scratch(config: Mapping[str, Any]) -> Iterator[GRPOConfig]:
-    """Yield the config of a child process's payload, with temporary run_dir and output."""
+    """Yield the config with a temporary folder for run_dir and output."""
     with tempfile.TemporaryDirectory() as folder:
         places = {"run_dir": Path(folder) / "run", "output": Path(folder) / "adapter"}
         yield GRPOConfig(**{**config, **places})
@@ -40,19 +40,19 @@ def in_scratch(config: Mapping[str, Any]) -> Iterator[GRPOConfig]:
 
 @dataclass
 class ScriptedReward:
-    """A reward that alternates between 1 and 0 in groups with signal, and is 0 in the others.
+    """A reward that alternates between 1 and 0 in all groups or in every second group.
 
-    It gives both arms the same share of groups with signal. Both trainers call it exactly once per
-    step, so the time between calls is an independent measure of a step.
+    In the other groups, the reward is 0. Both trainers call the reward exactly once per step, so
+    the time between two calls is an independent measure of a step.
     """
 
-    kind: str  # "half" or "all" of the groups have signal
+    kind: str  # the share of the groups whose rewards differ: "half" or "all"
     group_size: int
     calls: list[float] = field(default_factory=list)  # times of the calls
 
     @property
     def every(self) -> int:
-        """Return n, where every n-th group has signal."""
+        """The number n for which the rewards of every n-th group differ."""
         return {"half": 2, "all": 1}[self.kind]
 
     def score(self, completions: Sequence[str], **_: Any) -> list[float]:
@@ -64,7 +64,7 @@ class ScriptedReward:
         ]
 
     def result(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what the arm's process reports about the seconds and lengths of its steps."""
+        """Return the steps with their total seconds, and the seconds between two calls."""
         totals = [step["sample"] + step["score"] + step["learn"] for step in steps]
         return {
             "steps": [{**s, "total": total} for s, total in zip(steps, totals, strict=True)],
@@ -73,7 +73,7 @@ class ScriptedReward:
 
 
 class MeasuredTrainer(GRPOTrainer):
-    """A trainer that keeps each step's seconds and mean length, and the planned memory."""
+    """A trainer that records each step's seconds and mean length, and the planned memory."""
 
     def __init__(self, config: GRPOConfig, reward: Callable[..., list[float]]) -> None:
         super().__init__(required(config.model, "--model"), config, reward_fn=reward)
@@ -94,7 +94,7 @@ class MeasuredTrainer(GRPOTrainer):
 
 
 def run_ours(config: Mapping[str, Any], signal: str, ignore_ends: bool = False) -> dict[str, Any]:
-    """Train with `config`; return each step's seconds (the first is the warm-up).
+    """Train with `config`, and return the seconds of each step; the first step is the warmup.
 
     If end tokens are ignored, every completion has `max_new_tokens` tokens.
     """

@@ -1,7 +1,8 @@
-"""Run TRL's GRPOTrainer on the task of a `GRPOConfig`.
+"""Runs TRL's GRPOTrainer with the options of our `GRPOConfig`.
 
-It gets the same problems in the same order, the same schedule and the same optimizer as ours. Only
-the arm's own process imports this module, because TRL takes seconds and memory to load.
+It gets the same problems in the same order, the same schedule and the same optimizer as our
+trainer. Only the child process that runs TRL imports this module, because TRL takes seconds and
+memory to load.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
 
 
 def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return the strict rewards; TRL needs a plain function."""
+    """Return 1 for each strictly right completion, else 0. TRL requires a function."""
     correct = CorrectnessReward()
     return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 class Clock(TrainerCallback):
-    """Keeps the seconds of each step's parts."""
+    """Records the seconds of sampling, scoring and learning in each step."""
 
     def __init__(self) -> None:
         self.started, self.length_mean = 0.0, 0.0
@@ -58,7 +59,7 @@ class Clock(TrainerCallback):
         self.started, self.spent = time.monotonic(), {"sample": 0.0, "score": 0.0}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not all(self.spent.values()):  # this version of TRL has renamed a timed method
+        if not all(self.spent.values()):  # another version of TRL may rename the timed methods
             raise RuntimeError(f"a part of the step was not timed: {self.spent}")
         learn = time.monotonic() - self.started - sum(self.spent.values())
         self.steps.append({**self.spent, "learn": learn, "length_mean": self.length_mean})
@@ -87,7 +88,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 def run_trl(config: Mapping[str, Any], signal: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Train with `config`; return the seconds of every step (the first is the warm-up)."""
+    """Train with `config`, and return the seconds of each step; the first step is the warmup."""
     if settings["malloc"]:
         prepare_process()
     with in_scratch(config) as options:
@@ -101,10 +102,10 @@ def train(
     reward: Callable[..., list[float]],
     settings: Mapping[str, Any] = SETTINGS,
 ) -> list[dict[str, float]]:
-    """Train, and return the seconds of every step. What a killed run left in `run_dir` is deleted.
+    """Train, and return the seconds of each step.
 
-    The final adapter is saved to `output`, and a checkpoint to run_dir/checkpoint-N/ every
-    `save_every` steps.
+    The files of an earlier run in `run_dir` are deleted. The final adapter is saved to `output`,
+    and every `save_every` steps a checkpoint to run_dir/checkpoint-N/.
     """
     shutil.rmtree(config.run_dir, ignore_errors=True)
     clock, model = Clock(), required(config.model, "--model")
@@ -130,7 +131,7 @@ def train(
 
 
 def in_order(config: GRPOConfig, pool: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of all steps in the order in which our trainer draws them."""
+    """Return the problems of all steps in the order in which our trainer uses them."""
     return [
         problem
         for step in range(required(config.steps, "--steps"))
@@ -142,7 +143,7 @@ def load_policy(config: GRPOConfig, attn: str) -> tuple[PeftModel, PreTrainedTok
     """Load the model, with the adapter from which our trainer would start, and the tokenizer."""
     model = required(config.model, "--model")
     tokenizer, base = load_tokenizer(model), load_base(model, pick_device(), attn=attn)
-    # TRL stops at the end tokens of the model's config; give it all that our sampler stops at.
+    # TRL stops at the end tokens of the generation config, so set all at which our sampler stops.
     base.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer, base.generation_config))
     if config.sft_adapter:
         return load_adapter(base, config.sft_adapter, trainable=True), tokenizer

@@ -1,7 +1,7 @@
-"""For `make docs`: what pages of docs/ link to outside it is put on the site, too.
+"""Extends the site of `make docs` with the files outside docs/ to which its pages link.
 
-In the repository `../../README.md` is a page; on the site its copy is `repository/README.md`. Code
-becomes a page with colours, other files are copied. A link to a folder becomes plain text.
+The copy of README.md on the site is `repository/README.md`. A code file becomes a page with syntax
+highlighting, and other files are copied. A link to a folder becomes plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COPIED: dict[str, str] = {}  # path on the site → path in the repository
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the copies, also of what they link to themselves."""
+    """Add the linked files, and also the files to which the added pages link."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     while waiting:
         for path in linked(waiting.pop()):
@@ -32,7 +32,9 @@ def on_files(files: Any, config: Any) -> Any:
             if language := CODE.get(Path(path).suffix):
                 code = (ROOT / path).read_text(encoding="utf-8")
                 text = f"# {path}\n\n`````{language}\n{code}`````\n"
-                unlisted = "---\nsearch: {exclude: true}\n---\n"  # search finds words of pages
+                unlisted = (
+                    "---\nsearch: {exclude: true}\n---\n"  # the search covers only text pages
+                )
                 files.append(File.generated(config, there, content=unlisted + text))
             else:
                 files.append(File.generated(config, there, abs_src_path=str(ROOT / path)))
@@ -61,7 +63,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def linked(page: str) -> Iterator[str]:
-    """Yield what a page links to, as paths in the repository."""
+    """Yield the paths, relative to the repository, of the files to which a page links."""
     for _, target, _ in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
         if target and not re.match(r"[a-z]+:", target):
             yield inside(page, target)
@@ -72,7 +74,7 @@ def inside(page: str, target: str) -> str:
 
 
 def site_path(path: str) -> str:
-    """Return where a file of the repository is on the site."""
+    """Return the path on the site of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"repository/{path}" + (".md" if Path(path).suffix in CODE else "")

@@ -1,12 +1,13 @@
-"""The whole pipeline on this machine: SFT, GRPO, evaluation on held-out problems.
+"""Runs the whole pipeline on this machine: SFT, GRPO and an evaluation on held-out problems.
 
-`make demo` runs this file. It writes everything to runs/demo/, adapters too, and leaves weights/
-alone. The stage scripts do the work with the options of configs/demo_sft.yaml and
-configs/demo_grpo.yaml; this file calls them and writes the summary.
+`make demo` runs this file. It calls the scripts of the stages with the options of
+configs/demo_sft.yaml and configs/demo_grpo.yaml. It writes everything, including the adapters, to
+runs/demo/, and changes nothing in weights/.
 
-The three rows of the table share prompt, problems, grader and token limit. "gain" is GRPO's lead
-over the SFT adapter in sampled accuracy (mean over k completions per problem, at the training
-temperature), paired by problem, with a bootstrap interval.
+The base model, the SFT adapter and the GRPO adapter are evaluated with the same prompt, problems,
+grader and token limit. In summary.json, "gain" is the gain of GRPO over SFT in sampled accuracy,
+paired by problem, with a bootstrap interval. Sampled accuracy is the mean over k completions per
+problem at the training temperature.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ if TYPE_CHECKING:
     Rows = Mapping[str, Mapping[str, Evaluation]]  # row → "greedy" or "sampled"
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds of the demo's parts on two cores of an EPYC (Zen 5). Only their ratios matter, because
-# `Clock` scales them by the speed of the finished stages.
+# Seconds per SFT example, per GRPO rollout, and per evaluated completion of an adapter and of the
+# base model, on two cores of an EPYC (Zen 5). Only their ratios matter, because `Clock` scales them
+# by the speed of the finished stages.
 AN_EXAMPLE, A_ROLLOUT, A_COMPLETION, OF_THE_BASE = 0.14, 0.052, 0.023, 0.055
-WIDTH, LINES = 44, 10  # size of each answer; two are printed side by side
-KINDS = {  # kinds of problems: (title, whether SFT and GRPO are right)
-    "only GRPO": (False, True),
-    "only SFT": (True, False),
-    "neither": (False, False),
+WIDTH, LINES = 44, 10  # maximum size of an answer; two answers are printed side by side
+KINDS = {  # kind of problem → whether the answer is right after SFT and after GRPO
+    "only after GRPO": (False, True),
+    "only after SFT": (True, False),
+    "after neither": (False, False),
 }
 
 
@@ -117,8 +119,8 @@ class Clock:
     """Times the stages (`with clock("sft"): …`) and prints the remaining time at the start of each.
 
     Args:
-        expected: stage → seconds on the machine of the constants above.
-        limits: stage → maximum seconds.
+        expected: stage → expected seconds on the machine of the constants above.
+        limits: stage → time limit in seconds.
     """
 
     def __init__(self, expected: Mapping[str, float], limits: Mapping[str, float]) -> None:
@@ -130,7 +132,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def left(self) -> float | None:
-        """Estimate the seconds of the unfinished stages; None before the first is done."""
+        """Estimate the seconds that the unfinished stages take; None before one is finished."""
         done = sum(self._expected[stage] for stage in self.seconds)
         if not done:
             return None
@@ -154,7 +156,7 @@ class Clock:
 def _expected_seconds(
     config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return expected seconds by stage, in order, and maximum seconds by stage."""
+    """Return the expected seconds of each stage, in order, and the time limits of stages."""
     steps = grpo.steps_for(grpo.max_samples or 2000)
     rollouts = steps * grpo.batch_size * grpo.group_size
     validations = grpo.eval_samples * grpo.eval_group_size_for(grpo.eval_samples or 1)
@@ -195,9 +197,9 @@ def _evaluate(
     adapters: Mapping[str, Path | None],
     clock: Clock,
 ) -> dict[str, dict[str, Evaluation]]:
-    """Evaluate the base (None) or adapters on the same problems; load the base once.
+    """Evaluate adapters, or the base model (None), on the same problems; load the base model once.
 
-    Adapters are evaluated greedily and sampled, the base only greedily.
+    Adapters are evaluated with greedy decoding and with sampling, the base model only greedily.
     """
     from eval import evaluate_row
     from rlm.model import (
@@ -263,7 +265,7 @@ def _curve(results: Rows, adapters: Mapping[str, Path]) -> dict[str, list]:
 
 
 def _validation_curve(sft: Path, grpo: GRPOConfig) -> dict[str, list]:
-    """Return the curve of GRPO's own validation, or {} if it did not validate."""
+    """Return the curve of the validations during GRPO, or {} if there were none."""
     from rlm.model import AdapterInfo
     from rlm.runs import read_log
 
@@ -304,19 +306,20 @@ def _draw_curve(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def _show_three(sft: Evaluation, grpo: Evaluation) -> None:
-    """Print how many problems each of KINDS has, and the first of each with both answers."""
+    """Print the number of problems of each kind, and the first of each kind with both answers."""
     pairs = [(a.strict, b.strict) for (a,), (b,) in zip(sft.groups, grpo.groups, strict=True)]
     right = [(a.correct, b.correct) for a, b in pairs]
-    counts = [f"{right.count(pattern)} {kind}" for kind, pattern in KINDS.items()]
+    counts = [f"{right.count((True, True))} after both stages"]
+    counts += [f"{right.count(pattern)} {kind}" for kind, pattern in KINDS.items()]
     terminal.line(
-        f"\nOf {len(right)} held-out problems {right.count((True, True))} are right after both "
-        f"stages; of the others {', '.join(counts)}. The first of each kind:"
+        f"\nRight answers to {len(right)} held-out problems: {', '.join(counts)}. The first of "
+        "each kind:"
     )
     for kind, pattern in KINDS.items():
         if pattern not in right:
             continue
         first, problem = right.index(pattern), sft.problems[right.index(pattern)]
-        terminal.line(f"\n{kind[0].upper()}{kind[1:]} gets it right:")
+        terminal.line(f"\nRight {kind}:")
         terminal.line(textwrap.fill(f"{problem.question} [{problem.answer}]", 2 * WIDTH))
         columns = [
             [f"after {name}: {_verdict(verdict)}", *_wrapped(evaluation.groups[first][0].text)]
@@ -343,8 +346,8 @@ def _say_what_was_found(
 ) -> None:
     gain, seconds = summary["gain"], summary["seconds"]["total"]
     terminal.line(
-        f"\nGRPO over SFT, sampled: {gain['points']:+.1f} points ({gain['low']:+.1f} to "
-        f"{gain['high']:+.1f}); {terminal.duration(seconds)} in all\n"
+        f"\nGain of GRPO over SFT in sampled accuracy: {gain['points']:+.1f} points (95 % interval "
+        f"{gain['low']:+.1f} to {gain['high']:+.1f})\nTotal time: {terminal.duration(seconds)}\n"
         f"Plot: {config.output}/learning.png; all figures: {config.output}/summary.json\n"
         f'\nNext:\n  python inference.py --adapter {adapters["grpo"]} "your question"\n'
         f"  python eval.py --sft-adapter {adapters['sft']} --adapter {adapters['grpo']} "

@@ -3,12 +3,12 @@
     python examples/gsm8k_equations.py DIRECTORY runs/gsm8k/train.jsonl --variants 2
     python train_sft.py --dataset runs/gsm8k/train.jsonl --max-samples 20000 --learning-rate 1e-3
 
-GSM8K's solutions contain what its annotators' calculator computed, such as `<<48/2=24>>`. These
-equations, one per line, are the whole reasoning here; `--sentences` keeps the text around them.
-`--variants` adds the same problems with other numbers, if it is certain which numbers of the
-equations are which of the question (`vary`). The numbers are drawn anew and the equations computed
-again. A variant is kept if each result is of the same kind (whole stays whole, positive stays
-positive). The first 200 rows, which `--dataset gsm8k` validates on, are left out.
+GSM8K's solutions contain calculator annotations such as `<<48/2=24>>`. These equations, one per
+line, become the whole reasoning; `--sentences` also keeps the text around them. `--variants` adds
+the same problems with other numbers, if every number in the equations can be traced to the question
+without doubt (`vary`). The equations are then computed again with random numbers. A variant is kept
+only if each result is of the same kind as before: a whole number stays whole, a positive number
+positive. The first 200 rows, which `--dataset gsm8k` uses for validation, are left out.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from rlm.data import HELD_OUT  # noqa: E402
 from rlm.grading import evaluate_expression, parse_number  # noqa: E402
 from rlm.runs import replace_file  # noqa: E402
 
-TRIES = 30  # draws of numbers before a problem gets no variant
+TRIES = 30  # maximum number of draws of numbers for a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _FACTOR = re.compile(rf"(?<=[*/(])(?:{_NUMBER.pattern})|(?:{_NUMBER.pattern})(?=[*/)])")
 # A whole number that is not part of 1,000, 2.5, 1/2, 3:30, 1st or a word.
 _WHOLE = re.compile(r"(?<![\w.,/:])\d+(?![\w/:]|[.,]\d)")
 
-# With these words, the answer depends on which number is larger: variants may need other equations.
+# A question with these words may need other equations if other numbers are the largest.
 _CHOOSES = re.compile(
     r"(?i)\b(?:most|least|best|max\w*|minim\w*|cheaper|either|(?:high|low|larg|small|great|few|short|long"
     r"|tall|heavi|light|cheap|old|young|fast|slow|big|quick|clos|near|far)est|farthest|furthest)\b"
 )
 
-# Numbers as words, and the factors that units stand for.
+# Numbers as words, and the factors that words such as "week" imply.
 _WORDS = yaml.safe_load(Path(__file__).with_name("number_words.yaml").read_text(encoding="utf-8"))
 
 _RESULT = re.compile(r"\s*\$?(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -82,7 +82,7 @@ class EquationsConfig:
     def __post_init__(self) -> None:
         check_values(self)
         if self.source is None or self.output is None:
-            raise ValueError("two names are needed: GSM8K's train file, and the file to write")
+            raise ValueError("pass two paths: GSM8K's train file, and the file to write")
 
 
 def main(config: EquationsConfig) -> int:
@@ -127,7 +127,7 @@ def read_rows(source: Path) -> list[dict[str, str]]:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{file} is not GSM8K's: every line needs `question`, and `answer` with ####"
+            f"{file} is not a file of GSM8K: every line needs `question`, and `answer` with ####"
         ) from error
     if len(rows) <= HELD_OUT:
         raise UsageError(f"{file} has {len(rows)} rows; the first {HELD_OUT} are held out")
@@ -135,7 +135,7 @@ def read_rows(source: Path) -> list[dict[str, str]]:
 
 
 def read_equations(answer: str) -> Solution:
-    """Return the calculator's equations, one per line; none if the last is not the answer's."""
+    """Return the calculator's equations, or none if the last result is not the answer."""
     equations = [(left.replace(" ", ""), right.strip()) for left, right in _NOTE.findall(answer)]
     gold = parse_number(answer.rpartition("####")[2])
     right = gold is not None and equations and parse_number(equations[-1][1]) == gold
@@ -147,8 +147,8 @@ def read_sentences(answer: str) -> Solution:
     """Return the equations and the published text around them.
 
     The published text repeats both sides of each equation: `48 / 2 = <<48/2=24>>24 clips`. Here the
-    sentence is `<<48/2=24>> clips`. The result is empty if the text has another number than the
-    calculator, or computes without it.
+    sentence is `<<48/2=24>> clips`. The result is empty if a number in the text differs from the
+    calculator's result, or if the text contains a calculation without an annotation.
     """
     equations, nothing = read_equations(answer).equations, Solution([], [""])
     texts = _NOTE.split(answer.rpartition("####")[0].strip())[::3]
@@ -185,7 +185,7 @@ def to_record(question: str, solution: Solution, marks: bool) -> dict[str, str]:
 
 
 def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, Solution] | None:
-    """Return the problem with other numbers, or None if that cannot be done for certain.
+    """Return the problem with other numbers, or None if the variant might be wrong.
 
     A number in an equation may be written in the question, be an earlier result, or be a constant
     that the question says in words ("a week"). Only numbers that must come from the question are
@@ -228,7 +228,7 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
 
 
 def _bound(numbers: Sequence[Fraction]) -> set[Fraction]:
-    """Return numbers of which one is the sum or product of two others, perhaps a total."""
+    """Return the numbers a, b and c for which a + b = c or a * b = c, because c may be a total."""
     bound = set()
     for a, b in combinations(numbers, 2):
         for total in {a + b, a * b} & {*numbers}:
@@ -241,9 +241,9 @@ def _follow(
 ) -> bool:
     """Return whether the equations follow from the given numbers and from each other.
 
-    Each must be exact, and its numbers must be given, earlier results, or shares used as factors or
-    divisors. Each result but the last must be used later, and may not equal another number, because
-    it would be unclear which of the two is meant.
+    Each equation must be exact. Its numbers must be given or be earlier results; factors and
+    divisors may also be `shares`, such as 7 for "a week". Each result but the last must be used
+    later, and may not equal another number, because it would be unclear which of the two is meant.
     """
     known, needed = {*given}, set()
     for number, (left, right) in enumerate(equations, 1):
@@ -295,7 +295,10 @@ def draw_near(number: int, rng: random.Random) -> int:
 def recompute(
     equations: Sequence[Equation], values: Mapping[Fraction, str]
 ) -> list[Equation] | None:
-    """Return the equations with new numbers, or None if the kind of a result changes."""
+    """Return the equations with new numbers, or None if a result changes its sign or its kind.
+
+    A whole result must stay whole, and another result must have at most two decimals.
+    """
     known, changed = dict(values), []
     for left, right in equations:
         left = _put_in(known, _NUMBER, left)
@@ -312,7 +315,7 @@ def recompute(
 
 def compute(expression: str) -> Fraction | None:
     """Compute +, -, *, / and brackets of decimal numbers exactly; return None for anything else."""
-    if re.search(r"%|(?:^|[-+*/(])\s*\+", expression):  # no percentages, no plus as a sign
+    if re.search(r"%|(?:^|[-+*/(])\s*\+", expression):  # a percentage or a plus sign
         return None
     try:
         return evaluate_expression(expression)

@@ -3,10 +3,10 @@
     python server.py &
     python examples/record_prompts.py
 
-Each question gets its curl line, the answer, and whether the answer equals `gold`. Questions with
-right answers come first. `model` names the model that answered, `score` counts the right answers.
-requests.http beside the file gets the same requests in the same order. If the server needs a key,
-set RLM_API_KEY. Nothing is written unless all questions were answered.
+Each question gets its curl command, the answer, and whether the answer equals `gold`. Questions
+with right answers come first. `model` describes the model that answered, and `score` counts the
+right answers. The requests are also written to requests.http in the same folder, in the same order.
+If the server needs a key, set RLM_API_KEY. Nothing is written unless all questions were answered.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def main(config: RecordConfig) -> int:
 
 
 def is_right(response: str, gold: str) -> bool:
-    """Return whether a response's answer equals the gold, a number or a text."""
+    """Return whether the answer in a response equals the reference answer, a number or a text."""
     kind = "number" if parse_number(gold) is not None else "text"
     return grade(response, gold, strict=False, kind=kind).correct
 
 
 def as_http(text: str, book: dict[str, Any]) -> str:
-    """Return the text of requests.http with the new requests and score; other parts stay."""
+    """Return the text of requests.http with the new requests and score, otherwise unchanged."""
     names = {f"### {entry['name']}" for entry in book["prompts"]}
     blocks = re.split(r"^(?=###)", text, flags=re.M)
     is_ours = [block.partition("\n")[0] in names for block in blocks]
@@ -121,7 +121,7 @@ def ask(client: httpx2.Client, method: str, path: str, body: Any = None) -> dict
 
 
 def curl(url: str, body: dict[str, Any], *, keyed: bool) -> str:
-    """Return the curl line of a request; the key stays in its variable."""
+    """Return the curl command of a request, which reads the key from RLM_API_KEY."""
     key = ' -H "Authorization: Bearer $RLM_API_KEY"' if keyed else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     endpoint = shlex.quote(url.rstrip("/") + "/phase1/reasoning")

@@ -1,7 +1,7 @@
-"""A task with text answers: Roman numerals. docs/tutorials/your-own-task.md trains on it.
+"""Defines the task of docs/tutorials/your-own-task.md: to write numbers as Roman numerals.
 
-`--reward examples/roman.py:reward` calls `reward`. As a script, this file writes roman.jsonl, the
-problems to train on, and roman_test.jsonl, other problems to evaluate on:
+`--reward examples/roman.py:reward` selects the function `reward` below. As a script, this file
+writes the training problems to roman.jsonl, and other problems for evaluation to roman_test.jsonl:
 
     python examples/roman.py
 """
@@ -18,11 +18,11 @@ TENS = ("", "X", "XX", "XXX", "XL", "L", "LX", "LXX", "LXXX", "XC")
 HUNDREDS = ("", "C")
 # Numbers with a worked solution. Their numerals use every part above.
 SOLVED = (14, 22, 38, 49, 56, 65, 77, 83, 91, 105, 130, 162)
-UNSOLVED, TEST = 48, 120  # problems
+UNSOLVED, TEST = 48, 120  # number of training problems without a solution, and of test problems
 
 
 def reward(completion: str, reference_answer: str, strict_verdict: Verdict) -> float:
-    """Return 1 for a right answer whose parts are right in the reasoning, and otherwise 0."""
+    """Return 1 if the answer is right and joins the parts in the reasoning, and otherwise 0."""
     if not strict_verdict.correct:  # a wrong answer, or not the required format
         return 0.0
     parts = re.findall(r" is ([IVXLC]+)$", completion, re.MULTILINE)

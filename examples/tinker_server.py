@@ -4,9 +4,9 @@ The server needs an environment of its own (docs/how-to/engine.md), but no GPU:
 
     .venv-engine/bin/python examples/tinker_server.py --model FOLDER --folder runs/engine
 
-SkyRL 0.3.0 starts its second process, the one that computes, only by `uv run`. Here this file runs
-as that process too. It exits with the server, however that ends, because two such processes on one
-database would race.
+SkyRL 0.3.0 can start its engine, a second process that does the computation, only with `uv run`.
+Therefore, this file also runs as the engine. The engine exits when the server ends for any reason,
+because two engines on one database would race.
 """
 
 import argparse
@@ -24,7 +24,7 @@ typing.TypedDict = typing_extensions.TypedDict
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Answer requests, and queue them for the process that computes."""
+    """Answer requests, and queue their computation for the engine."""
     import uvicorn
     from skyrl.tinker import api  # pyright: ignore[reportMissingImports]
     from skyrl.tinker.config import (  # pyright: ignore[reportMissingImports]
@@ -55,7 +55,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def compute() -> None:
-    """Sample and train for as long as the parent process runs."""
+    """Run the engine, which samples and trains, for as long as the parent process runs."""
     from skyrl.tinker import engine  # pyright: ignore[reportMissingImports]
 
     parent = os.getppid()
@@ -77,12 +77,19 @@ if __name__ == "__main__":
         parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
         parser.add_argument("--model", required=True, help="hub id or folder")
         parser.add_argument(
-            "--folder", type=Path, default=Path("runs/engine"), help="for states and adapters"
+            "--folder",
+            type=Path,
+            default=Path("runs/engine"),
+            help="folder for the database, the checkpoints and the adapters",
         )
         parser.add_argument("--host", default="127.0.0.1")
         parser.add_argument("--port", type=int, default=8000)
         parser.add_argument("--max-lora-rank", type=int, default=16)
-        parser.add_argument("--micro-batch", type=int, default=8, help="sequences")
+        parser.add_argument(
+            "--micro-batch", type=int, default=8, help="sequences per micro-batch in training"
+        )
         parser.add_argument("--max-num-seqs", type=int, default=64)
-        parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices")
+        parser.add_argument(
+            "--tensor-parallel-size", type=int, default=1, help="devices that share the base model"
+        )
         serve(parser.parse_args())

@@ -218,9 +218,9 @@ def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path)
     ("text", "message"),
     [
         (None, "cannot read"),
-        ("{}\n", "is not GSM8K's"),
-        ("[1]\n", "is not GSM8K's"),
-        ("{\n", "is not GSM8K's"),
+        ("{}\n", "is not a file of GSM8K"),
+        ("[1]\n", "is not a file of GSM8K"),
+        ("{\n", "is not a file of GSM8K"),
         ('{"question": "a", "answer": "#### 1"}\n', "has 1 rows"),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path):
     source = tmp_path / "train.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for arguments, message in (
-        ([source], "two names are needed"),
+        ([source], "pass two paths"),
         ([source, source / "under" / "a_file.jsonl"], "cannot be written"),
     ):
         command = [sys.executable, script, *arguments]

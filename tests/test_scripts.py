@@ -485,17 +485,20 @@ def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, 
     grpo = Evaluation(asked, [[right], [wrong], [right], [wrong], [right]])
     demo._show_three(sft, grpo)
     said = capsys.readouterr().out
-    assert "1 are right after both stages; of the others 2 only GRPO, 1 only SFT, 1 neither" in (
+    assert "1 after both stages, 2 only after GRPO, 1 only after SFT, 1 after neither" in (
         " ".join(said.split())
     )
     order = (
-        "Only GRPO gets it", "Question c? [7]", "after SFT: WRONG", "after GRPO: RIGHT",
-        "<answer>wrong", "<answer>correct", "Only SFT gets it", "Question d? [7]", "Neither gets",
+        "Right only after GRPO:", "Question c? [7]", "after SFT: WRONG", "after GRPO: RIGHT",
+        "<answer>wrong", "<answer>correct", "Right only after SFT:", "Question d? [7]",
+        "Right after neither:",
     )  # fmt: skip
     assert sorted(order, key=said.index) == [*order]
     demo._show_three(sft, sft)
-    assert "0 only GRPO, 0 only SFT, 3 neither" in (said := capsys.readouterr().out)
-    assert "Only GRPO" not in said
+    assert "0 only after GRPO, 0 only after SFT, 3 after neither" in (
+        " ".join((said := capsys.readouterr().out).split())
+    )
+    assert "Right only after GRPO" not in said
 
 
 def test_inference_with_lessons_in_front(trained, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The command line: run the grid, list its cells, or write its report."""
+"""Runs the grid, lists its cells, or writes its report."""
 
 import sys
 

@@ -1,10 +1,11 @@
-"""Run the unfinished cells, each in its own processes.
+"""Runs the unfinished cells, each in its own processes.
 
-A cell's directory has `train/` (checkpoints), `adapter/`, `train.json` (written after training),
-`scores/` (a file for each test set), `result.json` (written when the cell is done) and `log.txt`.
-JSON files are renamed into place when complete, so the same command continues after a kill: our
-trainers from their last checkpoint, TRL's from its start, and judging from the current test set. If
-a cell fails, its name and log are printed, and the others continue.
+The directory of a cell contains `train/` (checkpoints), `adapter/`, `train.json` (written after
+training), `scores/` (a file for each test set), `result.json` (written when the cell is done) and
+`log.txt`. JSON files are written atomically, so the same command continues after a kill: our
+trainers from their last checkpoint, the evaluation from the current test set, and TRL's trainer
+from the beginning. If a cell fails, its name and the path of its log are printed, and the other
+cells still run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def is_trained(config: EvidenceConfig, cell: Cell) -> bool:
 
 
 def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
-    """Run the chosen unfinished cells in order; return the cells left, and those that failed."""
+    """Run the chosen cells in order; return the unfinished cells, and those that failed."""
     config.fix()
     chosen, failed = config.chosen_cells(), []
     for cell in chosen:
@@ -41,7 +42,7 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
             continue
         if not all(is_trained(config, needed) for needed in cell.needs):
             terminal.line(
-                f"{cell.name}: left for later, because a cell that it needs is not trained"
+                f"{cell.name}: skipped for now, because a cell that it needs is not trained"
             )
             continue
         config.folder(cell).mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def run(config: EvidenceConfig) -> tuple[list[Cell], list[Cell]]:
 
 
 def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
-    """Train and judge a cell, each in a child process; return False if a process failed.
+    """Train and evaluate a cell, each in a child process; return False if a process failed.
 
     The child keeps the cell's lock open. If the grid is killed, the lock keeps other processes out
     of the cell until the child has ended.

@@ -1,8 +1,8 @@
-"""Intervals over seeds and problems by a bootstrap that resamples both.
+"""Computes confidence intervals with a bootstrap that resamples both seeds and problems.
 
-Every seed is judged on the same problems, so seeds and problems are crossed, not nested. A resample
-therefore draws seeds, and one set of problems for all of them. Drawing other problems for each seed
-would wrongly divide the variance of the problems by the number of seeds.
+Every seed is evaluated on the same problems, so seeds and problems are crossed, not nested. A
+resample therefore draws seeds, and one set of problems for all of them. Drawing other problems for
+each seed would wrongly divide the variance of the problems by the number of seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Scores = np.ndarray  # (seeds, problems), from 0 to 1
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval, in the units of the scores."""
+    """Contains a mean and its 95 % confidence interval, in the units of the scores."""
 
     mean: float
     low: float
@@ -80,7 +80,10 @@ def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
 
 
 def difference(a: Scores, b: Scores) -> Interval:
-    """Return b - a, paired by seed and problem; an arm of one row (the base) pairs with each."""
+    """Return the mean of b - a, paired by seed and problem, with its interval.
+
+    Scores with a single row, which are those of the base model, are paired with every seed.
+    """
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1] != b.shape[1] or (a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0])):
         raise ValueError(f"not paired: {a.shape} and {b.shape} (seeds, problems)")

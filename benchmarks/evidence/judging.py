@@ -1,7 +1,7 @@
-"""Judge a cell on the test sets.
+"""Evaluates a cell on the test sets.
 
-Scores and texts go to `scores/`, the report's data to `result.json`. Each test set is written when
-it is complete, so a kill loses one set at most.
+The scores and completions are written to `scores/`, and the data for the report to `result.json`.
+Each test set is written when it is complete, so a kill loses at most one test set.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rlm.sampling import Sampler
 from rlm.tools import load_tool
 
 FORMAT = FORMATS["deepseek"]
-SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8 (docs/results)
+SHOTS = 8  # worked examples in the prompt of `base_few`; 8 scored best of 2, 4 and 8
 
 
 class Judge:
-    """Samples completions of problems with a model and its adapter, if any."""
+    """Samples and grades completions with a base model and an optional adapter."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Judge:
         self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
-        """Sample one greedy completion per problem (k = 1), or k at training's temperature."""
+        """Sample and grade one greedy completion per problem (k = 1), or k at temperature 1."""
         return self.evaluate(problems, k=k, temperature=0.0 if k == 1 else 1.0)
 
 
 def judge(config: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    """Judge a trained cell on all test sets; write `result.json`, which marks the cell as done."""
+    """Evaluate a cell on all test sets, and write `result.json`, which marks the cell as done."""
     prepare_process()
     settings, cell = EvidenceConfig(**config), Cell(arm, seed)
     folder = settings.folder(cell)
@@ -119,7 +119,7 @@ def _public(name: str, value: object) -> object:
 
 
 def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
-    """Judge one test set; return its scores for the report, and the texts."""
+    """Evaluate one test set, and return its scores for the report and the completions."""
     greedy = examiner(test.problems, 1)
     sampled = examiner(test.problems[: test.sampled], config.samples)
     texts = {
@@ -133,7 +133,7 @@ def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[st
 
 
 def scores_of(greedy: Evaluation, sampled: Evaluation) -> dict[str, Any]:
-    """Return a test set's scores without texts: 1 for each right completion, 0 for others."""
+    """Return the scores of a test set: 1 for each right completion, and 0 for each other one."""
     return {
         "problems": [problem.id for problem in greedy.problems],
         "greedy": {name: "".join(_bits(greedy, strict)) for name, strict in GRADINGS.items()}
@@ -156,7 +156,7 @@ def _rates(result: Evaluation) -> dict[str, Any]:
     }
 
 
-# --- along the way ------------------------------------------------------------------------------
+# --- accuracy during training -------------------------------------------------------------------
 
 
 def _curve(
@@ -166,11 +166,11 @@ def _curve(
     validation: Sequence[Problem],
     training: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return validation scores after some steps and at the end, with seconds and samples."""
+    """Return the validation scores at some steps and at the end, with the seconds and samples."""
     rows, scores, model = [], config.folder(cell) / "scores", examiner.model
     final = {n: t.clone() for n, t in model.named_parameters() if "lora_" in n}
     validate = partial(_validate, config, examiner, validation)
-    on_the_way = {}  # no points for SFT: its checkpoints are written by the clock
+    on_the_way = {}  # not for SFT, whose checkpoints are written every minute, not at fixed steps
     if not ARMS[cell.arm].role and "seconds_until" in training:
         on_the_way = _points(config, config.folder(cell) / "train")
     for step, folder in on_the_way.items():

@@ -1,8 +1,9 @@
-"""The arms, sizes and cells of the grid; README.md explains them.
+"""Defines the methods (*arms*), sizes and training runs (*cells*) of the grid.
 
-A *cell* is one arm with one seed. It trains an adapter (the base trains none) and is judged on all
-test sets. The seed decides the worked solutions, the practice problems, the adapter's initial
-weights and the sampling. Cells of one seed share their data and the SFT start.
+A cell is one method with one seed. It trains an adapter, which is evaluated on all test sets; the
+base model is evaluated without training. The seed determines the worked solutions, the practice
+problems, the initial weights of the adapter and the sampling. All cells of a seed share their data
+and their initial adapter.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from rlm.training import GRPOConfig
 
 
 class Arm(NamedTuple):
-    """How a cell is trained, and its role in the report."""
+    """Describes how a method trains, and its role in the report."""
 
     title: str
     kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
-    needs: tuple[str, ...] = ()  # arms of the same seed that must run first
-    # "rival" (equal cost, equal information), "control" (must not gain), "algorithm" (another
+    needs: tuple[str, ...] = ()  # methods that must run first with the same seed
+    # "baseline" (equal cost, equal information), "control" (must not gain), "algorithm" (another
     # algorithm, as many completions), "choice" (one thing changed) or "" (none of these)
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
-    rounds: int = 1  # rounds of rejection sampling, each from the previous adapter
-    flipped: float = 0.0  # share of inverted verdicts; 0.5 is a random reward
-    shuffled: bool = False  # each problem has the gold of another problem
+    rounds: int = 1  # rounds of rejection sampling, each of which starts from the previous adapter
+    flipped: float = 0.0  # share of flipped rewards; 0.5 makes the reward random
+    shuffled: bool = False  # each problem has the reference answer of another problem
     early_stopping: bool = False  # GRPO validates during training, and stops if the accuracy falls
 
 
-# TOPR makes an update every two groups. Its steps have twice as many problems, so half as many
-# steps draw the same number of completions.
+# TOPR makes an update every two groups. Its steps have twice as many problems, so it needs half as
+# many steps for the same number of completions.
 TOPR_STEP = 2
 TOPR: dict[str, Any] = {
     "algorithm": "topr",
@@ -50,16 +51,16 @@ TOPR: dict[str, Any] = {
 MINI_BATCHES = {name: value for name, value in TOPR.items() if name != "algorithm"}
 VALIDATE_EVERY, VALIDATION_PROBLEMS = 3, 100  # steps between validations, problems in a validation
 START = "sft"
-OURS = "grpo"  # the arm whose seconds are the rivals' budget
-INVERTED = (0.05, 0.1, 0.2)  # shares of inverted verdicts, as with a verifier that makes mistakes
-BEST = "topr"  # the default algorithm; a report shows its leads if the grid has it
-# DAPO takes this share of a step's problems. It replaces groups without signal (four in ten at the
-# start), so that it draws about as many completions as GRPO.
+OURS = "grpo"  # the method whose training time is the budget of the baselines
+FLIPPED = (0.05, 0.1, 0.2)  # shares of flipped rewards, as with a verifier that makes mistakes
+BEST = "topr"  # the default algorithm; if the grid contains it, the report shows its leads
+# DAPO takes this share of a step's problems. It replaces groups with equal rewards (four in ten at
+# the start), so that it samples about as many completions as GRPO.
 DYNAMIC_SHARE = 0.6
 
 
-def rival(title: str, kind: str, **how: Any) -> Arm:
-    return Arm(title, kind, (START, OURS), "rival", **how)
+def baseline(title: str, kind: str, **how: Any) -> Arm:
+    return Arm(title, kind, (START, OURS), "baseline", **how)
 
 
 def topr(title: str, role: str = "choice", **how: Any) -> Arm:
@@ -70,8 +71,8 @@ def control(title: str, **how: Any) -> Arm:
     return Arm(f"control: {title}", "grpo", (START,), "control", **how)
 
 
-def inverted(share: float) -> dict[str, Arm]:
-    title = f", {share:.0%}".replace("%", " % of the verdicts inverted")
+def with_flipped_rewards(share: float) -> dict[str, Arm]:
+    title = f", {share:.0%}".replace("%", " % of the rewards flipped")
     how: dict[str, Any] = {"flipped": share, "early_stopping": True}
     return {
         f"flipped_{share}": Arm(f"GRPO{title}", "grpo", (START,), "choice", **how),
@@ -88,10 +89,10 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "base_few": Arm("base, few-shot", "base"),
     START: Arm("SFT (initial adapter)", "sft"),
     OURS: Arm("GRPO", "grpo", (START,)),
-    "sft_continued": rival("SFT continued, same seconds", "supervised"),
-    "rejection": rival("rejection sampling, same samples", "rejection"),
-    "rejection_rounds": rival("rejection sampling in 3 rounds", "rejection", rounds=3),
-    "harvest": rival("SFT on GRPO's right completions", "harvest"),
+    "sft_continued": baseline("SFT continued, same seconds", "supervised"),
+    "rejection": baseline("rejection sampling, same samples", "rejection"),
+    "rejection_rounds": baseline("rejection sampling in 3 rounds", "rejection", rounds=3),
+    "harvest": baseline("SFT on GRPO's right completions", "harvest"),
     "random_reward": control("random reward", flipped=0.5),
     "shuffled_golds": control("shuffled reference answers", shuffled=True),
     "rate_zero": control("learning rate 0", grpo={"learning_rate": 0.0}),
@@ -112,10 +113,12 @@ ARMS: dict[str, Arm] = {  # in the order in which a seed's cells run
     "sft_all_solved": Arm("SFT on all solutions, same seconds", "supervised", (START, OURS)),
     "trl": Arm("TRL's GRPOTrainer", "trl", (START,)),
 }
-ARMS |= {name: arm for share in INVERTED for name, arm in inverted(share).items()}
+ARMS |= {name: arm for share in FLIPPED for name, arm in with_flipped_rewards(share).items()}
 
 
 class Cell(NamedTuple):
+    """Names a training run: a method (arm) and a seed."""
+
     arm: str
     seed: int
 
@@ -157,7 +160,7 @@ class EvidenceConfig:
     solved: int = count(200, "number of worked solutions")
     sft_passes: int = count(2, "passes of SFT over the worked solutions")
     sft_rate: float = setting(1e-3, "learning rate of SFT", above=0)
-    more_rate: float = setting(5e-4, "learning rate of SFT that continues SFT", above=0)
+    more_rate: float = setting(5e-4, "learning rate of SFT that starts from an adapter", above=0)
     sft_batch: int = count(16, "examples per SFT update")
     lora_r: int = count(16, "LoRA rank of the adapter")
     steps: int = count(6, "GRPO steps")
@@ -168,11 +171,11 @@ class EvidenceConfig:
     )
     max_new_tokens: int = count(96, "maximum completion length in tokens")
     base_new_tokens: int = count(192, "maximum completion length of the base model")
-    greedy_problems: int = count(80, "problems per test set, for greedy completions")
-    sampled_problems: int = count(16, "number of these problems for sampled completions")
-    base_sampled: int = count(8, "number of these problems for samples of the base model")
+    greedy_problems: int = count(80, "problems per test set")
+    sampled_problems: int = count(16, "problems per test set on which sampled accuracy is measured")
+    base_sampled: int = count(8, "problems per test set on which the base model is sampled")
     samples: int = count(16, "sampled completions per problem", at_least=2)
-    curve_problems: int = count(40, "validation problems during training")
+    curve_problems: int = count(40, "validation problems for the accuracy during training")
     curve_samples: int = count(2, "sampled validation completions per problem")
     curve_every: int = count(3, "GRPO steps between two validations")
 
@@ -191,7 +194,8 @@ class EvidenceConfig:
     def all_cells(self) -> list[Cell]:
         """Return all cells seed by seed, so that a stopped grid has complete seeds.
 
-        The base is not trained, so each of its arms is one cell, which pairs with every seed.
+        The base model is not trained, so zero-shot and few-shot are one cell each, which is paired
+        with every seed.
         """
         cells = [Cell(arm, 0) for arm in ARMS if ARMS[arm].kind == "base"]
         trained = [arm for arm in ARMS if ARMS[arm].kind != "base"]
@@ -215,17 +219,17 @@ class EvidenceConfig:
         return {name: value for name, value in to_dict(self).items() if name not in free}
 
     def fix(self) -> None:
-        """Write the settings of a new grid, or check them against an existing one's."""
+        """Write the settings of a new grid, or compare them with those of an existing grid."""
         file, settings = self.grid / "settings.json", self.settings()
         self.grid.mkdir(parents=True, exist_ok=True)
         with (self.grid / "lock").open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may begin this grid, too
+            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may start the same grid
             begun = read_json(file) if file.exists() else {}
             for name in settings.keys() & begun.keys():
                 if begun[name] != settings[name]:
                     raise UsageError(
-                        f"{self.grid} was begun with --{name.replace('_', '-')} {begun[name]}, "
-                        f"not {settings[name]}: name another --grid"
+                        f"{self.grid} was started with --{name.replace('_', '-')} {begun[name]}, "
+                        f"not {settings[name]}: pass another --grid"
                     )
             if not begun:
                 replace_json(file, settings)

@@ -1,4 +1,4 @@
-"""Draw the report's plot, on white so that it can be read on dark and light pages."""
+"""Draws the plot of the report, on white so that it is legible on dark and light pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlm.runs import BLUE, ORANGE, new_figure, save_figure, tidy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The palette of Okabe and Ito (2008). An arm has the same colour in all grids.
+# The palette of Okabe and Ito (2008). A method has the same colour in all grids.
 COLOURS = {
     "grpo": BLUE,
     "sft_continued": ORANGE,
@@ -32,7 +32,7 @@ Point = tuple[float, Interval]
 def curves(results: Results, arms: Sequence[str], path: Path) -> None:
     """Plot validation accuracy against seconds and samples, from the end of SFT.
 
-    A band shows the interval of the first arm. A line is dashed if only its ends were measured.
+    A band shows the interval of the first method. A line is dashed if only its ends were measured.
     """
     last = {arm: results.arms[arm][0]["curve"][-1] for arm in [START, *arms]}
     kinds = [kind for kind in ("sampled", "greedy") if kind in last[START]]
@@ -58,9 +58,9 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
 
 
 def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Point]:
-    """Return the points that all seeds have: the start, equal sample counts, the end.
+    """Return the points that all seeds have: the start, equal numbers of samples, and the end.
 
-    An interrupted run has one more checkpoint, whose point the other seeds lack.
+    Other points are left out, such as that of the additional checkpoint of an interrupted run.
     """
     starts = {cell["seed"]: cell["curve"][-1] for cell in results.arms[START]}
     rows = []
@@ -81,7 +81,7 @@ def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Poin
 
 
 def _line(axes: Axes, arm: str, points: Sequence[Point], style: str, *, banded: bool) -> None:
-    """Draw an arm's means and, if `banded`, their intervals."""
+    """Draw the means of a method and, if `banded`, their intervals."""
     x = [place for place, _ in points]
     if banded:
         low, high = ([100 * getattr(i, end) for _, i in points] for end in ("low", "high"))

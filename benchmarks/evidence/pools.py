@@ -1,4 +1,4 @@
-"""The problems on which an arm is trained, and those on which it is judged.
+"""Selects the problems for training and for evaluation.
 
 The sets are disjoint. Word problems are split by a hash of their numbers, the test families are in
 no other split, and GSM8K's practice problems exclude those whose solutions SFT gets.
@@ -19,16 +19,16 @@ from rlm.tools import Calculator
 
 LEVEL = 1
 FAMILIES = load_word_problem_table().families
-# One family per operation, which SFT never sees and GRPO practises with answers only.
+# One family per operation. SFT never sees these families; GRPO trains on them with answers only.
 PRACTISED = ("money_at_first", "still_to_go", "distance_travelled", "make_groups")
 TAUGHT = tuple(
     f.name for f in FAMILIES if f.level == LEVEL and not f.held_out and f.name not in PRACTISED
 )
 
-WORDS = ("taught", "practised", "unseen")  # sets of word problems, pooled in the headline
+WORDS = ("taught", "practised", "unseen")  # test sets of word problems; most tables pool them
 OTHER = "reasoning_gym"  # a test set of older results
 TITLES = {
-    "taught": "types that SFT saw solved",
+    "taught": "types with worked solutions",
     "practised": "types with answers only",
     "unseen": "unseen types",
     OTHER: "reasoning-gym",
@@ -44,10 +44,10 @@ GSM8K_FILES = {
 
 @dataclass(frozen=True)
 class Pools:
-    """The training problems of a seed's arms."""
+    """Contains the problems on which all methods of a seed are trained and validated."""
 
     solved: list[Problem]
-    practice: list[Problem]  # without solutions; as many as GRPO uses
+    practice: list[Problem]  # problems without solutions, as many as GRPO uses
     practice_solved: list[Problem]  # the same problems with solutions, for sft_all_solved
     validation: list[Problem]
 
@@ -86,7 +86,10 @@ def validation_problems(config: EvidenceConfig, count: int) -> list[Problem]:
 
 
 def judged_sets(config: EvidenceConfig, *, base: bool = False) -> list[JudgedSet]:
-    """Return the test sets: equal for all cells, but the base samples fewer problems."""
+    """Return the test sets, which are the same for all cells.
+
+    Sampled accuracy is measured on fewer problems, and for the base model on still fewer.
+    """
     sampled = config.base_sampled if base else config.sampled_problems
     greedy, sets = config.greedy_problems, []
     if config.dataset == "word-problems":
@@ -107,10 +110,10 @@ def made(split: str, count: int, seed: int, families: Sequence[str] | None) -> l
 
 
 def without_golds(problems: Sequence[Problem], seed: int) -> list[Problem]:
-    """Return the problems with shuffled golds, so that no reasoning can earn the reward."""
+    """Return the problems with shuffled reference answers, which no reasoning can predict."""
     order = list(range(len(problems)))
     random.Random(f"golds {seed}").shuffle(order)
-    # Each problem gets the gold of its successor in this order, and the last that of the first.
+    # Each problem gets the answer of the next one in this order, and the last that of the first.
     after = dict(zip(order, order[1:] + order[:1], strict=True))
     return [
         replace(problem, answer=problems[after[index]].answer)

@@ -1,8 +1,9 @@
-"""Write a grid's page and plot from its finished cells.
+"""Writes the page and the plot of a grid from its finished cells.
 
-The `result.json` of each finished cell is copied into `evidence/ARM.json` beside the page, with a
-0 or 1 (right) for each completion and no texts. The page is rendered from report.md.jinja and these
-copies alone, so that it can be reproduced. Sections without data are left out.
+The `result.json` of each finished cell is copied into `evidence/METHOD.json` beside the page. It
+contains 1 for each right completion and 0 for each other one, but no texts. The page is rendered
+from report.md.jinja and these copies alone, so that it can be reproduced. Sections without data are
+left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def write_report(config: EvidenceConfig) -> None:
     copy_results(config)
     results = Results.load(config.docs / "evidence")
     if not results.arms:
-        raise UsageError(f"no cell is done, in {config.grid} or {config.docs}/evidence")
+        raise UsageError(f"no cell is finished in {config.grid} or {config.docs}/evidence")
     page = config.docs / "README.md"
     values = contents(results)
     if values["learned"]:
@@ -48,24 +49,24 @@ def render(results: Results, values: dict[str, Any]) -> str:
 def contents(results: Results) -> dict[str, Any]:
     """Return the template's variables. Tables begin with TOPR, or with GRPO if there is no TOPR.
 
-    The base model is only in the first table, which says enough about it. Of the problem templates,
-    only those are shown on which the best method has its largest lead over a rival.
+    The base model is only in the first table. The section about problem templates shows only the
+    templates on which the first method has its largest lead over a baseline.
     """
     share = results.share_a_seed
     pass_at = f"pass@{min(8, results.settings['samples'])}"
     best = BEST if BEST in results.arms else OURS
     arms = sorted(results.arms, key=lambda arm: arm != best)
     trained = [arm for arm in arms if ARMS[arm].kind != "base"]
-    main = [arm for arm in trained if arm == best or ARMS[arm].role in ("", "rival")]
+    main = [arm for arm in trained if arm == best or ARMS[arm].role in ("", "baseline")]
     beside_best = [
         arm
         for arm in trained
         if best in arms and ARMS[arm].role != "control" and arm != best and share(best, arm)
     ]
-    rivals = [arm for arm in beside_best if arm == OURS or ARMS[arm].role == "rival"]
-    if not (results.templates and any(ARMS[arm].role == "rival" for arm in rivals)):
-        rivals = []
-    largest = {arm: results.largest_lead(best, arm) for arm in rivals}
+    baselines = [arm for arm in beside_best if arm == OURS or ARMS[arm].role == "baseline"]
+    if not (results.templates and any(ARMS[arm].role == "baseline" for arm in baselines)):
+        baselines = []
+    largest = {arm: results.largest_lead(best, arm) for arm in baselines}
     learned = [arm for arm in main if ARMS[arm].kind != "sft" and share(START, arm)]
     # Without validations during training, a curve would only connect the start and the end.
     on_the_way = any(len(cell["curve"]) > 1 for arm in learned for cell in results.arms[arm])
@@ -95,22 +96,22 @@ def contents(results: Results) -> dict[str, Any]:
 
 
 def average(cells: Sequence[Result], key: str) -> str:
-    """Return the mean of a figure of training over the trained cells."""
+    """Return the mean of `key` over the training records of the cells that were trained."""
     values = [cell["training"][key] for cell in cells if "seconds" in cell["training"]]
     return f"{mean(values):.0f}" if values else "–"
 
 
 def timed_alike(results: Results, cells: Sequence[Result]) -> list[Result]:
-    """Return those of the cells that ran on the machine of most results."""
+    """Return the cells that ran on the machine on which most cells of the grid ran."""
     usual = Counter(map(machine_name, results.cells)).most_common(1)[0][0]
     return [cell for cell in cells if machine_name(cell) == usual]
 
 
 def machines(results: Results) -> str:
-    """Return the name of most cells' machine, then other machines with their cells."""
+    """Return the name of the most frequent machine, and other machines with their cells."""
     found: dict[str, list[str]] = {}
     for cell in results.cells:
         found.setdefault(machine_name(cell), []).append(cell["cell"])
     first, *others = sorted(found, key=lambda name: -len(found[name]))
     texts = [f"{', '.join(sorted(found[name]))}: {name}" for name in others]
-    return "; ".join([first, *texts]) + (" (compare no seconds with these)" if others else "")
+    return "; ".join([first, *texts]) + (" (their times are not comparable)" if others else "")

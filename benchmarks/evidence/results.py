@@ -1,4 +1,4 @@
-"""Load, compare and copy the results of finished cells."""
+"""Loads, compares and copies the results of finished cells."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Sets = Sequence[str] | None  # names of test sets (None: the pooled ones)
 
 @dataclass(frozen=True)
 class Results:
-    """The finished cells of a grid by arm, in the order of ARMS; each arm's cells by seed."""
+    """Contains the finished cells of a grid by method, in the order of ARMS, and then by seed."""
 
     arms: dict[str, list[Result]]
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        """Load the results of all arms, whose cells must have the same settings."""
+        """Load the results of all methods, whose cells must have the same settings."""
         files = sorted(folder.glob("*.json"))
         found = [cell for file in files for cell in json.loads(file.read_text(encoding="utf-8"))]
         for one in found[1:]:
             mine, first = one["settings"], found[0]["settings"]
             if any(mine[name] != first[name] for name in mine.keys() & first.keys()):
                 names = f"{one['cell']} and {found[0]['cell']}"
-                raise UsageError(f"{folder}: {names} have other settings")
+                raise UsageError(f"{folder}: {names} have different settings")
         by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
         return cls({a: sorted(rows, key=lambda r: r["seed"]) for a, rows in by_arm.items() if rows})
 
@@ -50,22 +50,22 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """The training seeds. The base, which is not trained, does not count."""
+        """The training seeds, without the seed of the base model, which is not trained."""
         return sorted({c["seed"] for c in self.cells if ARMS[c["arm"]].kind != "base"})
 
     @property
     def sets(self) -> list[str]:
-        """The test sets that every cell was judged on."""
+        """The test sets on which every cell was evaluated."""
         return [n for n in self._all_sets if all(n in cell["tests"] for cell in self.cells)]
 
     @property
     def left_out(self) -> list[str]:
-        """The test sets on which at least one cell was not judged."""
+        """The test sets on which at least one cell was not evaluated."""
         return [name for name in self._all_sets if name not in self.sets]
 
     @property
     def pooled(self) -> list[str]:
-        """The test sets of the headline figure."""
+        """The test sets that are pooled in most tables."""
         shared = self.sets
         return [name for name in WORDS if name in shared] or [n for n in shared if n != OTHER]
 
@@ -76,11 +76,15 @@ class Results:
     def accuracy(
         self, arm: str, metric: str, grading: str = "strict", sets: Sets = None
     ) -> Interval:
-        """Return an arm's score over the test sets with its interval."""
+        """Return the mean score of a method over the test sets, with its interval."""
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
     def lead(self, arm: str, over: str, metric: str, without: str = "") -> Interval:
-        """Return the strict lead of `arm` over `over` on their common seeds and problems."""
+        """Return the lead of `arm` over `over` in strict accuracy.
+
+        It is computed on their common seeds and problems, except for those of the template
+        `without`.
+        """
         return difference(*self.paired(over, arm, metric, without))
 
     @property
@@ -97,14 +101,17 @@ class Results:
         return max(self.templates, key=lambda t: self.right(arm, t) - self.right(over, t))
 
     def right(self, arm: str, template: str) -> float:
-        """Return the mean greedy strict accuracy of an arm on the problems of a template."""
+        """Return the mean greedy strict accuracy of a method on the problems of a template."""
         cells, sets = self.arms[arm], self.pooled
         names = [p for name in sets for p in cells[0]["tests"][name]["problems"]]
         chosen = [template_of(name) == template for name in names]
         return float(matrix(cells, sets, "greedy", "strict")[:, chosen].mean())
 
     def shared(self, a: str, b: str) -> list[list[Result]]:
-        """Return both arms' cells of their common seeds; the base pairs with all seeds."""
+        """Return the cells of two methods for their common seeds.
+
+        The base model is paired with all seeds.
+        """
         rows = [self.arms.get(a, []), self.arms.get(b, [])]
         if "base" in (ARMS[a].kind, ARMS[b].kind):
             return rows
@@ -115,12 +122,12 @@ class Results:
         return all(self.shared(a, b))
 
     def paired(self, a: str, b: str, metric: str, without: str = "") -> tuple[Scores, Scores]:
-        """Return both arms' scores on their common seeds and problems, except for one template.
+        """Return both methods' scores on their common seeds and problems, except for one template.
 
-        The base samples fewer problems than the others; its problems are a prefix of theirs.
+        The base model is sampled on fewer problems, which are the first problems of the others.
         """
         if not self.share_a_seed(a, b):
-            raise ValueError("no seed is done for both arms")
+            raise ValueError("no seed is finished for both methods")
         left, right = [], []
         for name in self.pooled:
             mine, theirs = (matrix(side, [name], metric, "strict") for side in self.shared(a, b))
@@ -133,10 +140,10 @@ class Results:
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
-    """Return the scores of an arm's cells on all problems of the test sets: (seeds, problems)."""
+    """Return a method's scores on all problems of the test sets: (seeds, problems)."""
     names = [[cell["tests"][name]["problems"] for name in sets] for cell in cells]
     if any(other != names[0] for other in names):
-        raise ValueError("cells of one arm were judged on different problems")
+        raise ValueError("the cells of a method were evaluated on different problems")
     return np.array(
         [[s for name in sets for s in scores(c["tests"][name], metric, grading)] for c in cells]
     )
@@ -149,9 +156,9 @@ def template_of(problem: str) -> str:
 
 
 def copy_results(config: EvidenceConfig) -> None:
-    """Copy the results of finished cells to the committed files, one file per arm.
+    """Copy the results of finished cells to the committed files, one file per method.
 
-    Results of seeds that this grid lacks stay in the files.
+    The files keep the results of seeds that are not in this grid.
     """
     target = config.docs / "evidence"
     found: dict[str, list[Result]] = {}

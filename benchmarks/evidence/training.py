@@ -1,8 +1,8 @@
-"""Train each arm.
+"""Trains the adapter of a cell.
 
 The functions run in the cell's process, write to the cell's directory and return the contents of
-`train.json`. Each adapter is evaluated after its last update. The exception is a TOPR run that
-stopped early: it exports its best adapter.
+`train.json`. The adapter after the last update is evaluated. Only in runs with early stopping, the
+trainer may select an earlier adapter by its validation.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
 def _sft(config: EvidenceConfig, cell: Cell) -> Record:
     solved = pools(config, cell.seed).solved
     record = _fine_tune(config, cell, solved, config.sft_passes * len(solved), config.adapter)
-    if config.adapter:  # the run has only measured the speed of SFT, for the rivals' budgets
+    if config.adapter:  # the run has only measured the speed of SFT, for the baselines' budgets
         adapter = config.folder(cell) / "adapter"
         shutil.rmtree(adapter)
         shutil.copytree(config.adapter, adapter)
@@ -91,7 +91,8 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     """Run rejection sampling with GRPO's number of completions and seconds.
 
     Each round samples its part of the problems with the previous round's adapter. It then trains
-    that adapter on all completions kept so far, on at least as many examples as there are new ones.
+    this adapter on all right completions so far, with at least as many examples as the round has
+    new ones.
     """
     rounds, practice = ARMS[cell.arm].rounds, pools(config, cell.seed).practice
     adapter, budget = _start(config, cell), _budget(config, cell) / rounds
@@ -188,9 +189,9 @@ def _fine_tune(
     start: Path | None = None,
     folder: Path | None = None,
 ) -> Record:
-    """Run stage 1's trainer on `count` of the examples, in shuffled passes, or resume it.
+    """Run or resume SFT on `count` examples, in shuffled passes.
 
-    It starts from the adapter `start`, or from a new one.
+    It starts from the adapter `start`, or from a new adapter.
     """
     import train_sft
 
@@ -227,7 +228,7 @@ def _resumed(options: SFTConfig | GRPOConfig) -> Any:
 
 
 def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run our trainer, from its newest checkpoint if there is one."""
+    """Run our GRPO trainer, or resume it from its newest checkpoint."""
     from rlm import GRPOTrainer
 
     options = _resumed(config.grpo_config(cell, _start(config, cell)))
@@ -263,9 +264,9 @@ def _grpo(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def flipped_reward(seed: int, share: float) -> Callable[..., list[float]]:
-    """Return a reward function: the strict verdict, inverted for `share` of the completions.
+    """Return a reward function: the strict reward, flipped for `share` of the completions.
 
-    After a resume it inverts the same ones. With a share of 0.5 the reward is random.
+    The same completions are flipped after a resume. With a share of 0.5, the reward is random.
     """
 
     def flipped(
@@ -292,9 +293,9 @@ def _trl(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _timed(steps: Sequence[Record]) -> Record:
-    """Return the seconds and samples of all steps, and up to each step; add each step's `total`.
+    """Return the seconds and samples of all steps, and their cumulative sums.
 
-    The time of evaluations and checkpoints does not count.
+    Also set the `total` seconds of each step, without evaluations and checkpoints.
     """
     for step in steps:
         step["total"] = step["sample"] + step["score"] + step["learn"]

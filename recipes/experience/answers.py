@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class CostConfig:
-    """Contains the options of all commands that send requests, which limit the cost."""
+    """Contains the options of all commands that send requests."""
 
     max_tokens: int = flag(2048, "maximum length of a reply in tokens", min=1)
     max_cost: float | None = flag(
@@ -76,7 +76,7 @@ def open_agents(
 def run_all(agent: Agent, tasks: Sequence[tuple[str, Callable[[], T]]]) -> list[T | None]:
     """Run named tasks, with the concurrency limit of the agent's role, and return their results.
 
-    A task whose request fails is printed by its name, and its result is None.
+    If the request of a task fails, print the name of the task; its result is None.
     """
 
     def run(name: str, task: Callable[[], T]) -> T | None:

@@ -1,7 +1,7 @@
 """Demonstrates that an experience library can improve a base model without changing its weights.
 
-The demo starts this project's server with the base model, which answers word problems. Worked
-examples with which the model solves more held-out problems are kept as lessons. The demo then
+The demo starts this project's server with the base model, which answers word problems. It keeps a
+worked example as a lesson if the model solves more held-out problems with it. The demo then
 compares the model without the library, with the library, and with placebo lessons, on problems that
 were not used to make the lessons. The base model was not trained on such problems here; the adapter
 in weights/ was trained on similar ones.

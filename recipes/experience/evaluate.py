@@ -83,10 +83,10 @@ class EvaluateConfig(AskingConfig):
 
 
 def load_unseen(config: EvaluateConfig) -> list[Problem]:
-    """Load the evaluation problems, without those that made or selected the lessons.
+    """Load the evaluation problems, without those used to make or to select the lessons.
 
-    These are the problems that any generator of the run practised on, and those recorded with the
-    libraries, which may be from other runs.
+    The problems left out are those that any generator of the run practised on, and those recorded
+    with the libraries, which may be from other runs.
     """
     dataset, record = config.dataset, config.run_dir / RECORD
     selection = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
@@ -122,7 +122,7 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
 def questions_of(library: Path) -> set[str]:
     """Return the questions of the problems that a library was made or tested with.
 
-    A line is printed if they were not recorded with the library.
+    If no file records these questions, print a message.
     """
     if not library.exists():
         return set()
@@ -138,12 +138,12 @@ def questions_of(library: Path) -> set[str]:
 
 
 def placebo(library: Sequence[Experience]) -> list[Experience]:
-    """Replace each lesson by the lesson for the least similar problems.
+    """Return a library that gives each lesson's problems the least similar lesson instead.
 
-    A replacement is used for the same problems as the original lesson, so that prompts change as
-    often as with the library, but by lessons of other problems. A lesson has no replacement if even
-    the least similar lesson fits its problems, that is, if it is within the lesson's reach. The
-    lessons of recipes.experience.train have a reach of 0, so they fit all problems.
+    The prompts then change as often as with the real library, but contain lessons of other
+    problems. A lesson is left out if even the least similar lesson is similar enough to be used for
+    its problems (`reach`). Lessons of recipes.experience.train have a reach of 0, so all are left
+    out.
     """
     others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
     return [
@@ -221,7 +221,7 @@ def load_libraries(config: EvaluateConfig) -> dict[str, Sequence[Experience]]:
 def estimate(
     config: EvaluateConfig, problems: Sequence[Problem], libraries: Mapping[str, Sequence]
 ) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of each role's (requests, input tokens)."""
+    """Return upper bounds of the numbers of requests and input tokens, by role."""
     one = tokens_of([problem.question for problem in problems])
     asked = {name for name, lessons in libraries.items() if lessons or name == BASELINE}
     read = config.samples * one * len(asked)

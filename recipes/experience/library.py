@@ -33,10 +33,10 @@ LIBRARIES = Path("data/grpo_experiences")
 PREFIXES = {"generator_1": "G1", "generator_2": "G2", "generator_3": "G3", "critic": "C"}
 GENERATOR_CATEGORIES = ("causal_graph", "validation", "problem_solving")
 CRITIC_CATEGORIES = ("fusion_strategy", "validation", "conflict_resolution")
-MAX_ITEMS = 20  # of a library
-MAX_TOKENS = 1200  # of a library, approximately
-MAX_WORDS = 32  # of a lesson
-MAX_OPERATIONS = 4  # per group of rollouts; at most one operation may add a lesson
+MAX_ITEMS = 20  # maximum number of lessons in a library
+MAX_TOKENS = 1200  # maximum length of a library in estimated tokens
+MAX_WORDS = 32  # maximum length of a lesson in words
+MAX_OPERATIONS = 4  # maximum number per group of rollouts; only one of them may add a lesson
 SIMILAR = 0.8  # minimum share of common words of two lessons that are duplicates
 
 Lesson = dict[str, Any]
@@ -181,7 +181,6 @@ class Library:
     ) -> list[Outcome]:
         """Apply the allowed operations, and drop lessons that exceed the limits of the library.
 
-
         Returns:
             A row per operation with the keys action, id, content, kept and reason. The reason of a
             rejected operation is schema, unknown_id, category, too_long, gold_leak, copied,
@@ -276,9 +275,9 @@ def shorten(text: str) -> str | None:
 def reveals_gold(lesson: str, problem: Problem) -> bool:
     """Return whether a lesson contains a right answer to the problem, within its rel_tol.
 
-    A later run on the same problem could copy the answer from the lesson. A gold that is an integer
-    below 10 is ignored, because such numbers are too common. Numbers that occur in the problem
-    itself are also ignored.
+    A later run on the same problem could copy the answer from the lesson. Integer answers below 10
+    are ignored, because such numbers are too common. Numbers that occur in the problem itself are
+    also ignored.
     """
     gold = parse_number(problem.answer)
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):

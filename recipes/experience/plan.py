@@ -138,7 +138,7 @@ PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
-    """Find the first JSON object after the thinking that has the key `key`.
+    """Find the first JSON object after the reasoning that has the key `key`.
 
     The key may also be in a value of the object; then this value is returned. Without such an
     object, the message of the ReplyError starts with no_json, bad_json or schema.

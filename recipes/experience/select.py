@@ -3,12 +3,13 @@
 The generators answer each problem a few times. A problem with both right and wrong attempts yields
 up to three candidates: a right attempt as a worked example, a rule that the critic writes from a
 right and a wrong attempt, and the critic's own answer if this answer is right. Each candidate is
-tested alone on the held-out problems most similar to the problem it comes from. It is kept if
-significantly more of them are answered right, by McNemar's exact test with Holm's correction.
+tested alone on the held-out problems most similar to the problem it comes from. It is kept if the
+model then solves significantly more of these problems, by McNemar's exact test with Holm's
+correction.
 
     python -m recipes.experience.select --dataset gsm8k
     python -m recipes.experience.select --dataset word-problems --split test_families \\
-        --no-instructions --max-tokens 128    # our model
+        --no-instructions --max-tokens 128    # for a model trained with this project
 
 To continue after an interruption, run the same command again: requests that were already paid for
 are not sent again.
@@ -262,7 +263,7 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 
 
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of each role's (requests, input tokens).
+    """Return upper bounds of the numbers of requests and input tokens, by role.
 
     The lesson of a trial and each attempt that the critic reads are counted with the maximum length
     of a reply.
@@ -347,7 +348,7 @@ def show(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
         mine = [row for row in rows if row["kind"] == kind]
         kept = sum(row["kept"] for row in mine)
         better = sum(row["trial"]["with_it"] > row["trial"]["without"] for row in mine)
-        cells[kind] = {"tried": len(mine), "more right with it": better, "kept": kept}
+        cells[kind] = {"tried": len(mine), "more right answers": better, "kept": kept}
     show_table("", cells, "candidates")
 
 

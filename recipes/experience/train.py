@@ -87,7 +87,7 @@ class TrainConfig(CostConfig):
             raise ValueError("the roles to train must be: generator 1 (or 2 or 3), critic, or all")
 
     def temperature_of(self, role: str) -> float:
-        """Return a role's temperature. With the target `all`, the option sets the generators'."""
+        """Return a role's temperature. For `all`, --temperature applies only to the generators."""
         if role == "critic":
             return (self.temperature or 0.0) if self.target == "critic" else 0.0
         return 0.3 if self.temperature is None else self.temperature
@@ -207,7 +207,7 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Estimate an upper bound of each role's (requests, input tokens).
+    """Return upper bounds of the numbers of requests and input tokens, by role.
 
     Every plan is counted with the maximum length of a reply.
     """

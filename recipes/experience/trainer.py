@@ -117,7 +117,7 @@ class Trainer:
                 )
         rest = [task for task in tasks if task[0].id not in done]
         position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
-        held: list[tuple[Problem, list[Row]]] = []  # problems whose requests were rejected
+        held: list[tuple[Problem, list[Row]]] = []  # problems that are not recorded yet
         bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
         with tqdm(**bar, position=position, file=sys.stderr) as progress:
             for problem, group in rest:
@@ -246,7 +246,7 @@ class Trainer:
         self.library.save()
 
     def summary(self) -> Row:
-        """Count the outcomes of rollouts, groups, operations and calls, including resumed runs.
+        """Count the outcomes of rollouts, groups, operations and calls since the run was started.
 
         The values are numbers and dicts of numbers, except for `learned`, which is a sentence.
         """

@@ -34,7 +34,7 @@ class AskConfig:
 def main(config: AskConfig) -> int:
     prepare_process()
     orchestrator = Orchestrator.load(config.run)
-    # The reference answer "0" is a placeholder: the answer is read without it.
+    # The reference answer "0" is a placeholder, which is not used to find the agents' answer.
     problem = Problem("asked", required(config.question, "question"), "0")
     for attempt in range(config.tries):
         (run,) = orchestrator.solve([problem], temperature=min(attempt, 1), seed=attempt)

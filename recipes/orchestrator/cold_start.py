@@ -1,8 +1,9 @@
-"""Teaches the orchestrator to write graphs, by supervised training on random graphs.
+"""Teaches the orchestrator to write graphs, by supervised training on generated graphs.
 
 A small model cannot write the JSON of a graph without training, so GRPO would have nothing to
-reward. A seeded generator therefore composes graphs from random parts, both good and bad. Training
-on these graphs teaches the format and a variety of prompts; GRPO then finds the prompts that help.
+reward. A seeded generator therefore composes good and bad graphs: from random parts, or with
+--graph-form questions from plans. Training on these graphs teaches the format and a variety of
+prompts. GRPO then finds the prompts that help.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def make_examples(
     config: OrchestratorConfig,
     format: Format,
 ) -> list[Example]:
-    """Create training examples whose completions are random graphs.
+    """Create training examples whose completions are generated graphs.
 
     Each problem gets GRAPHS_PER_PROBLEM examples with the same prompt. Examples for which
     `random_plan` finds no plan are left out.
@@ -67,7 +68,7 @@ def cold_start_dir(run_dir: Path) -> Path:
 def train_start_adapter(
     config: OrchestratorConfig, problems: Sequence[Problem], format: Format = FORMATS["deepseek"]
 ) -> None:
-    """Train an adapter on random graphs for these problems, and save it as `config.sft_adapter`."""
+    """Train an adapter on graphs for these problems, and save it as `config.sft_adapter`."""
     if config.start_from:
         check_adapter(config.start_from, "pass --start-from none to start with a new adapter")
         given = {"lora_r": config.lora_r} if config.lora_r != OrchestratorConfig.lora_r else {}
@@ -95,7 +96,7 @@ def train_start_adapter(
     )
     terminal.line(
         f"cold start: {config.sft_adapter} does not exist, so an adapter is trained on "
-        f"{len(examples)} random graphs to learn the format"
+        f"{len(examples)} generated graphs to learn the format"
     )
     about = {"stage": "orchestrator_start", "dataset": config.dataset, "config": to_dict(config)}
     try:

@@ -154,7 +154,7 @@ class OrchestratorConfig(GRPOConfig):
         start = given.get("sft_adapter", DEFAULT_START)
         info = AdapterInfo.load(start) if start else None
         values = resolve({**given, "tool": "none"}, info, {})
-        # The orchestrator has a prompt of its own, whatever its initial adapter was trained with.
+        # The orchestrator always uses its own prompt, not that of its initial adapter.
         values |= {"system_prompt": None, "reasoning_format": "deepseek"}
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         name = values.get("agent_model") or values.get("model")

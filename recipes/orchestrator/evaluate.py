@@ -1,12 +1,11 @@
 """Compares the orchestrator with a single agent on the same problems.
 
-All rows use the same agents and the same token limit per problem, which is the length of two
-replies: a single agent may use it in one reply, and two agents share it. The tokens that the
-orchestrator writes are not part of this limit and have a separate column. In the row with a vote,
-the single agent writes about as many tokens as the orchestrator and its agents together. Rows are
-paired by problem, so a problem on which an agent's API failed is left out of all rows. The
-confidence intervals are over the problems: with several runs, they do not contain the differences
-between the seeds.
+All rows use the same agents. An attempt at a problem may use twice --agent-max-tokens: a single
+agent in one reply, and two agents in two replies. The tokens that the orchestrator writes are not
+part of this limit and have a separate column. In the row with a vote, the number of votes is chosen
+so that they have about as many tokens as the orchestrator and its agents together. Rows are paired
+by problem, so a problem on which an agent's API failed is left out of all rows. The confidence
+intervals are over the problems, and do not cover the differences between seeds.
 
     python -m recipes.orchestrator.evaluate --run runs/orchestrator
     python -m recipes.orchestrator.evaluate --run runs/seed_0,runs/seed_1     # means over the runs
@@ -126,7 +125,7 @@ def make_rows(
 
 
 def load_run(run_dir: Path) -> Orchestrator:
-    """Load a finished run, and as the adapter "start" the one from which its training started."""
+    """Load a finished run, and also its initial adapter, under the name "start"."""
     orchestrator = Orchestrator.load(run_dir)
     start = orchestrator.config.sft_adapter
     if start:
@@ -153,7 +152,8 @@ def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -
 def load_another(run: Path, first: Orchestrator) -> Orchestrator:
     """Load a further training run, whose results are averaged with those of the first run.
 
-    Both must have used the same data, agents and limits, and an initial adapter or none.
+    Both runs must have used the same data, agents and limits. Either both or neither must have
+    started from an adapter.
     """
     other = load_run(run)
     compared = ("dataset", "columns", "split", "graph_form", "agent_max_tokens")
@@ -232,7 +232,7 @@ def row_metrics(row: Row, single: Row) -> dict[str, object]:
 
 
 def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
-    """Compare the trained orchestrator with its start and with the best other row.
+    """Compare the trained orchestrator with its initial model and with the best other row.
 
     The differences are paired by problem. The best other row is selected on the same problems,
     which favours that row.
@@ -261,7 +261,7 @@ def show(metrics: Mapping[str, Mapping], title: str) -> None:
         for name, row in metrics.items()
     }
     show_table(title, accuracy)
-    show_table("Tokens per problem; graphs", used)
+    show_table("Tokens per problem, and rates of graphs and replies", used)
 
 
 def choose_split(
@@ -269,13 +269,13 @@ def choose_split(
 ) -> tuple[str, dict[str, Any]]:
     """Return the split to evaluate, and the options of the run with which it is loaded.
 
-    The test split of a local file contains the problems that the run was trained on, so validation
-    is the default if the dataset is or contains one, or if it has no test split. Validation is held
-    out of the rows that the run's --split selects.
+    The test split of a local file contains the problems that the run was trained on. The default is
+    therefore the validation split if the dataset contains a local file or has no test split. The
+    validation problems are held out of the rows that the run's --split selects.
     """
     is_held_out = has_test(dataset) and not data_files(dataset)
     split = config.split or ("test" if is_held_out else "validation")
-    own_rows = split in ("train", "validation")  # --split has no slice
+    own_rows = split in ("train", "validation")  # without a slice such as train[:500]
     return split, {"columns": trained.columns, "rows": trained.split if own_rows else None}
 
 

@@ -162,11 +162,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse_repeated_keys)
 
 # --- leaks ----------------------------------------------------------------------------------------
 
-# A text leaks the reference answer if it contains this answer as a separate number, and the problem
-# does not. An answer below 10 also occurs in texts that reveal no quantity of the problem:
-# "Think in 2 steps", "Step 2", "2. Check it". Two kinds of digits are therefore ignored: those that
-# number an item, and those that count something that the problem does not mention.
-SMALL = 10  # an answer below this limit may also occur as a digit of the instructions
+# A text leaks the reference answer if it contains the answer as a separate number and the problem
+# does not contain this number. An answer below 10 also occurs in texts that reveal no quantity of
+# the problem: "Think in 2 steps", "Step 2", "2. Check it". Two kinds of digits are therefore
+# ignored: those that number an item, and those that count something that the problem does not
+# mention.
+SMALL = 10  # answers below this limit may also occur as digits of the instructions
 _IN_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 # Words that may follow a number but are not nouns counted by the number: "7 plus 5", "7 is right".
 _NO_NOUN = "is|as|was|plus|minus|times|divided|equals"

@@ -92,7 +92,7 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
 def identify_agents(agents: AgentModel | RemoteLLM) -> dict[str, str]:
     """Return a description of the agents and a hash of their weights; {} if no hash is known.
 
-    Of the servers, only this project's own publishes hashes.
+    A server's hash is known only if it is this project's own server.
     """
     weights: list[str] = []
     if isinstance(agents, RemoteLLM):
@@ -139,9 +139,9 @@ def load_agents(
 
 
 def exported_adapter(run_dir: Path) -> Path:
-    """Return the adapter that a run exported, which the folder of the run contains.
+    """Return the copy of the exported adapter in the folder of the run.
 
-    Unlike the folder of --output, the folder of the run may have been renamed.
+    This copy is also found if the folder of the run was renamed, unlike the adapter in --output.
     """
     unfinished = "the run is not finished: continue it with --resume"
     last = check_adapter(run_dir / KEPT_AS["last"], unfinished)

@@ -34,8 +34,8 @@ def oracle_plan(problem: Problem) -> Graph | None:
     """Return the plan that follows from the worked solution.
 
     The second agent computes the last step of the solution. The first agent computes the latest
-    earlier step whose result is an operand of the last step; without one, there is no plan. All
-    other intermediate results are written out as expressions.
+    earlier step whose result is an operand of the last step. All other intermediate results are
+    written out as expressions. If no result of an earlier step is an operand, return None.
     """
     steps = steps_of(problem)
     for number in reversed(range(len(steps) - 1)):

@@ -4,7 +4,7 @@ All first agents run in one batch, and then all second agents. The reward is 1 i
 final number is the reference answer, else 0. An invalid graph remains in its group with a reward of
 0, because a retry would hide the failure from the learner. An orchestrator could also solve the
 problem itself and write the answer into a prompt, and no verifier would notice. Such leaks are
-counted, and by default they earn no reward (--zero-leaks).
+counted, and by default their reward is 0 (--zero-leaks).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlm.sampling import Sampler, SamplingParams, prompt_seed
 if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
-MAX_FAILED_CALLS = 3  # calls of the reward without any reply of the agents; then the run ends
+MAX_FAILED_CALLS = 3  # the run ends after this many consecutive calls in which every graph failed
 _PLACEHOLDER = re.compile(r"\{(?:problem|agentA)\}")
 
 
@@ -215,7 +215,10 @@ class Trajectory:
         return Call(prompt, text, 0 if self.seed is None else prompt_seed(self.seed, agent.id))
 
     def last_answer(self) -> str | None:
-        """Return the answer in the last reply, read without the reference answer, or None."""
+        """Return the answer in the last reply, or None if it contains no answer.
+
+        The reference answer is not used.
+        """
         if not self.replies:
             return None
         tags = self.format.tags
@@ -308,7 +311,7 @@ class GraphReward:
         default_factory=list
     )  # one list of groups per call of the scorer
     _errors: set[str] = field(default_factory=set)  # errors that were printed
-    _failed_calls: int = 0  # consecutive calls of the scorer in which the agents always failed
+    _failed_calls: int = 0  # consecutive calls of the scorer in which every graph failed
 
     def __call__(
         self,

@@ -1,9 +1,9 @@
 """Trains a model to design the two agents that solve a problem, in the loop of train_grpo.py.
 
 For each problem the orchestrator writes several graphs; a graph lists agents and their system
-prompts. A frozen model runs each graph, and the reward is 1 if the last agent's number is correct,
-else 0. GRPO with a KL term compares the graphs of a problem and updates only the orchestrator's
-LoRA adapter.
+prompts or questions. A frozen model plays the agents, and the reward is 1 if the last agent's
+number is correct, else 0. GRPO with a KL term compares the graphs of a problem and updates only the
+orchestrator's LoRA adapter.
 
     python -m recipes.orchestrator.train --config configs/orchestrator_quickstart.yaml
     python -m recipes.orchestrator.train --steps 100 --batch-problems 4 --trajectories 4 --lr 1e-4
@@ -199,7 +199,7 @@ class OrchestratorTrainer(GRPOTrainer):
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
                 "warning: the orchestrator starts without a trained adapter, so hardly any of its "
-                f"graphs will be valid, and invalid graphs earn 0: {self._cold_start()}"
+                f"graphs will be valid, and the others have a reward of 0: {self._cold_start()}"
             )
         room = context_window(self.policy), self.config.max_new_tokens
         test = drop_long_prompts(test, self.render, *room, "test problems")
@@ -263,7 +263,7 @@ def load_tokenizers(
 def make_lora_orchestrator(
     orchestrator_id: str | None, start_adapter: Path | None = None, seed: int = 0
 ) -> PeftModel:
-    """Load the base model with `start_adapter`, or with a newly initialized adapter, to train."""
+    """Load the base model with a trainable adapter: `start_adapter`, or a new adapter."""
     model = load_agent_model(orchestrator_id)
     origin: dict[str, Any] = {"model": model.name, "quantize": model.quantize}
     origin |= {"sft_adapter": start_adapter}

@@ -174,7 +174,7 @@ def test_arms_draw_as_many_tokens_as_asked_for(tokenizer, arm):
 
 def test_a_rate_of_too_few_tokens_is_refused():
     assert rollout.rate(lambda: 5, 5) > 0
-    with pytest.raises(RuntimeError, match="drew 4 tokens instead of 5"):
+    with pytest.raises(RuntimeError, match="generated 4 tokens instead of 5"):
         rollout.rate(lambda: 4, 5)
 
 
@@ -228,7 +228,7 @@ def test_vllm_gets_one_request_a_prompt_or_a_row_and_nothing_that_filters(vllm):
 
 
 def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
-    with pytest.raises(RuntimeError, match="drew 6 tokens instead of 7"):
+    with pytest.raises(RuntimeError, match="generated 6 tokens instead of 7"):
         vllm.draw([[0]], [[7]], [1], 1)
     with pytest.raises(UsageError, match="refused"):
         samplers.VLLM("http://127.0.0.1:9")

@@ -75,7 +75,7 @@ def test_a_grid_keeps_the_settings_it_was_begun_with(tmp_path):
 
     fix()
     fix(seeds=(0, 7))  # these may change
-    with pytest.raises(UsageError, match="begun with --steps 6, not 13"):
+    with pytest.raises(UsageError, match="started with --steps 6, not 13"):
         fix(steps=13)
     assert read_json(tmp_path / "settings.json") == EvidenceConfig().settings()
 
@@ -103,7 +103,7 @@ def test_of_two_processes_that_begin_a_grid_the_second_is_held_to_the_settings(
     EvidenceConfig(grid=tmp_path).fix()
     second.join()
     (said,) = refused
-    assert "begun with --steps 6, not 13" in said
+    assert "started with --steps 6, not 13" in said
     assert read_json(tmp_path / "settings.json")["steps"] == 6
 
 
@@ -417,7 +417,7 @@ def test_a_named_adapter_is_the_start_of_all_arms(finished, model_dir, tmp_path,
     assert (info.tool, info.run["start_adapter"]) == ("calculator", str(start))
     assert (
         result_of(config, "sft-s0")["training"]["seconds"] > 0
-    )  # the rivals' budgets follow from it
+    )  # the baselines' budgets follow from it
     assert f"--adapter {given}" in result_of(config, "sft-s0")["command"]
 
 
@@ -572,7 +572,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
     assert begun == [("train", "sft-s0"), ("train", "sft-s1"), ("judge", "sft-s1")]
     said = capsys.readouterr().out
     assert f"sft-s0: failed; see the end of {config.folder(Cell('sft', 0))}/log.txt" in said
-    assert "grpo-s0: left for later" in said
+    assert "grpo-s0: skipped for now" in said
     assert "failed: sft-s0; 2 cells are left" in said
 
 
@@ -677,7 +677,7 @@ def test_a_report_keeps_the_seeds_that_are_there(finished, tmp_path):
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no cell is done"):
+    with pytest.raises(UsageError, match="no cell is finished"):
         report.write_report(EvidenceConfig(grid=tmp_path / "a", docs=tmp_path / "b"))
 
 
@@ -712,7 +712,7 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     found = result_of(finished, "sft-s0")
     other = found | {"cell": "sft-s1", "seed": 1, "settings": found["settings"] | {"steps": 99}}
     (folder / "sft.json").write_text(json.dumps([found, other]))
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(UsageError, match="different settings"):
         Results.load(folder)
 
 

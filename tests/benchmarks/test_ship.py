@@ -132,7 +132,7 @@ def test_where_grpo_did_not_help_the_card_says_so(run, tmp_path):
     config = config_of(run, tmp_path, sets=(str(tmp_path / "mine.jsonl"),))
     assert ship.main(replace(config, adapter=adapter)) == 0
     card = (config.weights / "README.md").read_text()
-    assert "**No step of GRPO was better than its start** on 2 validation problems" in card
+    assert "**No step of GRPO was better than the SFT adapter** on 2 validation problems" in card
     assert "(25.0 %), so these are the weights after SFT" in card
     assert "| mine | 2 | none | 0.0 (0.0–65.8) | 0 |\n" in card
     assert "ahead of SFT" not in card
@@ -150,7 +150,7 @@ def test_what_is_too_large_or_no_result_of_grpo_is_refused_and_nothing_replaced(
     with pytest.raises(UsageError, match=r"not made by train_grpo\.py"):
         ship.main(ship.ShipConfig(adapter=run / "sft", weights=config.weights))
     monkeypatch.setattr(ship, "LARGEST_MB", 1e-6)
-    with pytest.raises(UsageError, match="too many to commit"):
+    with pytest.raises(UsageError, match="too large to commit"):
         ship.main(config)
     assert (config.weights / "run.json").read_bytes() == before
     assert [path.name for path in config.weights.parent.iterdir()] == [config.weights.name]
