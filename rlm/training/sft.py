@@ -139,14 +139,14 @@ def examples_within_window(
 def check_window(
     policy: PreTrainedModel | PeftModel, examples: Sequence[Example], dataset: str | None
 ) -> None:
-    """Warn before training if the completions of GRPO would not fit into the model's window."""
+    """Warn before training if the completions of GRPO would not fit into the context window."""
     announce_local_window(policy)
     window, default = context_window(policy), choose_max_new_tokens(dataset)
     longest = max(example["labels"].count(IGNORE_INDEX) for example in examples)  # prompt tokens
     if window and longest + default > window:
         terminal.line(
             f"warning: prompts of up to {longest} tokens and --max-new-tokens {default}, the "
-            f"default of train_grpo.py, exceed the model's window of {window} tokens: lower "
+            f"default of train_grpo.py, exceed the context window of {window} tokens: lower "
             "--max-new-tokens there, or the longest prompts are left out"
         )
 
