@@ -509,7 +509,7 @@ def test_one_of_two_processes_is_killed_and_both_resume(runs, undisturbed_pair, 
     other = ended[1 - rank]
     assert other.code == 2, other.text
     assert other.text.splitlines()[-1].startswith(LOST)
-    assert other.text.endswith("start all of them again with --resume\n")
+    assert other.text.endswith("start all processes again with --resume\n")
     assert "Traceback" not in other.text
     ended = runs.together("run", "--resume")
     assert [each.code for each in ended] == [0, 0], ended

@@ -911,6 +911,6 @@ def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
     assert (tmp_path / "demo" / "learning.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "[5 of 5] evaluate grpo: about" in said
-    assert "0 only GRPO, 0 only SFT, 6 neither" in said
+    assert "0 only after GRPO, 0 only after SFT, 6 after neither" in said
     assert "final_rlm_lora" in said.splitlines()[-1]
     assert "weights" not in said.partition("Next:")[2]

@@ -222,7 +222,7 @@ def test_several_servers_get_prompts_in_turn_and_all_get_the_adapter(server, tmp
         assert len(server.adapters) == 1
         assert server.adapters == second.adapters  # both servers have dropped the first one
         second.processed_logprobs = False
-        with pytest.raises(UsageError, match=f"{second.url} gives log-prob"):
+        with pytest.raises(UsageError, match=f"{second.url} computes log-prob"):
             VLLMSampler(clients, [END])
 
 
