@@ -38,7 +38,7 @@ SERVER_REST = 4.0
 
 @dataclass
 class RolloutConfig(harness.BenchmarkConfig):
-    adapter: Path | None = flag(None, "adapter for rlm and generate")
+    adapter: Path | None = flag(None, "adapter for our sampler and transformers' `generate`")
     rows: tuple[int, ...] = flag(
         (8, 32, 64, 128), "completions per batch; each number is a case", min=1
     )

@@ -53,7 +53,7 @@ class Judge:
         self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
-        """Sample and grade one greedy completion per problem (k = 1), or k at temperature 1."""
+        """Sample and grade k completions per problem: greedily if k is 1, else at temperature 1."""
         return self.evaluate(problems, k=k, temperature=0.0 if k == 1 else 1.0)
 
 

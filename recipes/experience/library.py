@@ -44,12 +44,12 @@ Outcome = dict[str, Any]
 
 
 def problems_file(library: Path) -> Path:
-    """Return the file that lists the questions of the problems that a library was made with."""
+    """Return the path of the file with the questions that a library was made and tested with."""
     return library.with_suffix(".problems.json")
 
 
 def read_questions(library: Path) -> list[str] | None:
-    """Return the questions of the problems that a library was made with; None: not recorded."""
+    """Return the questions that a library was made and tested with; None: not recorded."""
     path = problems_file(library)
     try:
         questions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -63,7 +63,7 @@ def read_questions(library: Path) -> list[str] | None:
 
 
 def replace_library(library: Path, items: Sequence[Lesson], questions: Sequence[str]) -> None:
-    """Write a library, and the questions of the problems that it was made and tested with.
+    """Write a library, and the questions that it was made and tested with.
 
     An earlier library with other lessons is kept as NAME.prev.json, and its questions beside it. An
     earlier library without lessons is not kept.

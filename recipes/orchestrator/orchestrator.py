@@ -185,8 +185,8 @@ class Orchestrator:
         trained_with = AdapterInfo.load(adapter).run.get("inputs", {})
         for what in changed_inputs(trained_with, identify_agents(agents)):
             terminal.line(
-                f"warning: {what} has changed since {run_dir} was trained with it: the results are "
-                "those of the new version"
+                f"warning: {what} has changed since the training in {run_dir}: the results are "
+                "those of the changed model"
             )
         return loaded
 

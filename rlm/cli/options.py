@@ -201,7 +201,7 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     known = [(flags.get(dashes, name), *rest) for dashes, name, *rest in dashed]
     for name in ("--config", "--preset", "--reward"):
         if sum(token[0] == name for token in known) > 1:
-            many = ": for several rewards, name a list of them in FILE.py" * (name == "--reward")
+            many = ": for several rewards, put a list of them into FILE.py" * (name == "--reward")
             raise UsageError(f"{name} is given twice{many}")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
     for token in sorted(rest, key=lambda token: not token.startswith("-")):
@@ -239,10 +239,10 @@ def _read_yaml(path: str) -> list[Row]:
 
 
 def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False) -> Values:
-    """Check and convert the rows of a layer, and report all mistakes in one error.
+    """Check and convert the rows of one layer, and report all mistakes in one error.
 
-    Config files of other programs are supported too: a value of -1 or an empty value under such a
-    program's option name means "not set", so these rows are skipped.
+    In config files of other trainers, -1 or an empty value means "not set". A row with such a value
+    is skipped if its key is another trainer's name for an option.
 
     Args:
         typed: the rows are from the command line.
@@ -265,7 +265,8 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             value = option.bare if value else option.default
         label = option.spelling if typed else f"{where}: {key}"
         if option.name in values:
-            raise UsageError(f"{label} is given twice")
+            mistakes.append(f"{label} is given twice")
+            continue
         try:
             new = option.spelled(_convert(option.kind, value, typed))
             values[option.name] = new

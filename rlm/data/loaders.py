@@ -163,7 +163,9 @@ class NamedDataset:
     def load(self, split: str, selection: Selection) -> list[Problem]:
         for option, value in {"--columns": selection.columns, "--split": selection.rows}.items():
             if value:
-                raise UsageError(f"{option} is for files and hub datasets, not for {self.name}")
+                raise UsageError(
+                    f"{option} is for files and org/name hub datasets, not for {self.name}"
+                )
         if split not in self.splits:
             raise UsageError(f"{self} has no split {split!r}; it has {', '.join(self.splits)}")
         if self.is_generated:
@@ -458,8 +460,8 @@ def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) ->
     all_named = all(isinstance(part, NamedDataset) for part in parts)
     if all_named and (selection.rows or role != split):
         raise UsageError(
-            f"--split {selection.rows or split}: slices are for files and hub datasets, not for "
-            f"{'+'.join(map(str, parts))}"
+            f"--split {selection.rows or split}: slices are for files and org/name hub datasets, "
+            f"not for {'+'.join(map(str, parts))}"
         )
     plain = replace(selection, columns=None, rows=None)
     problems: list[Problem] = []

@@ -90,7 +90,7 @@ def read_choice(text: str) -> str | None:
     >>> read_choice("**(B)**"), read_choice("B) Paris"), read_choice("B or C"), read_choice("Bad")
     ('B', 'B', None, None)
     """
-    text = unicodedata.normalize("NFKC", text[: MAX_CHOICE + 1]).strip()  # Ｂ is B
+    text = unicodedata.normalize("NFKC", text[: MAX_CHOICE + 1]).strip()  # a fullwidth Ｂ is B
     match = _LETTER.fullmatch(text) if len(text) <= MAX_CHOICE else None
     if match is None:
         return None
@@ -276,7 +276,10 @@ def without_boxes(text: str) -> str:
 
 
 def _tagged(text: str, tag: str) -> list[str]:
-    """Return the contents of the last closed answer tags, in the order of the text."""
+    """Return the contents of each closed pair of tags, in the order of the text.
+
+    If there are more than MAX_CLAIMS pairs, only the last MAX_CLAIMS are returned.
+    """
     parts = text.split(f"</{tag}>")[:-1]
     return [part.rsplit(f"<{tag}>", 1)[1] for part in parts if f"<{tag}>" in part][-MAX_CLAIMS:]
 

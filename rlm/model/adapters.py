@@ -205,7 +205,7 @@ def _chat_template(directory: Path) -> str | None:
     try:
         settings = dict(json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {})
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{config} is not valid JSON, so copy it again: {error}") from error
+        raise UsageError(f"{config} is not valid JSON, so copy it again ({error})") from error
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None  # older files may list several templates
 
@@ -312,7 +312,7 @@ def _plain_config(path: Path) -> LoraConfig:
 def _lora_matrices(path: Path, device: str) -> dict[str, torch.Tensor]:
     """Read the tensors of an adapter, and return them under the names that PEFT expects.
 
-    Some tools write the name of the adapter into the names of the tensors; it is removed from them.
+    Some tools write the adapter's name into the tensor names; this function removes it.
 
     Raises:
         UsageError: a tensor is not a LoRA matrix of a linear layer (PEFT would write the tensor

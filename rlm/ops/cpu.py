@@ -33,7 +33,8 @@ SOURCES = [
 ]
 # The kernels read neither errno nor FP traps, so GCC may vectorize loops with conversions.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-# Without this option GCC uses 256-bit vectors. GCC for ARM rejects the option.
+# Without this option, GCC uses only 256-bit vectors on some CPUs with AVX-512. GCC for ARM rejects
+# the option.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines of CPU_INFO on which -march=native depends. Other lines change while the machine runs.

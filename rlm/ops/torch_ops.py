@@ -256,8 +256,8 @@ def round_up(length: int, multiple: int, at_most: int) -> int:
 def score_bytes(vocabulary: int, tokens: int, dtype: torch.dtype, device_type: str) -> int:
     """Return the maximum memory in bytes for scoring this many tokens at once.
 
-    These are the logits of all tokens, and the fp32 logits, exponentials and gradients of the rows
-    that are converted at a time.
+    The memory holds the logits of all tokens, and three fp32 tensors with as many rows as
+    `TorchOps.token_logprobs` converts at a time.
     """
     rows = WIDE_ROWS if device_type == "cpu" else tokens
     return vocabulary * (tokens * dtype.itemsize + 3 * rows * 4)

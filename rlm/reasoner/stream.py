@@ -159,8 +159,8 @@ class ReasoningParser:
         """
         self._held = self._stripped(self._held)
         end = len(self._held) - max(_overlap(self._held, tag) for tag in tags)
-        # A tag at the end of the text is removed later. Thus a stop string may begin before the tag
-        # and continue after the tag.
+        # If the text ends with the beginning of a tag, the tag is removed when it is complete.
+        # Therefore a stop string may begin before the tag and continue after it.
         begun = (end - _overlap(self._held[:end], stop) for stop in stops)
         whole = (len(self._held) - _overlap(self._held, stop) for stop in stops)
         certain = self._held[: min((end, *begun, *whole))].rstrip()

@@ -29,8 +29,8 @@ MAX_CHARS = 16_000  # maximum length of a schema, regex or list of choices
 # A mask usually takes microseconds; with these limits, even the slowest mask takes less than 0.1 s.
 LIMITS = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
 ASCII_ONLY = "d"  # restrict \d to ASCII digits, as users expect; \w and \s stay Unicode
-# Use Python's default separators. If any whitespace is allowed, a model sometimes writes only
-# whitespace.
+# Use Python's default separators. If arbitrary whitespace is allowed, a model sometimes
+# writes only whitespace.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BEFORE_REASON = re.compile(
     r'^(at \d+\(\d+\)|failed to [^:]*|invalid regex ".*?" \(in regex\)|lexer error|Parser Error): '
@@ -203,7 +203,7 @@ class GrammarCompiler:
 
 
 def reason(error: str) -> str:
-    """Return llguidance's message as one line, without the grammar that caused it.
+    """Return the reason for an error of llguidance in one line, without the grammar.
 
     >>> reason('at 3(9): failed to compile JSON schema: Invalid type: nope\\n   1 | start: "a"\\n')
     'Invalid type: nope'

@@ -185,7 +185,7 @@ class RunDirectory:
                 append_lines(file, rows)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the metrics of all logged steps, ignoring an incomplete last line."""
+        """Return the metrics of all logged steps before the first damaged row."""
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
             for row in read_log(self.metrics_file)

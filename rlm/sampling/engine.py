@@ -180,8 +180,8 @@ class Sampler:
             new_tokens=max(request.params.max_new_tokens for request in requests),
         )
         self.allocate_cache(config, prefix)
-        # Requests with long prompts go first. The last requests, whose rows are not refilled when a
-        # sequence ends, then have the short prompts.
+        # Long prompts go first, so that short prompts are left for the end of the batch, where no
+        # waiting request refills a row.
         order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
         places = {self.add_request(requests[i]): i for i in order}
         try:

@@ -28,7 +28,7 @@ def event_stream(*names: str) -> dict[str, Any]:
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Format a server-sent event. One data line is enough, because JSON has no raw line breaks."""
+    """Format a server-sent event. One data line suffices: `json.dumps` writes no line breaks."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 

@@ -1,4 +1,4 @@
-"""`train_grpo.py --doctor`: diagnoses the causes of a flat reward before training.
+"""Diagnoses the causes of a flat reward before training (`train_grpo.py --doctor`).
 
 The doctor samples a group of completions for each of up to 32 problems, with the model that
 training would start from. It scores them with the reward function of the run, and prints its

@@ -1,6 +1,6 @@
-"""`train_grpo.py --plan`: estimates the memory and the time of a run without training.
+"""Estimates the memory and the time of a GRPO run without training (`train_grpo.py --plan`).
 
-The estimate is based on timings of the loaded model on this machine: the time to sample the first
+The time is estimated from timings of the loaded model on this machine: the time to sample the first
 tokens of a step's rollouts, and the time for the forward and backward pass of one micro-batch. The
 times are extrapolated to completions of `max_new_tokens` tokens.
 """

@@ -112,7 +112,7 @@ def plan_memory(
     policy = weights.policy
     sampler.start()  # a server uses memory, so it starts before the measurement
     longest = max(map(len, prompts))
-    served = getattr(sampler, "max_model_len", None)  # the limit of a vLLM server
+    served = getattr(sampler, "max_model_len", None)  # maximum sequence length of a vLLM server
     if served and longest + config.max_new_tokens > served:
         raise UsageError(
             f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} exceed the "

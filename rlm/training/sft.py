@@ -139,7 +139,10 @@ def examples_within_window(
 def check_window(
     policy: PreTrainedModel | PeftModel, examples: Sequence[Example], dataset: str | None
 ) -> None:
-    """Warn before training if the completions of GRPO would not fit into the context window."""
+    """Warn if the prompts and completions of a later GRPO run would exceed the context window.
+
+    A note about a shorter local attention window is printed, too.
+    """
     announce_local_window(policy)
     window, default = context_window(policy), choose_max_new_tokens(dataset)
     longest = max(example["labels"].count(IGNORE_INDEX) for example in examples)  # prompt tokens

@@ -613,7 +613,7 @@ class TrainingRun:
         trainer, state = self.trainer, self.trainer.state
         rows = trainer.distributed.broadcast(self.directory.metrics())
         summary = self._summary(rows)
-        # The accuracy after each validated step; a damaged log may lack steps.
+        # The validation accuracy after each step; None: not measured. A damaged log may lack steps.
         accuracies = {row["step"] + 1: row.get("eval/accuracy") for row in rows}
         accuracies[0] = summary["start_accuracy"]
         last = {name: tensor.detach().clone() for name, tensor in state.adapter.items()}

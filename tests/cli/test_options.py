@@ -226,6 +226,7 @@ def test_mistakes_on_the_command_line(argv, message):
         ("steps: {a: 1}", ":1: steps: expected int list, got {'a': 1}"),
         ("limit: 9\nlimit: 9", ":2: limit is given twice"),
         ("batch_size: 9\nbatch: 9", ":2: batch is given twice"),
+        ("limit: 9\nlimit: 9\nbatch: x", ":2: limit is given twice | :3: batch: expected int, got"),
         ("zzz: 1\nlearning_rat: 1", ":1: unknown key 'zzz' | "),
         ("learning_rat: 1", ":1: unknown key 'learning_rat'; did you mean learning_rate?"),
         ("on: 1", ":1: unknown key True"),

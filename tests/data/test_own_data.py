@@ -600,14 +600,14 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
 
 
 def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
-    assert "--columns is for files and hub datasets" in refusal("elementary", columns=COLUMNS)
+    assert "--columns is for files and org/name" in refusal("elementary", columns=COLUMNS)
     assert "--split is for files" in refusal("elementary", rows="train[:5]")
     path = write_jsonl(tmp_path / "mine.jsonl", rows_of(20))
     mixed = load_problems(f"elementary:1+{path}", max_samples=5, columns=COLUMNS)
     assert len(mixed) == 10
     mixture, choice = f"elementary:1+{path}", {"max_samples": 5, "columns": COLUMNS}
     assert len(load_problems(mixture, "validation[:10]", **choice)) == 5 + 1
-    with pytest.raises(UsageError, match="slices are for files and hub datasets"):
+    with pytest.raises(UsageError, match="slices are for files and org/name hub datasets"):
         load_problems("elementary:1+word-problems:1", "validation[:10]")
 
 

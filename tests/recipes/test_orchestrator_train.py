@@ -605,7 +605,7 @@ def test_agents_with_other_weights_are_said(base, finished, tmp_path, monkeypatc
     monkeypatch.setattr("recipes.orchestrator.orchestrator.identify_agents", others)
     Orchestrator.load(finished / "run")
     model, run = f"{base} + {finished / 'solver'}", finished / "run"
-    said = f"warning: the model of the agents ({model}) has changed since {run} was trained"
+    said = f"warning: the model of the agents ({model}) has changed since the training in {run}:"
     assert said in capsys.readouterr().out
 
 
