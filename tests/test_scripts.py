@@ -748,7 +748,7 @@ MISTAKES = [
     (train_grpo, ["--sft-adapter", "nowhere"], "python train_sft.py"),
     (train_sft, ["--adapter", "nowhere"], "does not exist"),
     (train_grpo, ["--train-batch-size", "0"], "at least 1"),
-    (train_grpo, ["--reward", "steps", "--reward", "steps"], "name a list of them in FILE.py"),
+    (train_grpo, ["--reward", "steps", "--reward", "steps"], "put a list of them into FILE.py"),
     (
         train_grpo,
         ["--model", "no/such", *DATA, "--resume", *NO_START],
