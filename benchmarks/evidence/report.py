@@ -78,7 +78,7 @@ def contents(results: Results) -> dict[str, Any]:
         "pass_at": pass_at,
         "results": results,
         "settings": results.settings,
-        "given": results.settings.get("adapter"),  # older cells have no such setting
+        "adapter": results.settings.get("adapter"),  # older cells have no such setting
         "tests": results.cells[0]["tests"],
         "machines": machines(results),
         "arms": arms,
