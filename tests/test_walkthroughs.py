@@ -18,6 +18,7 @@ import subprocess
 import sys
 import types
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,26 @@ trainer = GRPOTrainer(
 )
 """,
 ]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("config", "GRPOConfig"),
+        ("trainer", "GRPOTrainer"),
+        ("loss", "policy_loss"),
+        ("rollout", "Rollout"),
+        ("experience", "Group"),
+        ("algorithms", "PRESETS"),
+        ("rewards.base", "RewardFunction"),
+        ("rewards.format", "FormatReward"),
+        ("rewards.math", "GSM8KReward"),
+        ("data.base", "Problem"),
+        ("data.gsm8k", "load_gsm8k"),
+    ],
+)
+def test_the_modules_of_that_package_have_aliases(module, name):
+    assert hasattr(import_module(f"homellm.training.rl.{module}"), name)
 
 
 @pytest.fixture(scope="module")
