@@ -158,11 +158,12 @@ def _end_with_parent() -> None:
 def peak_memory_gb() -> float:
     """Return this process's peak memory: GPU memory if it used a GPU, else resident memory.
 
-    Resident memory is Linux's VmHWM, because getrusage's maximum would include the parent's memory
-    at the fork.
+    On Linux, resident memory is VmHWM, because the maximum of getrusage would include the memory of
+    the parent at the fork.
     """
     status = Path("/proc/self/status")
-    if machine.pick_device().type == "cpu" and status.exists():
+    used_gpu = torch.cuda.is_available() and torch.cuda.max_memory_allocated()
+    if not used_gpu and status.exists():
         (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
         return int(line.split()[1]) / 2**20
     return machine.peak_memory_gb()
