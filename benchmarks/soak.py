@@ -36,11 +36,11 @@ from rlm.runs import file_hash
 from rlm.serving import server_process
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
-ACCIDENTS = (*SIGNALS, "full disk", "damaged checkpoint", "torn metrics")
+FAULTS = (*SIGNALS, "full disk", "damaged checkpoint", "torn metrics")
 SMALL_FILE = 2_000_000  # bytes; a run's log fits, an adapter's checkpoint does not
 EXIT_OF_AN_ERROR = 2
 LEAST_SECONDS, MOST_SECONDS = 8, 90  # time between the start of a process and its fault
-ACCIDENTS_A_RUN = 12  # maximum number of faults in a run
+MAX_FAULTS = 12  # maximum number of faults in a run
 FAILURES_SHOWN = 20
 # Requests that must be refused: (method, path, body, content type, expected status).
 HOSTILE: tuple[tuple[str, str, bytes, str, int], ...] = (
@@ -73,10 +73,10 @@ class SoakConfig(harness.BenchmarkConfig):
 
 @dataclass
 class Training:
-    """Runs GRPO with injected faults (accidents), and records the outcomes."""
+    """Runs GRPO with injected faults, and records the outcomes."""
 
     config: SoakConfig
-    accidents: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     equal: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -137,42 +137,42 @@ class Training:
     def _finish(self, name: str, draw: random.Random) -> int:
         """Start and resume a run until it finishes, and return its exit status.
 
-        After ACCIDENTS_A_RUN faults, the run continues without faults, because on a busy machine it
+        After MAX_FAULTS faults, the run continues without faults, because on a busy machine it
         might finish no step between two faults.
         """
         resume: tuple[str, ...] = ()
-        for _ in range(ACCIDENTS_A_RUN):
-            accident = draw.choice(ACCIDENTS)
-            process = self.start(name, *resume, small_files=accident == "full disk")
-            code = self._meet(process, accident, draw.uniform(LEAST_SECONDS, MOST_SECONDS))
+        for _ in range(MAX_FAULTS):
+            fault = draw.choice(FAULTS)
+            process = self.start(name, *resume, small_files=fault == "full disk")
+            code = self._meet(process, fault, draw.uniform(LEAST_SECONDS, MOST_SECONDS))
             if code == 0:
                 return 0
-            if accident == "full disk" and code != EXIT_OF_AN_ERROR:
+            if fault == "full disk" and code != EXIT_OF_AN_ERROR:
                 self.failures.append(f"{name}: with a full disk, it ended with {code}")
             folder = self.config.run_dir / name
-            damaging = accident in ("damaged checkpoint", "torn metrics")
-            if damaging and not _damage(folder, accident, draw):
-                accident = "SIGKILL"  # there was nothing to damage yet
-            self.accidents[accident] += 1
+            damaging = fault in ("damaged checkpoint", "torn metrics")
+            if damaging and not _damage(folder, fault, draw):
+                fault = "SIGKILL"  # there was nothing to damage yet
+            self.faults[fault] += 1
             saved = any(folder.glob("checkpoints/step_*/manifest.json"))
             resume = ("--resume",) if saved else ()
         return self.start(name, *resume).wait()
 
-    def _meet(self, process: subprocess.Popen, accident: str, seconds: float) -> int:
-        if accident == "full disk":
+    def _meet(self, process: subprocess.Popen, fault: str, seconds: float) -> int:
+        if fault == "full disk":
             return process.wait()
         with suppress(subprocess.TimeoutExpired):
             return process.wait(seconds)
-        process.send_signal(SIGNALS.get(accident, signal.SIGKILL))
+        process.send_signal(SIGNALS.get(fault, signal.SIGKILL))
         return process.wait()
 
 
-def _damage(folder: Path, accident: str, draw: random.Random) -> bool:
+def _damage(folder: Path, fault: str, draw: random.Random) -> bool:
     """Flip a bit of the newest checkpoint, or cut the end of metrics.jsonl off.
 
     A checkpoint is damaged only if there is another one. Return whether a file was damaged.
     """
-    if accident == "torn metrics":
+    if fault == "torn metrics":
         file = folder / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
         if size > 10:
@@ -265,7 +265,7 @@ def summary(config: SoakConfig, training: Training, serving: Serving) -> dict[st
     return {
         "minutes": config.minutes,
         "runs_equal_to_the_undisturbed": training.equal,
-        "accidents": dict(training.accidents),
+        "faults": dict(training.faults),
         "replies": dict(serving.statuses),
         "server_memory_mb": [round(min(serving.memory)), round(max(serving.memory))],
         "server_memory_growth": round(growth, 3),

@@ -41,15 +41,15 @@ def test_the_last_line_of_the_metrics_is_torn(tmp_path):
     assert not lines[1].endswith("}")
 
 
-def test_an_accident_with_nothing_to_damage_is_a_kill(tmp_path, monkeypatch):
+def test_a_fault_with_nothing_to_damage_is_a_kill(tmp_path, monkeypatch):
     codes = iter([-9, -9, 0])
     process = SimpleNamespace(wait=lambda *_: next(codes), send_signal=lambda _: None)
     monkeypatch.setattr(Training, "start", lambda *_, **__: process)
     training = Training(SoakConfig(run_dir=tmp_path))
-    accidents = iter(["damaged checkpoint", "torn metrics", "SIGINT"])
-    draw = SimpleNamespace(choice=lambda _: next(accidents), uniform=lambda *_: 0.0)
+    faults = iter(["damaged checkpoint", "torn metrics", "SIGINT"])
+    draw = SimpleNamespace(choice=lambda _: next(faults), uniform=lambda *_: 0.0)
     assert training._finish("disturbed_1", draw) == 0
-    assert training.accidents == {"SIGKILL": 2}
+    assert training.faults == {"SIGKILL": 2}
 
 
 def test_a_run_that_differs_or_a_server_that_grows_is_a_failure():
