@@ -99,8 +99,8 @@ ALGORITHMS = {
     # TOPR differs from GRPO (arXiv 2402.03300) as follows. The right completions of a group share a
     # total weight of 1, and the wrong completions a total weight of 1/4, so a rare right answer
     # counts most. For right completions the likelihood is maximized without clipping, because many
-    # small updates would soon reach the clipping bounds. The probability of wrong completions is
-    # reduced only while they are likely, because making an unlikely completion even less likely
+    # small updates would soon reach the clipping bounds. The gradient of a wrong token shrinks as
+    # the token becomes less likely than when it was sampled, because making it even less likely
     # does not teach the right answer.
     "topr": Algorithm(
         "TOPR, arXiv 2503.14286",
