@@ -24,7 +24,7 @@ from rlm.model import prepare_process
 from rlm.training import GRPOConfig
 
 PARTS = ("sample", "score", "learn")
-CELLS = {"half": "half of the groups with signal", "all": "all groups with signal"}
+CELLS = {"half": "rewards differ in half of the groups", "all": "rewards differ in all groups"}
 
 
 @dataclass

@@ -27,7 +27,9 @@ class Arm(NamedTuple):
     """Describes how a method trains, and its role in the report."""
 
     title: str
-    kind: str  # "base", "sft", "supervised", "rejection", "harvest", "grpo" or "trl"
+    # "base" (no training), "sft" (the initial adapter), "supervised" (more SFT), "rejection"
+    # (rejection sampling), "harvest" (SFT on right completions of a GRPO run), "grpo" or "trl"
+    kind: str
     needs: tuple[str, ...] = ()  # methods that must run first with the same seed
     # "baseline" (equal cost, equal information), "control" (must not gain), "algorithm" (another
     # algorithm, as many completions), "choice" (one thing changed) or "" (none of these)

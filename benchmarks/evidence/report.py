@@ -47,10 +47,11 @@ def render(results: Results, values: dict[str, Any]) -> str:
 
 
 def contents(results: Results) -> dict[str, Any]:
-    """Return the template's variables. Tables begin with TOPR, or with GRPO if there is no TOPR.
+    """Return the variables of report.md.jinja.
 
-    The base model is only in the first table. The section about problem templates shows only the
-    templates on which the first method has its largest lead over a baseline.
+    The tables begin with the best method: TOPR, or GRPO if there is no TOPR. The base model is only
+    in the first table. The section about problem templates shows only those on which the best
+    method has its largest lead over a baseline.
     """
     share = results.share_a_seed
     pass_at = f"pass@{min(8, results.settings['samples'])}"

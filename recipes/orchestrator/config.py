@@ -17,7 +17,7 @@ DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # used if it exists
 @takes_aliases
 @dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
-    """Options of one training run. Creating a config does not access the disk."""
+    """The options of a training run. Creating a config does not read any adapter."""
 
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),

@@ -215,8 +215,8 @@ class Scorer:
         texts, answers, rows = zip(*rollouts, strict=True)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        # `batch_call` runs outside an event loop, because a plain reward may start its own loop.
         columns = named_columns(reward.batch_call, columns)
+        # Call it outside an event loop, because a synchronous reward may start its own loop.
         found = reward.batch_call(list(texts), list(answers), **columns)
         found = as_list(self._run(_wait_for(found)) if inspect.isawaitable(found) else found)
         return self._run(self._wait_for_all(found)) if _is_async(reward) else found
