@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -127,7 +128,8 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
                 content = content[stream.write(content) :]
             os.fsync(stream.fileno())
         except BaseException:
-            stream.truncate(end)
+            with contextlib.suppress(OSError):  # report the first error
+                stream.truncate(end)
             raise
 
 
