@@ -144,12 +144,15 @@ def learn(
     about: Mapping[str, object],
     held_out: Sequence[Example] = (),
     left_out: int = 0,
+    is_last: bool = True,
 ) -> dict[str, Any]:
     """Train on tokenized examples, write the adapter, and return the contents of run.json.
 
     Args:
         about: the description of the stage and the data, which is stored in run.json.
         left_out: the number of examples that were left out because they are too long.
+        is_last: whether the command ends after this training. If not, a signal that is received
+            after the last step raises Interrupted, too.
 
     Raises:
         UsageError: there is no run to resume, or the run to resume was started with other options;
@@ -197,6 +200,7 @@ def learn(
             history["validation_loss"] = trainer.mean_loss(held_out)
             with writing(config.output):
                 replace_json(config.output / "run.json", history)
+        run.raise_if_interrupted(run.interrupted and not is_last)
     return history
 
 

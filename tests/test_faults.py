@@ -535,6 +535,17 @@ def test_a_run_that_torchrun_restarts_continues(runs, undisturbed):
     assert runs.result("run") == undisturbed
 
 
+def test_a_run_that_torchrun_restarts_continues_no_earlier_run(runs, undisturbed):
+    """The first attempt may end before it moves the earlier run away."""
+    assert runs.run("run", seed=4).code == 0
+    for folder in (runs.folder / "run" / "checkpoints").iterdir():
+        os.utime(folder, (0, 0))
+    ended = runs.run("run", before=lambda: os.environ.update(TORCHELASTIC_RESTART_COUNT="1"))
+    assert ended.code == 0, ended.text
+    assert "the earlier run in" in ended.text
+    assert runs.result("run") == undisturbed
+
+
 @pytest.mark.slow
 def test_what_two_processes_began_one_ends(runs):
     """The results differ only by rounding, because two processes sum in another order."""

@@ -46,7 +46,7 @@ from rlm.data import (
     similarity,
 )
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
-from rlm.runs import read_lines, replace_json
+from rlm.runs import read_json, read_lines, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # the datasets with only one split
 BASELINE = "no library"
@@ -89,10 +89,10 @@ def load_unseen(config: EvaluateConfig) -> list[Problem]:
     with the libraries, which may be from other runs.
     """
     dataset, record = config.dataset, config.run_dir / RECORD
-    selection = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    selection = read_json(record)
     if dataset is None:
         file = config.run_dir / f"{config.role}_config.json"
-        options = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        options = read_json(file)
         if selection and (not options or any(path.name == LIBRARY for path in config.library)):
             options = selection["config"]  # a library of recipes.experience.select
         if not options:

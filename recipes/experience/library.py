@@ -54,7 +54,7 @@ def read_questions(library: Path) -> list[str] | None:
     try:
         questions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        raise UsageError(f"cannot read {path}: {error}; restore or delete this file") from error
     if questions is not None and not (
         isinstance(questions, list) and all(isinstance(text, str) for text in questions)
     ):
@@ -73,8 +73,9 @@ def replace_library(library: Path, items: Sequence[Lesson], questions: Sequence[
     if before.strip() not in ("", "[]", text.strip()):
         kept = library.with_suffix(".prev.json")
         problems_file(kept).unlink(missing_ok=True)
+        # The questions are copied, not moved: after a kill, the next call moves the library.
         if problems_file(library).exists():
-            problems_file(library).replace(problems_file(kept))
+            replace_file(problems_file(kept), problems_file(library).read_bytes())
         library.replace(kept)
         terminal.line(f"the earlier library {library} was moved to {kept}")
     replace_json(problems_file(library), questions)

@@ -30,7 +30,14 @@ from recipes.experience.rewards import compute_rewards, fusion_reward, graph_rew
 from rlm.api_client import APIError
 from rlm.cli import UsageError
 from rlm.data import Problem, experience_block
-from rlm.runs import append_lines, json_lines, read_lines, replace_file, replace_json
+from rlm.runs import (
+    append_lines,
+    json_lines,
+    read_json,
+    read_lines,
+    replace_file,
+    replace_json,
+)
 
 REWARDS = ("r_ans", "r_logic", "r_graph", "r_total")
 FUSION_REWARDS = ("r_ans", "r_logic", "r_graph", "r_fusion", "r_total")
@@ -87,8 +94,8 @@ class Trainer:
             told = ", ".join(f"{what} {value}" for what, value in weights.items())
             options |= {f"{self.name} weights": told}
         path = self.run_dir / f"{self.name}_config.json"
-        if self.records and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+        if self.records:
+            before = read_json(path)
             was = [
                 f"{name} {before[name]} (now {value})"
                 for name, value in options.items()

@@ -100,9 +100,9 @@ def train_start_adapter(
     )
     about = {"stage": "orchestrator_start", "dataset": config.dataset, "config": to_dict(config)}
     try:
-        history = learn(sft, tokenizer, examples, about)
+        history = learn(sft, tokenizer, examples, about, is_last=False)
     except Interrupted as stopped:
-        terminal.line("stopped during the cold start: run the same command to start it again")
+        terminal.line("stopped during the cold start: run the same command again")
         raise Interrupted(stopped.number, "") from None
     terminal.line(
         f"cold start done in {terminal.duration(history['seconds'])}: {config.sft_adapter}"

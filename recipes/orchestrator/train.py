@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from recipes.orchestrator.orchestrator import (
 )
 from recipes.orchestrator.runner import GraphReward, RemoteLLM, verdict_of
 from rlm import GRPOTrainer
-from rlm.cli import UsageError, required, run_main, terminal
+from rlm.cli import Interrupted, UsageError, required, run_main, terminal
 from rlm.data import (
     Problem,
     data_files,
@@ -206,9 +207,15 @@ class OrchestratorTrainer(GRPOTrainer):
         summary = self.train(train, validation)
         assert self.run is not None
         directory = self.run.directory
+        if test:  # a signal during the export must not wait for the test
+            directory.raise_if_interrupted(self.distributed.any(directory.interrupted))
         logs = [as_log(row) for row in self.distributed.broadcast(directory.metrics())]
         share = self.distributed.shard(test)
-        solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
+        try:
+            solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
+        except KeyboardInterrupt:
+            note = f"the adapter of {directory.path} is exported, but not tested"
+            raise Interrupted(signal.SIGINT, note if directory.writes else "") from None
         scored = [score for score in self.distributed.gather(solved) if score is not None]
         correct, total = round(sum(scored)), len(scored)
         accuracy = correct / total if scored else None

@@ -16,7 +16,7 @@ import torch
 from rlm.cli import UsageError
 from rlm.data import backend_tokenizer, end_of_turn_id
 from rlm.ops import head_dim, num_key_value_heads
-from rlm.runs import check_space, writing_beside
+from rlm.runs import check_space, sync, writing_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -86,6 +86,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        sync(scratch / path.name)
         (scratch / path.name).rename(path)
 
 

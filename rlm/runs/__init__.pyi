@@ -3,6 +3,7 @@ from .atomic_files import append_lines as append_lines
 from .atomic_files import check_writable as check_writable
 from .atomic_files import json_lines as json_lines
 from .atomic_files import lock_file as lock_file
+from .atomic_files import read_json as read_json
 from .atomic_files import read_lines as read_lines
 from .atomic_files import read_log as read_log
 from .atomic_files import replace_file as replace_file

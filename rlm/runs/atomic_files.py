@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -46,9 +47,23 @@ def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError) as error:
             raise UsageError(
-                f"{path}: line {number} is not a JSON object; repair this line"
+                f"{path}: line {number} is not a JSON object; repair or delete this line"
             ) from error
     return rows
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a run; return {} if the file does not exist.
+
+    Raises:
+        UsageError: the file is not a JSON object.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"{path} is not a JSON object: restore the file, or pass another --run-dir"
+        ) from error
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -99,12 +114,23 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a file, and sync the file to disk."""
+    """Append rows to a file, and sync the file to disk.
+
+    After an error, such as a full disk, the file is as before: the next row of another thread must
+    not follow a part of a row.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as stream:
-        stream.write(json_lines(rows).encode("utf-8", "backslashreplace"))  # see replace_file
-        stream.flush()
-        os.fsync(stream.fileno())
+    content = json_lines(rows).encode("utf-8", "backslashreplace")  # see replace_file
+    with path.open("ab", buffering=0) as stream:
+        end = stream.tell()
+        try:
+            while content:  # a full disk may take only a part
+                content = content[stream.write(content) :]
+            os.fsync(stream.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):  # report the first error
+                stream.truncate(end)
+            raise
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

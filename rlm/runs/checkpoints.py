@@ -152,11 +152,15 @@ def writing(path: Path) -> Iterator[None]:
     """Convert an error while writing a file into a one-line message.
 
     Raises:
-        UsageError: an OSError or SafetensorError was raised in the context.
+        UsageError: an OSError or SafetensorError was raised in the context, or the plain Exception
+            that a tokenizer raises when the disk is full.
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        full = type(error) is Exception and "os error" in str(error)
+        if not full and not isinstance(error, OSError | SafetensorError):
+            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             f"{path} cannot be written: {reason}; files that were saved before are unchanged: free "

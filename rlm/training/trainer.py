@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -56,7 +57,6 @@ from rlm.model import (
 )
 from rlm.rewards import CorrectnessReward, Scorer, Scores, check_columns, is_built_in
 from rlm.runs import (
-    Checkpoints,
     RunDirectory,
     check_resumable,
     git_commit,
@@ -400,11 +400,23 @@ class TrainingData:
 def resume_if_restarted(config: GRPOConfig, distributed: Distributed) -> GRPOConfig:
     """Set `resume` if torchrun has restarted the processes (--max-restarts) of a run.
 
-    torchrun repeats the command, which would start the run again from its first step.
+    torchrun repeats the command, which would start the run again from its first step. Checkpoints
+    from before torchrun was started belong to an earlier run, which --run-dir still contains if the
+    first attempt ended while it loaded the model.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    saved = distributed.broadcast(Checkpoints(config.run_dir / "checkpoints").steps())
-    return replace(config, resume=config.resume or (bool(saved) and distributed.any(restarts > 0)))
+    if not distributed.any(restarts > 0):
+        return config
+    folders = (config.run_dir / "checkpoints").glob("step_*") if distributed.is_main else ()
+    saved = distributed.broadcast(any(f.stat().st_mtime > launch_time() for f in folders))
+    return replace(config, resume=config.resume or saved)
+
+
+def launch_time() -> float:
+    """Return the time at which torchrun was started: the first ancestor without its variables."""
+    ancestors = psutil.Process().parents()  # a script may lie between torchrun and this process
+    found = (p.create_time() for p in ancestors if "TORCHELASTIC_RUN_ID" not in p.environ())
+    return next(found, 0.0)
 
 
 class TrainingRun:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from conftest import exit_code
@@ -239,6 +240,28 @@ def test_an_earlier_library_is_kept_unless_it_is_the_same(tmp_path, capsys):
     replace_library(library, [{"content": "second"}], ["2 + 2?"])
     kept = tmp_path / "selected.prev.json"
     assert f"the earlier library {library} was moved to {kept}" in capsys.readouterr().out
+    for path, content, question in ((kept, "first", "1 + 1?"), (library, "second", "2 + 2?")):
+        assert json.loads(path.read_text()) == [{"content": content}]
+        assert read_questions(path) == [question]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_kill_while_the_library_is_replaced_loses_no_questions(tmp_path, monkeypatch, number):
+    library, kept = tmp_path / "selected.json", tmp_path / "selected.prev.json"
+    replace_library(library, [{"content": "first"}], ["1 + 1?"])
+    replace, replaced = Path.replace, []
+
+    def replace_or_die(source, target):
+        if len(replaced) == number:
+            raise KeyboardInterrupt
+        replaced.append(target)
+        return replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            replace_library(library, [{"content": "second"}], ["2 + 2?"])
+    replace_library(library, [{"content": "second"}], ["2 + 2?"])
     for path, content, question in ((kept, "first", "1 + 1?"), (library, "second", "2 + 2?")):
         assert json.loads(path.read_text()) == [{"content": content}]
         assert read_questions(path) == [question]

@@ -706,6 +706,15 @@ def test_a_cache_cut_anywhere_is_repaired(tmp_path, server, name):
             assert whole.asked() == []  # replayed from the journal, or not needed at all
 
 
+def test_damaged_options_are_one_line(place, capsys):
+    assert place.run("generator", 1, "--max-problems", 1) == 0
+    for content in ("", '{"tau": 0.0', "[1]", "\0" * 9):
+        (place.run_dir / "generator_1_config.json").write_text(content)
+        capsys.readouterr()
+        assert place.run("generator", 1, "--max-problems", 1) == 2
+        assert "generator_1_config.json is not a JSON object" in one_line(capsys)
+
+
 def test_replies_are_stored_by_endpoint_and_weights(tmp_path):
     """After training, the same name refers to other weights."""
     journal = Journal(tmp_path / "calls.jsonl")

@@ -6,8 +6,10 @@ A graph has only six tokens, so the cold start, GRPO, the evaluation and questio
 import csv
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from scripted_llm import ScriptedLLM
 from scripted_sampler import ScriptedSampler
 from scripted_server import ScriptedServer
 
+import train_sft
 from recipes.orchestrator import ask, cold_start, evaluate
 from recipes.orchestrator import train as recipe
 from recipes.orchestrator.cold_start import train_start_adapter
@@ -37,9 +40,10 @@ from recipes.orchestrator.runner import LocalLLM, RemoteLLM, Reply, Trajectory
 from recipes.orchestrator.train import LOGS, OrchestratorTrainer
 from rlm.api_client import APIClient
 from rlm.cli import resolve_config
-from rlm.cli.options import UsageError, parse
+from rlm.cli.options import Interrupted, UsageError, parse
 from rlm.data.loaders import load_problems
 from rlm.data.problem import Problem
+from rlm.model.adapter_info import ADAPTER_FILES
 from rlm.model.adapters import exported_tensors, new_adapter, set_gradient_checkpointing
 from rlm.model.base import base_model_hash, load_base, load_tokenizer
 from rlm.model.export import save_adapter
@@ -336,6 +340,43 @@ def test_three_steps_a_kill_and_three_more_equal_six(base, start, tmp_path):
         assert (parts.run_dir / name).read_text() == (whole.run_dir / name).read_text(), name
     expected, got = (load_file(c.output / "adapter_model.safetensors") for c in (whole, parts))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def sends_first(function):
+    """Return the function, whose first call also sends SIGTERM to this process."""
+    numbers = [signal.SIGTERM]
+
+    def wrapped(*arguments, **options):
+        while numbers:
+            os.kill(os.getpid(), numbers.pop())
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+def test_a_signal_during_an_export_starts_no_further_stage(base, start, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_sft, "save_adapter", sends_first(save_adapter))
+        with pytest.raises(Interrupted) as stopped:
+            train_start_adapter(options(base, tmp_path, sft_adapter=tmp_path / "new"), PROBLEMS)
+    assert stopped.value.number == signal.SIGTERM
+    assert (tmp_path / "new" / ADAPTER_FILES[1]).is_file()
+    more = {"sft_adapter": start, "steps": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("rlm.training.trainer.save_adapter", sends_first(save_adapter))
+        with pytest.raises(Interrupted, match="saved up to step 1"):
+            train(options(base, tmp_path, **more), test=PROBLEMS[:2])
+    config = options(base, tmp_path, resume=True, **more)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(config)
+    trainer.validation_scores = interrupted
+    with pytest.raises(Interrupted, match="is exported, but not tested"):
+        trainer.train_and_test(PROBLEMS, test=PROBLEMS[:2])
+    _, _, summary = train(config, test=PROBLEMS[:2])
+    assert summary["test"]["total"] == 2
 
 
 # --- who the agents are -------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Files that stay complete if the process is killed."""
 
 import json
+import resource
 
 import pytest
 from matplotlib.figure import Figure
@@ -66,3 +67,18 @@ def test_the_journal_remembers(tmp_path):
     journal = Journal(tmp_path / "deep" / "calls.jsonl")
     journal.add("k", {"reply": 1})
     assert Journal(journal.path).rows == {"k": {"key": "k", "reply": 1}}
+
+
+def test_a_row_that_does_not_fit_on_the_disk_damages_no_other_row(tmp_path):
+    """Another thread may write the next row when there is room again."""
+    journal = Journal(tmp_path / "calls.jsonl")
+    journal.add("k", {"reply": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            journal.add("long", {"reply": "x" * 200})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.add("l", {"reply": 2})
+    assert [*Journal(journal.path).rows] == ["k", "l"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
+from conftest import byte_tokenizer
 
 from rlm.cli.options import UsageError
 from rlm.runs import directory
@@ -25,6 +26,7 @@ from rlm.runs.checkpoints import (
     check_space,
     data_id,
     file_hash,
+    writing,
     writing_beside,
 )
 from rlm.runs.directory import RunDirectory
@@ -481,3 +483,10 @@ def test_in_a_notebook_a_second_signal_does_not_kill_the_kernel(tmp_path, monkey
         return 3
 
     assert faults.run(be_told_twice, tmp_path / "said").code == 3
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="No space left on device"), writing(tmp_path / "model"):
+        byte_tokenizer().backend_tokenizer.save("/dev/full")
+    with pytest.raises(ValueError, match="a bug"), writing(tmp_path / "model"):
+        raise ValueError("a bug")
