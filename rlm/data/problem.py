@@ -336,6 +336,8 @@ def _decode(line: bytes) -> Row:
             raise ValueError(
                 "not JSON: an object spans several lines; write one object per line (jq -c . FILE)"
             ) from error
+        if b"\0" in line:  # UTF-16 without a byte order mark, or UTF-32
+            raise ValueError("not UTF-8 text, because it contains NUL bytes") from error
         # str(error) would contain "line 1", because each line is parsed separately.
         raise ValueError(f"not JSON ({error.msg})") from error
     if not isinstance(row, dict):

@@ -157,11 +157,12 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     The first line contains the names of the columns. The separator is the comma, semicolon, tab or
     bar that splits the first line into the most columns; spaces after it are skipped. The encoding
     is UTF-8, UTF-16 with a byte order mark, or cp1252 (Windows) if the file is not valid UTF-8.
+    Rows without any text are skipped, because spreadsheets often end with such rows.
 
     Raises:
-        ValueError, csv.Error: a row has more cells than the first line, two columns have the same
-            name, or a quote is misplaced. Otherwise, a part of an answer, a column or whole rows
-            would be lost.
+        ValueError, csv.Error: the encoding is another one, a row has more cells than the first
+            line, two columns have the same name, or a quote is misplaced. Otherwise, a part of an
+            answer, a column or whole rows would be lost.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
@@ -172,8 +173,15 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            text = data.decode("cp1252")
+            try:
+                text = data.decode("cp1252")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    "it is neither UTF-8 nor cp1252 (Windows): save it as UTF-8"
+                ) from error
             logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
+    if "\0" in text:  # UTF-16 without a byte order mark, UTF-32, or not a text
+        raise ValueError("it contains NUL bytes: save it as UTF-8")
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     head = text.split("\n", 1)[0]
     separator = max(",;\t|", key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
@@ -197,7 +205,8 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
                 f"row {number} has more cells than the first line has names: put quotes around a "
                 f"cell that contains {separator!r}"
             )
-        yield number, row
+        if any((cell or "").strip() for cell in row.values()):
+            yield number, row
 
 
 def _named_cells(text: str, **layout: Any) -> csv.DictReader[str]:

@@ -13,6 +13,7 @@ import_bitsandbytes()  # must run before peft is imported; its docstring explain
 import hashlib
 import importlib.util
 import io
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from rlm.cli import UsageError, terminal
 from rlm.model.hardware import EMBEDDED_MODEL, Device, hub_reachable, release_memory
 from rlm.model.quantize import freeze_packed_weights, quantization_config
 from rlm.ops import ATTN_IMPLEMENTATION, cache_folder
-from rlm.runs import check_space, check_writable, file_hash, sync
+from rlm.runs import check_space, check_writable, file_hash, replace_json, sync
 
 PROBE = "A box holds 12 eggs. How many eggs are in 7 such boxes? Think step by step."
 LFS_POINTER = b"version https://git-lfs"
@@ -114,8 +115,7 @@ def _embedded_model() -> Path:
     # that renames its folder first wins.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "made"
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
+        save_model(model, tokenizer, made)
         for file in made.iterdir():
             sync(file)
         try:
@@ -124,6 +124,36 @@ def _embedded_model() -> Path:
             if not (target / "config.json").exists():
                 raise
     return target
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write a model and its tokenizer so that programs based on transformers 4 can load them too.
+
+    Version 4 does not know `rope_parameters`, and would silently use its default RoPE base.
+    """
+    model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+        replace_json(path / "config.json", config)
+    save_tokenizer(tokenizer, path)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write a tokenizer and its chat template, with the names of transformers 4 in its config.
+
+    Version 5 reads these names too, but version 4 fails if it finds those of version 5.
+    """
+    tokenizer.save_pretrained(path)
+    config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    replace_json(path / "tokenizer_config.json", config)
 
 
 def is_lfs_pointer(file: Path) -> bool:

@@ -19,7 +19,13 @@ from rlm.model.adapters import (
     lora_layers,
     merged_weight,
 )
-from rlm.model.base import base_model_hash, load_base, load_tokenizer
+from rlm.model.base import (
+    base_model_hash,
+    load_base,
+    load_tokenizer,
+    save_model,
+    save_tokenizer,
+)
 from rlm.model.hardware import Device
 from rlm.runs import (
     check_space,
@@ -97,7 +103,7 @@ def save_adapter(
             policy.save_pretrained(
                 str(scratch), selected_adapters=["default"], save_embedding_layers=False
             )
-            tokenizer.save_pretrained(scratch)
+            save_tokenizer(tokenizer, scratch)
             replace_json(scratch / "run.json", run)
             mode = (scratch / "run.json").stat().st_mode
             for file in scratch.iterdir():
@@ -196,8 +202,7 @@ def save_merged(
     path = path.resolve()
     check_space("--merge", path.parent, sum(p.nbytes for p in merged.parameters()))
     with writing_beside(path) as scratch:
-        merged.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        save_model(merged, tokenizer, scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
         mode = (scratch / "README.md").stat().st_mode
         for file in scratch.iterdir():

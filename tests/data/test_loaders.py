@@ -145,8 +145,8 @@ BAD_LINES = {
     "not UTF-8 text": b'{"question": "\xff", "answer": "1"}',
     "surrogates not allowed": b'{"question": "\\ud800", "answer": "1"}',
     "recursion": b"[" * 100_000,
-    "not JSON (Invalid control character at)": b'{"question": "a\x00b", "answer": "1"}',
-    "not JSON (Expecting property name": '{"question": 1}'.encode("utf-16-le"),
+    "not UTF-8 text, because it contains NUL bytes": '{"question": 1}'.encode("utf-16-le"),
+    "not JSON (Invalid control character at)": b'{"question": "a\x01b", "answer": "1"}',
     "not JSON": b'{"question": "' + b"a" * 10_000_000,  # 10 MB, cut off
 }
 

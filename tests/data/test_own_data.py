@@ -119,7 +119,11 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(tmp_path):
 def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_bytes(b"question,answer\nWhat?,\xff\xfe\x81\n")  # neither UTF-8 nor cp1252
-    assert refusal(str(path)).startswith(f"cannot read the data file {path}: 'charmap' codec")
+    said = refusal(str(path))
+    assert said.startswith(f"cannot read the data file {path}: it is neither UTF-8 nor cp1252")
+    for encoding in ("utf-16-le", "utf-16-be", "utf-32"):
+        path.write_bytes("question,answer\nWhat?,3\n".encode(encoding))
+        assert refusal(str(path)).endswith("it contains NUL bytes: save it as UTF-8")
     assert "No such file" in refusal(str(tmp_path / "none.csv"))
     path.write_text("question,answer,answer\nWhat?,3,4\n")
     assert refusal(str(path)).endswith("several columns have the name answer")
@@ -531,6 +535,17 @@ def test_separators_and_encodings_of_csv(tmp_path, text, encoding):
     (tmp_path / "mine.csv").write_bytes(text.encode(encoding))
     [problem] = load_problems(str(tmp_path / "mine.csv"), "test", columns=COLUMNS)
     assert (problem.question, problem.answer) == ("Wie groß, 1", "1")
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.tsv"])
+def test_rows_without_any_text_are_skipped(tmp_path, name):
+    """A spreadsheet whose lower cells were once used ends with rows of separators."""
+    path, comma = tmp_path / name, "," if name.endswith(".csv") else "\t"
+    rows = ["question,answer,notes", "What?,3,", ",,", " , , ", "And?,4,", *[",,"] * 30]
+    path.write_text("\n".join(rows).replace(",", comma))
+    assert sorted(answers(load_problems(str(path), "test"))) == [3, 4]
+    path.write_text(f"question{comma}answer\n{comma}\n{comma}")
+    assert "contains no problems: it is empty" in refusal(str(path), "test")
 
 
 def test_what_is_on_the_disk_is_no_name_on_the_hub(tmp_path, monkeypatch):

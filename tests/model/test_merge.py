@@ -10,13 +10,19 @@ import pytest
 import torch
 from conftest import CHATML, byte_tokenizer, exit_code, let_it_speak, tiny_model
 from tokenizers import Regex, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedTokenizerBase,
+)
 
 import inference
 from rlm.cli.options import UsageError
 from rlm.data.prompts import FORMATS, render_prompt
 from rlm.model.adapters import load_adapter, new_adapter
-from rlm.model.base import base_model_hash
+from rlm.model.base import base_model_hash, save_model
 from rlm.model.export import merge_adapter, save_adapter, save_merged
 from rlm.model.gguf_export import QWEN2_SPLIT, check_convertible, write_gguf
 
@@ -79,6 +85,27 @@ def test_a_merged_model_in_bf16_is_rounded_once(adapter, tmp_path):
     whole = layer.get_base_layer().weight.float() + 2 * update  # alpha 8 over rank 4
     assert torch.equal(half[f"{name}.weight"], whole.bfloat16())
     assert exported("--adapter", adapter, "--gguf", "x.gguf", "--merge-dtype", "bfloat16") == 2
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("scaling", [{}, SCALED])
+def test_programs_with_transformers_4_find_the_names_that_they_know(scaling, tokenizer, tmp_path):
+    """Without `rope_theta`, they would use 10000 and give wrong answers without an error."""
+    rope = {"rope_type": "default", "rope_theta": 100000.0} | scaling
+    save_model(tiny_model(rope_parameters=rope), tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config.get("rope_scaling", {})) == (100000.0, scaling)
+    words = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(words.get("extra_special_tokens"), list)
+    found = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert {name: found[name] for name in rope} == rope
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert {*again.all_special_tokens} == {*tokenizer.all_special_tokens}
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it itself
