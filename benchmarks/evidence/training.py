@@ -72,7 +72,9 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
 def _sft(config: EvidenceConfig, cell: Cell) -> Record:
     solved = pools(config, cell.seed).solved
     record = _fine_tune(config, cell, solved, config.sft_passes * len(solved), config.adapter)
-    if config.adapter:  # the run has only measured the speed of SFT, for the baselines' budgets
+    # If an initial adapter is given, all arms start from it. SFT then ran only to measure its
+    # speed, from which `_examples_for` computes the number of examples of the baselines.
+    if config.adapter:
         adapter = config.folder(cell) / "adapter"
         shutil.rmtree(adapter)
         shutil.copytree(config.adapter, adapter)

@@ -236,7 +236,10 @@ def select(trials: Sequence[Trial], alpha: float) -> list[bool]:
 def try_all(
     agent: Agent, candidates: Sequence[Candidate], held_out: Sequence[Problem], config: SelectConfig
 ) -> list[Trial]:
-    """Try each candidate alone. All trials share the answers without a lesson."""
+    """Test each candidate alone on the held-out problems that are most similar to its own problem.
+
+    The answers without a lesson are requested once per problem, for all trials.
+    """
     near = [most_similar(candidate, held_out, config.trial_size) for candidate in candidates]
     union = sorted(set().union(*near))
     replies = answer_all(agent, [held_out[i] for i in union], (), 1, stage=config.stage)

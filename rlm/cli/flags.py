@@ -323,7 +323,7 @@ OTHER_UNITS = {
         ("num_train_epochs", "num_epochs", "epochs"),
         ("steps", "problems times passes, divided by the batch size"),
     ),
-    "gradient_accumulation_steps": ("batch_size", "counted per step and not per micro-batch"),
+    "gradient_accumulation_steps": ("batch_size", "a number of problems or examples per step"),
     "val_size": ("eval_samples", "a number of problems"),
     "val_set_size": ("eval_samples", "a number of problems"),
     "per_device_train_batch_size": ("train_batch_size", "a number of completions"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from rlm.cli import UsageError
 
 NEAREST = 3  # default for the maximum number of lessons that are added to a question
-WORKED_EXAMPLE = "worked_example"  # the category of lessons that are worked examples
+WORKED_EXAMPLE = "worked_example"  # the category of lessons that become earlier turns
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,14 @@ class EvaluateConfig:
     def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the given options from the run.json files of the adapters.
 
-        `resolve_config` calls this method. Missing values come from the last adapter. A default
-        adapter that does not exist is not evaluated.
+        `resolve_config` calls this method. Most defaults are the values of the last adapter; the
+        help of an option states its default. A default adapter that does not exist is not
+        evaluated.
 
         Raises:
-            UsageError: an adapter that the user named does not exist, there is neither an adapter
-                nor a model to evaluate, or the tags or system prompts of the adapters differ.
+            UsageError: an adapter that the user named does not exist; there is no adapter, and
+                --base-only or --model is missing; or the tags or system prompts of the adapters
+                differ.
         """
         if given.get("audit_reward"):
             return {"max_samples": None, **given}  # all samples of the run

@@ -33,7 +33,7 @@ class CacheConfig:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens for which keys and values are stored."""
+        """The capacity of the cache in tokens."""
         return (
             self.prefix_tokens
             + self.prompt_slots * self.prompt_tokens
@@ -41,10 +41,10 @@ class CacheConfig:
         )
 
     def fit(self, bytes_per_token: int, memory: int) -> CacheConfig:
-        """Halve the number of rows and slots until the cache fits in `memory` bytes.
+        """Halve the numbers of sequences and prompts until the cache fits in `memory` bytes.
 
         Raises:
-            UsageError: not even one row and one slot fit.
+            UsageError: not even one sequence and one prompt fit.
         """
         config = self
         while config.tokens * bytes_per_token > memory:

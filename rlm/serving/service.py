@@ -68,7 +68,7 @@ class Service:
         if experiences:
             self.experiences_id = data_id("lessons", [asdict(lesson) for lesson in experiences])
         self.public_url: str | None = None
-        self.draining = False  # accepted requests continue, new requests are rejected
+        self.draining = False  # if True, new requests are rejected, and accepted ones continue
         self._running: dict[str, RunningRequest] = {}
         # The tokens of each accepted, unfinished request. This includes requests in preparation.
         self._reserved: dict[str, int] = {}

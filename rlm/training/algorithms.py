@@ -51,8 +51,8 @@ class Algorithm:
             }[self.advantage],
             {
                 "ppo": f"l = −min(ρ A, {bounds} A)",
-                "weighted": f"l = −constant[{bounds}] A log π",
-                "tapered": f"l = −A log π where A > 0, −constant[{bounds}] A log π where A < 0",
+                "weighted": f"l = −sg[{bounds}] A log π",
+                "tapered": f"l = −A log π where A > 0, −sg[{bounds}] A log π where A < 0",
             }[self.objective],
             {
                 "token": "ρ of each token",
@@ -65,7 +65,7 @@ class Algorithm:
             }[self.aggregation],
         ]
         if self.negative_weight != 1:
-            parts.insert(1, f"negative A times {self.negative_weight:g}")
+            parts.insert(1, f"A times {self.negative_weight:g} where A < 0")
         if self.distinct:
             parts.append("equal completions above the mean count once")
         if self.signal_only:

@@ -38,7 +38,7 @@ BACKENDS = ("local", "tinker")
 VLLM_COMMAND = "vllm serve"
 # Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
-DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it exists
+DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it fits the base model
 # Defaults for a large model; --steps only on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default number of steps on the command line

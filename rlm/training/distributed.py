@@ -66,7 +66,7 @@ class Distributed:
 
     @property
     def on_several_machines(self) -> bool:
-        """Whether the processes run on several machines, which do not share a disk."""
+        """Whether the processes run on several machines, which may not share a disk."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) < self.size
 
     @property

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 64  # number of tokens with which the memory for activations is measured
 # Upper bounds for the tokens of a micro-batch, because larger micro-batches are hardly faster. The
-# matmuls of a CPU are saturated by a few hundred tokens in fp32 and by a thousand tokens (plus 128
-# for prompts) in bf16; the matmuls of a GPU are saturated by several thousand tokens.
+# matmuls of a CPU are saturated by a few hundred tokens in fp32 and by about a thousand tokens in
+# bf16; the matmuls of a GPU are saturated by several thousand tokens.
 CPU_MICRO_BATCH = {torch.float32: 512, torch.bfloat16: 1152}
 GPU_MICRO_BATCH = 8192
 SMALLEST_MICRO_BATCH = 64  # tokens

@@ -276,13 +276,13 @@ RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "loss/kl": (  # nats per token, relative to the initial adapter
         lambda nats: nats > 1,
-        "the policy is {:.2g} nats per token away from where it started: lower --learning-rate or "
-        "raise --kl-weight, and read samples.jsonl",
+        "the KL divergence from the initial adapter is {:.2g} nats per token: lower "
+        "--learning-rate or raise --kl-weight, and read samples.jsonl",
     ),
     "sampler/logprob_gap_mean": (  # nats per token
         lambda nats: nats > 0.1,
-        "sampler and trainer disagree by {:.2g} nats per token: try --sampler unmerged, or check "
-        "that the server serves this model",
+        "the log-probabilities of sampler and trainer differ by {:.2g} nats per token: try "
+        "--sampler unmerged, or check that the server serves this model",
     ),
 }
 NO_REWARD = (

@@ -100,7 +100,7 @@ LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
 
 
 class StepScorer(Protocol):
-    """Scores groups of completions; `rlm.rewards.Scorer`, or a scorer that a recipe defines."""
+    """A callable that scores groups of completions: a `rlm.rewards.Scorer` or a recipe's scorer."""
 
     def __call__(
         self,

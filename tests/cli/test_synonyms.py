@@ -135,7 +135,7 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
         (
             SFTConfig,
             "gradient_accumulation_steps",
-            "batch_size, counted per step and not per micro-batch",
+            "batch_size, a number of problems or examples per step",
         ),
         (SFTConfig, "val_size", "eval_samples, a number of problems"),
     ],
