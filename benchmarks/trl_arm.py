@@ -1,6 +1,6 @@
 """Runs TRL's GRPOTrainer with the options of our `GRPOConfig`.
 
-It gets the same problems in the same order, the same schedule and the same optimizer as our
+TRL gets the same problems in the same order, the same schedule and the same optimizer as our
 trainer. Only the child process that runs TRL imports this module, because TRL takes seconds and
 memory to load.
 """

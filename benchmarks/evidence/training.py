@@ -82,7 +82,7 @@ def _sft(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
-    """Continue SFT for the seconds that this seed's GRPO took, in several passes if needed."""
+    """Continue SFT for about as long as this seed's GRPO took, in several passes if needed."""
     learned = pools(config, cell.seed)
     more = learned.practice_solved if cell.arm == "sft_all_solved" else []
     count = _examples_for(config, cell, _budget(config, cell))
@@ -90,7 +90,7 @@ def _supervised(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run rejection sampling with GRPO's number of completions and seconds.
+    """Run rejection sampling with as many completions as GRPO, for about as long.
 
     Each round samples its part of the problems with the previous round's adapter. It then trains
     this adapter on all right completions so far, with at least as many examples as the round has
@@ -124,7 +124,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run SFT on the right completions of this seed's GRPO, for the seconds of its updates."""
+    """Run SFT on the right completions of this seed's GRPO, for about as long as its updates."""
     ours = config.folder(Cell(OURS, cell.seed))
     steps = read_json(ours / "train.json")["steps"]
     drawing = sum(step["sample"] + step["score"] for step in steps)

@@ -68,9 +68,10 @@ class Trainer:
     tau: float
 
     def __post_init__(self) -> None:
-        """Read the records of the run, and repair them if the last process was killed.
+        """Read the records of the run, and note them in the library.
 
-        No requests are sent.
+        If the last process was killed, this also repairs the records and the library. No request
+        is sent to a model.
         """
         self.name, self.is_critic = self.agent.name, self.agent.name == "critic"
         self._path = records_path(self.run_dir, self.name)

@@ -248,7 +248,7 @@ def compare_trained(rows: Mapping[str, Row]) -> dict[str, dict[str, float]]:
 
 
 def show(metrics: Mapping[str, Mapping], title: str) -> None:
-    """Print a table of accuracy and one of tokens, each narrow enough for a plain terminal."""
+    """Print the accuracies, then the tokens and rates, in two tables, as one would be too wide."""
     accuracy = {
         name: {
             "accuracy, %": percent(row["accuracy"]),

@@ -227,7 +227,7 @@ class OrchestratorTrainer(GRPOTrainer):
 
 
 def check_graph_form(config: OrchestratorConfig) -> None:
-    """Check that an existing initial adapter was not trained for another --graph-form."""
+    """Raise UsageError if the initial adapter exists and was trained with another --graph-form."""
     start, form = config.sft_adapter, config.graph_form
     trained = start and AdapterInfo.load(start).run.get("config", {}).get("graph_form")
     if start and trained and trained != form and not config.resume:

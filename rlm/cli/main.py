@@ -76,8 +76,8 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         poll.register(sys.stdout.fileno(), 0)  # no events: only errors are reported
         if not poll.poll(0):  # stdout is intact, so another pipe broke: a bug
             raise
-        # In `script | head`, head has ended. Python flushes stdout at exit, so redirect it to
-        # /dev/null.
+        # The process that reads stdout has ended, as in `script | head`. Python flushes stdout at
+        # exit, so redirect it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except OSError as error:  # files are written atomically or line by line, so none is damaged

@@ -91,7 +91,8 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
     try:
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
-        # PEFT also adapts experts if a name was that of their layers in an earlier version.
+        # If the experts were linear layers with one of these names in transformers 4, PEFT also
+        # adapts the experts, as `target_parameters`.
         if made.target_parameters:
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)

@@ -153,8 +153,8 @@ class TorchOps:
         # attention weights (N·H, Q, T) by its values.
         products = [_shared_product(where, heads, device) for where in slots[:-1]]
         products.append(torch.bmm)
-        # The views of all layers are created at once, because creating a thousand views per step
-        # takes as long as some matmuls. For each layer: keys (P·H, D, T) and values (P·H, T, D).
+        # Slicing the caches once and unbinding the layers has less overhead than slicing the caches
+        # in every layer. For each layer: keys (P·H, D, T) and values (P·H, T, D).
         segments = []
         for product, store, where, size in zip(products, stores, slots, sizes, strict=True):
             if size:

@@ -102,7 +102,7 @@ class Sampler:
         """Return why a completion may depend on the rest of its batch; None if it does not."""
         reason = self._ops.batch_note
         if isinstance(self._weights, UnmergedWeights) and self.model.device.type == "cpu":
-            reason = "unmerged models use torch's matmuls"
+            reason = "unmerged weights use torch's matmuls"
         return reason and f"a completion may depend on its batch: {reason}"
 
     @property

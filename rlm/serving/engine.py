@@ -60,7 +60,7 @@ class RunningRequest:
     started: float = field(default_factory=time.monotonic)  # time of acceptance
     first_token: float | None = None  # time of the first token
     last_token: float | None = None  # time of the last token so far
-    error: Exception | None = None  # an error while the text was processed
+    error: Exception | None = None  # raised by a function that `guard` wrapped
     outcome: str = "cancelled"  # at the end "finished" or the code of an HTTPProblem
 
     def __post_init__(self) -> None:

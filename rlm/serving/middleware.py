@@ -55,7 +55,7 @@ class SecuritySettings:
     keys: Keys
     allowed_hosts: AllowedHosts
     # The limit applies per API key, or per client address if the server is public. A server without
-    # keys that is not public has a single user, for whom there is no limit.
+    # keys that is not public has no limit, because by default only its own machine can reach it.
     requests_per_minute: int = 120
     public: bool = False  # reachable through a tunnel without a key
     allowed_origins: Sequence[str] = ()  # origins of web pages that may use this server

@@ -277,7 +277,8 @@ def _model(name: str) -> dict[str, Any]:
 
 def reasoning_request(request: ChatRequest) -> ReasoningRequest:
     """Convert a request to one for /phase1/reasoning; the last turn becomes the prompt."""
-    return ReasoningRequest.model_construct(  # already validated; joined messages may be longer
+    # The fields are not validated again: joined messages may exceed the limit of a single prompt.
+    return ReasoningRequest.model_construct(
         prompt=request.turns[-1][0],
         n=request.n or 1,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,

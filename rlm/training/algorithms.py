@@ -21,8 +21,8 @@ class Algorithm:
     clip_eps_low: float  # the lower bound of the ratio is 1 - clip_eps_low; 1: no lower bound
     clip_eps_high: float  # the upper bound of the ratio is 1 + clip_eps_high
     ratio: str = "token"  # probability ratio of each "token" or of the whole "sequence"
-    # "ppo": the clipped surrogate objective. "weighted": the clipped ratio is a constant weight.
-    # "tapered": the same as "weighted" for A < 0, but with a weight of 1 for A > 0.
+    # "ppo": the clipped surrogate objective. "weighted": A log π times the clipped ratio, which is
+    # treated as a constant. "tapered": "weighted" for A < 0, and A log π for A > 0.
     objective: str = "ppo"
     negative_weight: float = 1.0  # multiplies negative advantages
     distinct: bool = False  # count equal completions with rewards above the mean only once
@@ -99,9 +99,9 @@ ALGORITHMS = {
     # TOPR differs from GRPO (arXiv 2402.03300) as follows. The right completions of a group share a
     # total weight of 1, and the wrong completions a total weight of 1/4, so a rare right answer
     # counts most. For right completions the likelihood is maximized without clipping, because many
-    # small updates would soon reach the clipping bounds. The gradient of a wrong token shrinks as
-    # the token becomes less likely than when it was sampled, because making it even less likely
-    # does not teach the right answer.
+    # small updates would soon reach the clipping bounds. In a wrong completion, the gradient of a
+    # token shrinks as the token becomes less likely than when it was sampled, because making it
+    # even less likely does not teach the right answer.
     "topr": Algorithm(
         "TOPR, arXiv 2503.14286",
         "share",

@@ -57,10 +57,10 @@ class MemoryPlan:
     available: int  # free memory, after loading the model
     train_batch_tokens: int  # tokens in a micro-batch, including padding
     checkpointing: bool = False  # whether the backward pass recomputes the activations
-    halved: bool = False  # whether the micro-batch was halved after an out-of-memory error
+    halved: bool = False  # whether the micro-batch size was halved after an out-of-memory error
 
     def halve(self, largest: int) -> MemoryPlan:
-        """Return a plan with half the micro-batch and gradient checkpointing.
+        """Return a plan with half the micro-batch size and gradient checkpointing.
 
         This is the plan after an out-of-memory error.
 
@@ -101,7 +101,7 @@ def plan_memory(
     prompts: Sequence[Sequence[int]],
     evaluated: int,
 ) -> MemoryPlan:
-    """Plan the memory of a GRPO run, choose the micro-batch, and print the plan.
+    """Plan the memory of a GRPO run, choose the micro-batch size, and print the plan.
 
     If the sampler has servers of its own, this function starts them.
 

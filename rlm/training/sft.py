@@ -98,7 +98,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     def mean_loss(self, examples: Sequence[Mapping[str, Sequence[int]]]) -> float:
         """Return the mean loss of the examples, in nats per completion token.
 
-        `Trainer.evaluate` would return the mean over batches, which depends on the micro-batch.
+        `Trainer.evaluate` would return the mean over batches, which depends on their size.
         """
         data = datasets.Dataset.from_list([dict(example) for example in examples])
         total, count = 0.0, 0
@@ -157,9 +157,9 @@ def check_window(
 def plan_sft(
     policy: PreTrainedModel | PeftModel, config: SFTConfig, examples: Sequence[Example]
 ) -> tuple[int, bool]:
-    """Choose the micro-batch of SFT, and print the planned memory.
+    """Choose the micro-batch size of SFT; on a GPU, also print the planned memory.
 
-    On a CPU the micro-batch is always `config.micro_batch`, without gradient checkpointing.
+    On a CPU, the size is always `config.micro_batch`, without gradient checkpointing.
 
     Returns:
         The number of examples in a micro-batch, which is at most `config.micro_batch`, and whether

@@ -438,8 +438,8 @@ class TrainingRun:
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
         self.steps_run = self.first_step  # including those before the run was resumed
-        # The reason for stopping early, or "". A run that was killed after an early stop, but
-        # before the end of its export, starts with a reason and only exports.
+        # The reason for stopping early, or "". If a run was killed after it stopped early, but
+        # before the end of its export, the resumed run has this reason, and only exports.
         self._stopped = state.early_stopping_reason(self.first_step)
         self.steps = self.first_step if self._stopped else required(config.steps, "--steps")
         self.memory_plan = data.plan_memory(trainer)

@@ -310,7 +310,7 @@ def test_the_path_is_chosen_by_architecture_and_memory(tokenizer, monkeypatch):
     merged, unmerged = Sampler(model, tokenizer), Sampler(model, tokenizer, merged=False)
     assert "merged copy" in merged.description
     assert "as requested" in unmerged.description
-    assert "may depend on its batch: unmerged models use torch's matmuls" in unmerged.description
+    assert "may depend on its batch: unmerged weights use torch's matmuls" in unmerged.description
     # Sampling and training agree only with the same weights in fp32.
     assert (merged.matches_trainer, unmerged.matches_trainer) == (False, True)
     assert not Sampler(tiny_model().bfloat16(), tokenizer, merged=False).matches_trainer
