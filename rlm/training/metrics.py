@@ -63,9 +63,8 @@ def mean_metrics(
     """Average the metrics of the reward function over its calls in all processes.
 
     Each element of `calls` is the number of groups and the metrics. The average is weighted by the
-    number of groups. A metric that is missing from a call counts as 0 there, because the metrics are
-    shares and means of its completions. For metrics whose name ends in "_max", the maximum is
-    returned.
+    number of groups. A metric that a call lacks counts as 0, because the metrics are shares and
+    means of completions. For metrics whose name ends in "_max", the maximum is returned.
 
     >>> mean_metrics([(3, {"a": 1.0, "a_max": 2}), (1, {"b": 4.0, "a_max": 5}), (0, {})])
     {'a': 0.75, 'a_max': 5, 'b': 1.0}
