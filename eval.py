@@ -45,6 +45,7 @@ from rlm.evaluation import (
     write_report,
 )
 from rlm.rewards import Scorer, check_columns, load_reward
+from rlm.runs import lock_file
 from rlm.tools import Calculator, Tool, load_tool
 
 if TYPE_CHECKING:
@@ -271,26 +272,27 @@ def main(config: EvaluateConfig) -> int:
     same = equal_adapters(config.adapters)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
-    journal = open_journal(config.output, config.resume)
     data = f"{dataset}, {split}, n = {len(problems)}"
     terminal.line(f"{data}; {model_name} on {device}")
     rows: list[tuple[str, Sequence[tuple[str, str]], Path | None]] = [("base", (), None)]
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
     rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
-    try:
-        for name, shown, adapter in rows:
-            model = load_adapter(base, adapter, trainable=False) if adapter else base
-            origin = made_of(config, weights, adapter, device, problems, shown)
-            row = (name, model, tokenizer, problems, shown, config)
-            record = RowRecord(journal, name, origin)
-            results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
-            base = take_adapters_off(model)  # restores the base model: nothing was merged
-    except KeyboardInterrupt:
-        if not journal.rows:
-            raise
-        drawn = "; ".join(journal.rows)
-        raise Interrupted(signal.SIGINT, f"{journal.path} contains: {drawn}") from None
+    with lock_file(config.output / ".lock", f"--output {config.output}", "runs eval.py"):
+        journal = open_journal(config.output, config.resume)
+        try:
+            for name, shown, adapter in rows:
+                model = load_adapter(base, adapter, trainable=False) if adapter else base
+                origin = made_of(config, weights, adapter, device, problems, shown)
+                row = (name, model, tokenizer, problems, shown, config)
+                record = RowRecord(journal, name, origin)
+                results[name] = evaluate_row(*row, record=record, tool=tool, scorer=scorer)
+                base = take_adapters_off(model)  # restores the base model: nothing was merged
+        except KeyboardInterrupt:
+            if not journal.rows:
+                raise
+            drawn = "; ".join(journal.rows)
+            raise Interrupted(signal.SIGINT, f"{journal.path} contains: {drawn}") from None
 
     pairs = pairs_to_compare(list(results), config.adapters)
     about = {

@@ -36,7 +36,7 @@ from rlm.evaluation.report import write_report
 from rlm.model import base as models
 from rlm.model import hardware as machine
 from rlm.model.adapters import ADAPTER_FILES, same_weights
-from rlm.runs.atomic_files import Journal
+from rlm.runs.atomic_files import Journal, lock_file
 from rlm.tools import Calculator
 from tests.evaluation.test_evaluation import graded, problem
 from tests.test_train_grpo import a_start_adapter
@@ -354,6 +354,10 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert "; ".join(names[:3]) in said.err
     assert "--resume" in said.err
     assert not (trained / "parts" / "evaluation.json").exists()
+    with lock_file(trained / "parts" / ".lock", "here", ""):  # another process evaluates
+        code, count, said = evaluated("parts")
+    assert (code, count) == (2, 0)
+    assert "runs eval.py" in said.err
     code, count, said = evaluated("parts", "--resume")
     assert (code, count) == (0, 3)
     assert f"{names[2]}: reused from the earlier evaluation" in said.out

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recipes.experience.agent import GENERATORS
+from recipes.experience.agent import GENERATORS, Agent
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
@@ -46,7 +46,7 @@ from rlm.data import (
     similarity,
 )
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
-from rlm.runs import read_json, read_lines, replace_json
+from rlm.runs import lock_file, read_json, read_lines, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # the datasets with only one split
 BASELINE = "no library"
@@ -237,6 +237,14 @@ def main(config: EvaluateConfig) -> int:
     # The agent is opened before the data is loaded, so that a missing key is reported without a
     # download.
     agent = open_agents([config.role], config, config.temperature, file)[config.role]
+    with lock_file(config.run_dir / ".evaluate.lock", str(config.run_dir), "runs evaluate"):
+        return evaluate_libraries(config, libraries, agent)
+
+
+def evaluate_libraries(
+    config: EvaluateConfig, libraries: Mapping[str, Sequence[Experience]], agent: Agent
+) -> int:
+    """Sample answers with each library, and print and write the comparison."""
     problems = load_unseen(config)
     announce_cost(estimate(config, problems, libraries), [agent], agent.client.budget)
     if config.plan:

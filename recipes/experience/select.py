@@ -27,7 +27,7 @@ if __name__ == "select":
     sys.exit(2)
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -52,7 +52,7 @@ from rlm.cli import UsageError, check_values, flag, run_main, terminal, to_dict
 from rlm.data import WORKED_EXAMPLE, Experience, Problem, plain_question, similarity
 from rlm.evaluation import holm, mcnemar, show_table
 from rlm.grading import split_completion
-from rlm.runs import check_writable, replace_json
+from rlm.runs import check_writable, lock_file, replace_json
 
 KINDS = ("example", "rule", "fusion")
 LIBRARY = "selected_experiences.json"
@@ -311,6 +311,12 @@ def main(config: SelectConfig) -> int:
     names = (*GENERATORS, "critic")
     agents = open_agents(names, config, config.temperature, file)
     check_writable("--library-dir", config.library_dir)
+    with lock_file(config.run_dir / ".select.lock", str(config.run_dir), "runs select"):
+        return select_lessons(config, agents)
+
+
+def select_lessons(config: SelectConfig, agents: Mapping[str, Agent]) -> int:
+    """Sample attempts, make candidates from them, and write those that help to the library."""
     practise, held_out = load_parts(config)
     budget = agents[GENERATORS[0]].client.budget
     announce_cost(estimate(config, [*practise, *held_out]), agents.values(), budget)
@@ -325,7 +331,7 @@ def main(config: SelectConfig) -> int:
         raise UsageError(f"all requests failed: {UNCHANGED}")
     groups = differing_groups(practise, attempts, config.groups)
     terminal.line(f"{len(groups)} problems have both right and wrong attempts")
-    asker, critic = (replace(agents[name], temperature=0.0) for name in (names[0], "critic"))
+    asker, critic = (replace(agents[name], temperature=0.0) for name in (GENERATORS[0], "critic"))
     candidates = make_candidates(critic, groups, config.kinds)
     trials = try_all(asker, candidates, held_out, config) if candidates else []
     kept = select(trials, config.alpha)

@@ -19,6 +19,7 @@ from rlm.cli.options import UsageError
 from rlm.data.experiences import Experience, apply_experiences, load_experiences, similarity
 from rlm.data.problem import Problem
 from rlm.evaluation import holm
+from rlm.runs import lock_file
 
 GOOD = "A gross is 144 pieces: multiply the number of gross by 144."
 KINDS = {"gross": 144, "score": 20}
@@ -229,6 +230,20 @@ def test_only_what_helped_is_kept(selected):
     assert {bool(lesson.question) for lesson in lessons} == {True, False}
     before = len(server.asked("chat/completions"))
     assert run(selected, select, *SELECT) == 0  # goes on where it was: nothing is asked again
+    assert len(server.asked("chat/completions")) == before
+
+
+def test_two_processes_never_pay_for_the_same_replies(selected, capsys):
+    path, _, server = selected
+    before = len(server.asked("chat/completions"))
+    library = path / "lib" / "selected_experiences.json"
+    for module, name, arguments in (
+        (select, "select", SELECT),
+        (evaluate, "evaluate", ("--library", library)),
+    ):
+        with lock_file(path / "run" / f".{name}.lock", "here", ""):
+            assert run(selected, module, *arguments) == 2
+        assert re.search(f"{path / 'run'}: process .* runs {name}", capsys.readouterr().err)
     assert len(server.asked("chat/completions")) == before
 
 
