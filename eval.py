@@ -278,7 +278,7 @@ def main(config: EvaluateConfig) -> int:
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
     rows += [(name, (), adapter) for name, adapter in config.adapters.items()]
     results: dict[str, dict[str, Evaluation]] = {}
-    with lock_file(config.output / ".lock", f"--output {config.output}", "runs eval.py"):
+    with lock_file(config.output / ".eval.lock", f"--output {config.output}", "runs eval.py"):
         journal = open_journal(config.output, config.resume)
         try:
             for name, shown, adapter in rows:

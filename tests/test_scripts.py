@@ -354,7 +354,7 @@ def test_a_stopped_evaluation_goes_on(trained, capsys, monkeypatch):
     assert "; ".join(names[:3]) in said.err
     assert "--resume" in said.err
     assert not (trained / "parts" / "evaluation.json").exists()
-    with lock_file(trained / "parts" / ".lock", "here", ""):  # another process evaluates
+    with lock_file(trained / "parts" / ".eval.lock", "here", ""):  # another process evaluates
         code, count, said = evaluated("parts")
     assert (code, count) == (2, 0)
     assert "runs eval.py" in said.err
