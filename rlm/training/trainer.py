@@ -414,9 +414,14 @@ def resume_if_restarted(config: GRPOConfig, distributed: Distributed) -> GRPOCon
 
 def launch_time() -> float:
     """Return the time at which torchrun was started: the first ancestor without its variables."""
-    ancestors = psutil.Process().parents()  # a script may lie between torchrun and this process
-    found = (p.create_time() for p in ancestors if "TORCHELASTIC_RUN_ID" not in p.environ())
-    return next(found, 0.0)
+    for ancestor in psutil.Process().parents():  # a script may lie between torchrun and this process
+        try:
+            started = "TORCHELASTIC_RUN_ID" not in ancestor.environ()
+        except psutil.AccessDenied:  # a process of another user, which torchrun did not start
+            started = True
+        if started:
+            return ancestor.create_time()
+    return 0.0
 
 
 class TrainingRun:
