@@ -414,7 +414,7 @@ def resume_if_restarted(config: GRPOConfig, distributed: Distributed) -> GRPOCon
 
 def launch_time() -> float:
     """Return the time at which torchrun was started: the first ancestor without its variables."""
-    for ancestor in psutil.Process().parents():  # a script may lie between torchrun and this process
+    for ancestor in psutil.Process().parents():  # a script may be between torchrun and this process
         try:
             started = "TORCHELASTIC_RUN_ID" not in ancestor.environ()
         except psutil.AccessDenied:  # a process of another user, which torchrun did not start
