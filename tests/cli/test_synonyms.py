@@ -128,6 +128,7 @@ def test_a_misspelt_name_is_guessed_and_a_strange_one_is_not(typed, hint):
     [
         (GRPOConfig, "warmup_ratio", "warmup_steps, a number of updates"),
         (GRPOConfig, "use_vllm", "sampler, with the value vllm"),
+        (GRPOConfig, "no_lora", "use_lora, which is always on: the base model is never trained"),
         (GRPOConfig, "per_device_train_batch_size", "train_batch_size, a number of completions"),
         (SFTConfig, "bf16", "dtype, with the value bfloat16"),
         (GRPOConfig, "num_train_epochs", "steps, problems times passes, divided by the batch size"),
