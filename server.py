@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,7 +142,13 @@ def main(config: ServerConfig) -> int:
     listening = listen(config.host, config.port)
     prepare_process()
     logs.configure(sys.stderr, as_json=config.log_json)
-    return asyncio.run(_serve(config, _service(config, library), keys, listening))
+    code = asyncio.run(_serve(config, _service(config, library), keys, listening))
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A thread that still loads the model, or hangs in C code, would abort the interpreter.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def read_keys(config: ServerConfig) -> Keys:

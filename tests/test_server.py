@@ -555,6 +555,31 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
         assert all(json.loads(line) for line in log.splitlines())
 
 
+BUSY = """
+import os, signal, sys, threading, torch, server
+from conftest import byte_tokenizer
+from live_server import make_service
+
+def load():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    while True:
+        torch.ones(500, 500) @ torch.ones(500, 500)
+
+service, _ = make_service(byte_tokenizer(), {})
+service.engine._load, service.engine.stop = load, lambda: None  # a loader that takes longer
+server._service = lambda *_: service
+sys.exit(server.main(server.ServerConfig(base=True, port=0)))
+"""
+
+
+def test_a_signal_while_the_model_is_loaded_ends_the_server_without_an_abort():
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_the_image_has_what_the_server_imports(tmp_path):
     """The Dockerfile leaves out packages and files, which the remaining code must not import."""
