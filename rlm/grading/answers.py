@@ -400,11 +400,13 @@ def grade(
     """Compare the final answer of a completion with the reference answer.
 
     Args:
-        gold: the reference answer. If it is None, the verdict only reports the answer found.
-            The reference answer of an open question is ignored.
+        gold: the reference answer, or a GSM8K answer that ends with "#### 24". If it is None, the
+            verdict only reports the answer found. It is ignored if the question is open.
         strict: whether to apply the strict or the lenient grading.
         kind: the answer type.
     """
+    if kind == "number" and gold is not None:
+        gold = gold.rpartition("####")[2]
     compares = gold is not None and kind != "open"
     target = READERS[kind](gold) if gold is not None and compares else None
     if compares and target is None:

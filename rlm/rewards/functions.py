@@ -102,7 +102,7 @@ class GSM8KReward(RewardFunction):
         if verdict.correct:
             reward += self.correct
         elif isinstance(verdict.value, Fraction):
-            gold = parse_number(reference_answer)
+            gold = parse_number(reference_answer.rpartition("####")[2])
             is_close = gold is not None and abs(verdict.value - gold) <= 1
             reward += self.close if is_close else 0.0
         return min(reward, 1.0)
@@ -232,9 +232,18 @@ def _format(columns: Mapping[str, Any]) -> Format:
 
 
 def _strict_verdict(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:
-    """Return the verdict in `columns` that the scorer passed, or grade the completion."""
-    given = columns.get("strict_verdict")
-    return given or _format(columns).grade(completion, answer, strict=True)
+    """Return the verdict in `columns` that the scorer passed, or grade the completion.
+
+    Raises:
+        ValueError: the reference answer does not fit its answer type. A scorer logs this instead.
+    """
+    if given := columns.get("strict_verdict"):
+        return given
+    verdict = _format(columns).grade(completion, answer, strict=True)
+    if verdict.reason == "gold_unreadable":
+        kind = columns.get("answer_type", "number")
+        raise ValueError(f"the reference answer is not a {kind}: {answer[:40]!r}")
+    return verdict
 
 
 def _explicit_answer(completion: str, answer: str, columns: Mapping[str, Any]) -> Verdict:

@@ -413,8 +413,16 @@ def block(reasoning, answer, tag="think"):
 )
 def test_gsm8k_reward(text, expected):
     assert GSM8KReward()(text, "18") == pytest.approx(expected)
-    assert GSM8KReward()(text, "eighteen") == 0.0  # no gold to compare with
+    assert GSM8KReward()(text, "6 * 3\n#### 18") == pytest.approx(expected)
     assert GSM8KReward()("<think>x</think>#### 1,080", "1080") == 1.0
+
+
+@pytest.mark.parametrize("reward", [CorrectnessReward(), GSM8KReward()])
+def test_an_unreadable_reference_answer_is_an_error_and_not_a_reward_of_0(reward):
+    with pytest.raises(ValueError, match="the reference answer is not a number: 'eighteen'"):
+        reward(block("x", "18"), "eighteen")
+    verdict = grade(block("x", "18"), "eighteen", strict=True)  # as a scorer passes it
+    assert reward(block("x", "18"), "eighteen", strict_verdict=verdict) in (0.0, 0.1)
 
 
 @pytest.mark.parametrize("name", ["deepseek", "simple"])
