@@ -79,11 +79,11 @@ from rlm.training import (
     old_logprobs_source,
     overlong_penalties,
     policy_loss,
+    reference_logprobs,
     resolve_start,
     resume_if_restarted,
     reward_tensor,
     rollout_seeds,
-    set_constant_logprobs,
     shard_rollouts,
     step_metrics,
     summary_card,
@@ -264,11 +264,8 @@ class GRPOTrainer:
         config, metrics = self.config, LearnMetrics(len(batches))
         updates = [shard_rollouts(rollouts, self.distributed) for rollouts in batches]
         source = old_logprobs_source(config, len(updates), self.sampler.matches_trainer)
-        score, split = self.weights.token_logprobs, run.micro_batches
         for rollouts in updates:
-            run.repeat_if_out_of_memory(
-                set_constant_logprobs, self.policy, score, config, source, split, rollouts
-            )
+            run.repeat_if_out_of_memory(self._set_constant_logprobs, run, rollouts, source)
 
         lr = config.learning_rate_at(step, self.state.updates)  # logged if there is no update
         for update in range(count := len(updates) * config.updates_per_batch):
@@ -288,6 +285,26 @@ class GRPOTrainer:
         release_memory()  # frees memory for sampling
         made = {"optim/lr": lr * self.state.lr_scale, "optim/skipped": self.state.skipped_total}
         return metrics.as_dict(self.distributed) | made
+
+    @torch.no_grad()
+    def _set_constant_logprobs(
+        self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs
+    ) -> None:
+        """Set the log-probabilities of rollouts that stay constant during the updates of a step.
+
+        `ref_logprobs` are set if there is a KL term, and `old_logprobs` if `source` is a forward
+        pass.
+        """
+        config = self.config
+        if not config.kl_weight and source != "forward pass":
+            return
+        for micro in run.micro_batches(rollouts):
+            if config.kl_weight:
+                logprobs = reference_logprobs(self.policy, micro, config)
+                micro.keep("ref_logprobs", logprobs, rollouts)
+            if source == "forward pass":
+                logprobs, _ = self.weights.token_logprobs(micro, config.temperature)
+                micro.keep("old_logprobs", logprobs, rollouts)
 
     def _accumulate_gradient(
         self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs

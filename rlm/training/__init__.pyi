@@ -23,7 +23,6 @@ from .logprobs import OldLogprobs as OldLogprobs
 from .logprobs import old_logprobs_source as old_logprobs_source
 from .logprobs import reference_logprobs as reference_logprobs
 from .logprobs import score_tokens as score_tokens
-from .logprobs import set_constant_logprobs as set_constant_logprobs
 from .logprobs import token_logprobs as token_logprobs
 from .loss import LossSums as LossSums
 from .loss import policy_loss as policy_loss

@@ -524,9 +524,8 @@ class TrainingRun:
         and gradient checkpointing.
 
         Args:
-            compute: splits rollouts by `micro_batches`, and computes their gradient, or calls
-                `set_constant_logprobs`. It must neither apply the gradient nor exchange anything
-                with other processes.
+            compute: splits rollouts by `micro_batches`. It must neither apply a gradient nor
+                exchange anything with other processes.
         """
         try:
             return compute(*args, **kw)

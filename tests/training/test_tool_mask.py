@@ -57,10 +57,13 @@ def test_the_batch_holds_the_mask():
     assert micro.sampler_logprobs.tolist() == [[-1.0, -2.0, 0, 0, -0.5], [-1.0, -1.0, 0, 0, 0]]
     assert micro.lengths == [5, 2]  # the inserted tokens stay in the batch
     assert micro.targets.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    mixed = [Rollout(0, [9], [1, 2], 1.0, 1.0, [-1.0] * 2), Rollout(0, [9], [3, 4], 1.0, 1.0,
-             [-1.0, NAN], [True, False])]  # fmt: skip
+    mixed = [
+        Rollout(0, [9], [1, 2], 1.0, 1.0, [-1.0] * 2),
+        Rollout(0, [9], [3, 4], 1.0, 1.0, [-1.0, NAN], [True, False]),
+        Rollout(1, [9] * 9, [5], 1.0, 1.0, [-1.0]),  # longer than the others, so it comes first
+    ]
     (micro,) = make_micro_batches(mixed, 9, 99, "cpu")
-    assert micro.completion_mask.tolist() == [[True, True], [True, False]]
+    assert micro.completion_mask.tolist() == [[True, False], [True, True], [True, False]]
     plain = [replace(rollout, tool_mask=()) for rollout in mixed[:1]]
     assert make_micro_batches(plain, 9, 99, "cpu")[0].tool_mask is None
 
