@@ -24,10 +24,10 @@ from .logprobs import old_logprobs_source as old_logprobs_source
 from .logprobs import reference_logprobs as reference_logprobs
 from .logprobs import score_tokens as score_tokens
 from .logprobs import token_logprobs as token_logprobs
-from .loss import LossSums as LossSums
 from .loss import policy_loss as policy_loss
 from .memory_plan import plan_memory as plan_memory
-from .metrics import LearnMetrics as LearnMetrics
+from .metrics import Learned as Learned
+from .metrics import learn_metrics as learn_metrics
 from .metrics import mean_metrics as mean_metrics
 from .metrics import step_metrics as step_metrics
 from .metrics import summary_card as summary_card

@@ -121,11 +121,7 @@ ALGORITHMS = {
 # Option values set by `--preset NAME` and `from_preset`. Options on the command line and in a YAML
 # file override these values.
 PRESETS: dict[str, dict[str, object]] = {
-    "grpo": {"algorithm": "grpo"},
-    "drgrpo": {"algorithm": "drgrpo"},
-    "dapo": {"algorithm": "dapo"},
-    "maxrl": {"algorithm": "maxrl"},
-    "topr": {"algorithm": "topr"},
+    **{name: {"algorithm": name} for name in ("grpo", "drgrpo", "dapo", "maxrl", "topr")},
     "reasoning_small": {  # models of 0.5 to 3 billion parameters
         "algorithm": "drgrpo",
         "group_size": 8,
