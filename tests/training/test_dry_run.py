@@ -93,12 +93,6 @@ def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed,
     assert released
 
 
-def test_seconds_of_sampling_by_hand():
-    """Nine completions need three batches of at most four."""
-    assert SamplingTime(4, first=2.0, next=0.5).of(9, tokens=11) == 3 * (2.0 + 10 * 0.5)
-    assert SamplingTime(4, first=2.0, next=0.5).of(0, tokens=11) == 0
-
-
 def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
     model_dir, tmp_path, clock, monkeypatch
 ):
