@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import faults
@@ -221,7 +222,7 @@ def test_the_best_step_is_exported_only_if_its_lead_is_no_chance(record, options
     name, reason = choose_export(record, 2, **options)
     assert said in reason
     assert (name == "best") == (step < 2)
-    assert Validations.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+    assert Validations.from_dict(json.loads(json.dumps(asdict(record)))) == record
 
 
 def test_the_more_steps_were_tried_the_wider_is_the_interval_of_the_best():

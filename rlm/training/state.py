@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -229,7 +229,7 @@ class TrainingState:
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
-        state["validations"] = self.validations.to_dict()
+        state["validations"] = asdict(self.validations)
         state["learner"] = self.weights.state_dict()
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=self.last_finite)
 
@@ -331,9 +331,7 @@ class MixedPrecisionAdapter:
         for name, tensor in self.model_weights.items():
             if tensor.grad is not None:
                 master = self.master_weights[name]
-                new = tensor.grad.float()
-                if self.loss_scale != 1:
-                    new /= self.loss_scale
+                new = tensor.grad.float() / self.loss_scale
                 master.grad = new if master.grad is None else master.grad + new
                 tensor.grad = None
 

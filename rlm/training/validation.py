@@ -119,8 +119,8 @@ class Validations:
     def add(self, step: int, scores: ProblemScores, accuracy: ProblemScores | None = None) -> bool:
         """Record a validation, and return whether it is the best so far.
 
-        If two validations are equal, the later one is better. A validation whose accuracy fell is
-        never the best, regardless of its reward.
+        If two validations are equal, the later one is better. A validation that shows a `fall` is
+        never the best.
         """
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         self.last_accuracy = None if accuracy is None else Validation(step, list(accuracy))
@@ -149,12 +149,9 @@ class Validations:
         gains = {"best": gain(self.start, self.best, tried), "last": gain(self.start, self.last)}
         return said | {f"{name}_gain": _finite(asdict(one)) for name, one in gains.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict; `from_dict` reads it back."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validations:
+        """Restore the validations from the result of `asdict`."""
         names = ("start", "best", "last", "start_accuracy", "last_accuracy")
         kept = {name: values.get(name) and Validation(**values[name]) for name in names}
         return cls(**{**values, **kept})
