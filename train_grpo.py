@@ -220,11 +220,7 @@ class GRPOTrainer:
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
-        """Sample and score the completions of a step.
-
-        Returns:
-            The groups of all processes, and the metrics of the reward function.
-        """
+        """Sample and score a step; return the groups of all processes, and the reward's metrics."""
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         groups: list[Group] = []

@@ -1,7 +1,7 @@
 """The algorithms, each defined by a set of values. This module does not import torch.
 
-The modules `advantages`, `batches` and `loss` read these values; they do not depend on the names of
-the algorithms. The papers are listed in docs/explanation/algorithms.md.
+The modules `advantages`, `batches`, `logprobs` and `loss` read these values; they do not depend on
+the names of the algorithms. The papers are listed in docs/explanation/algorithms.md.
 """
 
 from __future__ import annotations

@@ -277,11 +277,7 @@ RULES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the alerts that are active after the given steps, as a map from rule to advice.
-
-    Args:
-        rows: the metrics of the steps, oldest first.
-    """
+    """Return the alerts that are active after these steps, as a map from rule to advice."""
     recent = rows[-RECENT_STEPS:]
     cut_off = _cut_off(recent)
     if len(recent) < RECENT_STEPS:
@@ -327,7 +323,8 @@ def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
     rewards = {row["reward/mean"] for row in recent}
     if len(rewards) > 1 or any(row["reward/std"] for row in recent):
         return {}
-    (reward,), steps = rewards, f"the last {RECENT_STEPS} steps"
+    (reward,) = rewards
+    steps = f"the last {RECENT_STEPS} steps"
     if not reward:
         text = (
             f"no completion of {steps} earned a reward: see samples.jsonl for the reasons; "

@@ -99,11 +99,7 @@ class TrainingState:
         problems: Sequence[Problem],
         eval_problems: Sequence[Problem],
     ) -> int:
-        """Write the first checkpoint of a new run, or load the newest checkpoint of a resumed run.
-
-        Returns:
-            The step to continue with.
-        """
+        """Write the first checkpoint, or load the newest one to resume; return the next step."""
         self._began = time.monotonic()
         if self.distributed.is_main:
             # A checkpoint contains the adapter, the best adapter and Adam's two moments. In
@@ -192,11 +188,7 @@ class TrainingState:
         )
 
     def early_stopping_reason(self, step: int) -> str:
-        """Check whether the run must stop because the accuracy has fallen (see `Validations.fall`).
-
-        Returns:
-            The reason, which is also printed, or "" if the run may continue.
-        """
+        """Return why the run must stop, and print it; "" if there is no `Validations.fall`."""
         fall = self.validations.fall()
         if fall:
             terminal.line(

@@ -125,11 +125,7 @@ class Trainer(Protocol):
 
 
 def check_arguments(model_name: object, config: object) -> None:
-    """Check the types of the arguments `model_name` and `config` before anything is loaded.
-
-    Raises:
-        TypeError: `model_name` is a loaded model, or `config` belongs to another library.
-    """
+    """Raise a TypeError if `model_name` is a loaded model or `config` is another library's."""
     if not isinstance(model_name, str | Path):
         kind = type(model_name).__name__
         raise TypeError(
@@ -461,7 +457,7 @@ class TrainingRun:
         metrics: dict[str, float] = {}
         scores: dict[str, ProblemScores] = {}
         start = "" if step else "start_"
-        for name in distributed.broadcast(list(measured)):  # never empty in the main process
+        for name in distributed.broadcast(list(measured)):  # a process may have no problems
             scores[name] = distributed.gather(measured.get(name, []))
             found = Validation(step, scores[name]).summary(name)
             metrics[f"eval/{start}{name}"] = found["mean"]
@@ -642,11 +638,7 @@ class TrainingRun:
         return save(summary["exported"], trainer.config.output, keep_previous=True)
 
     def _summary(self, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the contents of run.json that are the same for the best and the last adapter.
-
-        Args:
-            rows: the metrics of the logged steps.
-        """
+        """Return the contents of run.json that are the same for the best and the last adapter."""
         config, state, data = self.trainer.config, self.trainer.state, self.data
         validated_on = len(data.eval_problems)
         exported, reason = choose_export(state.validations, self.steps_run, self._stopped)
