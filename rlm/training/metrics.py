@@ -59,9 +59,7 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
 
 
-def mean_metrics(
-    calls: Iterable[tuple[int, Mapping[str, float]]],
-) -> dict[str, float]:
+def mean_metrics(calls: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Average the metrics of the reward function over its calls in all processes.
 
     Each element of `calls` is the number of groups and the metrics. The average is weighted by the
