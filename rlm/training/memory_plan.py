@@ -126,7 +126,7 @@ def plan_memory(
     )
     device = policy.device.type
     available = available_memory(device)
-    optimizer = 4 * sum(t.numel() * t.element_size() for t in weights.master_weights.values())
+    optimizer = 4 * sum(t.nbytes for t in weights.master_weights.values())
     code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
     length = longest + config.max_new_tokens

@@ -105,7 +105,7 @@ class TrainingState:
             # A checkpoint contains the adapter, the best adapter and Adam's two moments. In
             # addition to the `keep` newest checkpoints, there may be a protected checkpoint, the
             # checkpoint that is being written, and the exported best and last adapters.
-            size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
+            size = 4 * sum(t.nbytes for t in self.adapter.values())
             check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
