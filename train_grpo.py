@@ -58,9 +58,6 @@ from rlm.tools import Tool
 from rlm.training import (
     Distributed,
     Group,
-    LearnMetrics,
-    LossSums,
-    MicroBatch,
     Rollout,
     StepScorer,
     TrainingData,
@@ -71,6 +68,7 @@ from rlm.training import (
     draw_problems,
     group_advantages,
     has_signal,
+    learn_metrics,
     load_data,
     load_policy,
     make_engine,
@@ -79,11 +77,11 @@ from rlm.training import (
     old_logprobs_source,
     overlong_penalties,
     policy_loss,
+    reference_logprobs,
     resolve_start,
     resume_if_restarted,
     reward_tensor,
     rollout_seeds,
-    set_constant_logprobs,
     shard_rollouts,
     step_metrics,
     summary_card,
@@ -94,7 +92,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from rlm.training import OldLogprobs, ProblemScores
+    from rlm.training import Learned, OldLogprobs, ProblemScores
 
 
 class GRPOTrainer:
@@ -222,11 +220,7 @@ class GRPOTrainer:
     def _sample_and_score(
         self, problems: Sequence[Problem], step: int, seconds: dict[str, float]
     ) -> tuple[list[Group], dict[str, float]]:
-        """Sample and score the completions of a step.
-
-        Returns:
-            The groups of all processes, and the metrics of the reward function.
-        """
+        """Sample and score a step; return the groups of all processes, and the reward's metrics."""
         config, distributed, size = self.config, self.distributed, self.config.group_size
         params = SamplingParams(config.max_new_tokens, config.temperature)
         groups: list[Group] = []
@@ -256,47 +250,60 @@ class GRPOTrainer:
     def _learn(
         self, run: TrainingRun, batches: Sequence[Sequence[Rollout]], step: int
     ) -> dict[str, float]:
-        """Make `updates_per_batch` passes over the mini-batches, with one update per mini-batch.
+        """Make an update per mini-batch, `updates_per_batch` times, and return the metrics."""
+        config = self.config
+        mine = [shard_rollouts(rollouts, self.distributed) for rollouts in batches]
+        source = old_logprobs_source(config, len(batches), self.sampler.matches_trainer)
+        for rollouts in mine:
+            run.repeat_if_out_of_memory(self._set_constant_logprobs, run, rollouts, source)
 
-        Returns:
-            The training metrics of the step.
-        """
-        config, metrics = self.config, LearnMetrics(len(batches))
-        updates = [shard_rollouts(rollouts, self.distributed) for rollouts in batches]
-        source = old_logprobs_source(config, len(updates), self.sampler.matches_trainer)
-        score, split = self.weights.token_logprobs, run.micro_batches
-        for rollouts in updates:
-            run.repeat_if_out_of_memory(
-                set_constant_logprobs, self.policy, score, config, source, split, rollouts
-            )
-
+        learned: list[list[Learned]] = []
+        norms: list[float] = []
         lr = config.learning_rate_at(step, self.state.updates)  # logged if there is no update
-        for update in range(count := len(updates) * config.updates_per_batch):
+        for update in range(count := len(batches) * config.updates_per_batch):
             lr = config.learning_rate_at(step + update / count, self.state.updates)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * self.state.lr_scale
-            rollouts = updates[update % len(updates)]
-            learned = run.repeat_if_out_of_memory(self._accumulate_gradient, run, rollouts, source)
-            for micro, logprobs, entropy, sums in learned:
-                metrics.add(update, micro, logprobs, entropy, sums)
-                if source == "first pass" and update == 0:
+            rollouts = mine[update % len(batches)]
+            learned.append(
+                run.repeat_if_out_of_memory(self._accumulate_gradient, run, rollouts, source)
+            )
+            if source == "first pass" and update == 0:
+                for micro, logprobs, *_ in learned[0]:
                     micro.keep("old_logprobs", logprobs, rollouts)  # for further passes
-            metrics.grad_norms.append(self._optimizer_step(step))
-            if len(updates) == 1 and not math.isfinite(metrics.grad_norms[-1]):
+            norms.append(self._optimizer_step(step))
+            if len(batches) == 1 and not math.isfinite(norms[-1]):
                 break  # the weights are unchanged, so another pass would fail again
+        metrics = learn_metrics(learned, norms, len(batches), self.distributed)
         self.sampler.invalidate_weights()
         release_memory()  # frees memory for sampling
         made = {"optim/lr": lr * self.state.lr_scale, "optim/skipped": self.state.skipped_total}
-        return metrics.as_dict(self.distributed) | made
+        return metrics | made
+
+    @torch.no_grad()
+    def _set_constant_logprobs(
+        self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs
+    ) -> None:
+        """Set the log-probabilities of rollouts that stay constant during the updates of a step.
+
+        `ref_logprobs` are set if there is a KL term, and `old_logprobs` if `source` is a forward
+        pass.
+        """
+        config = self.config
+        if not config.kl_weight and source != "forward pass":
+            return
+        for micro in run.micro_batches(rollouts):
+            if config.kl_weight:
+                logprobs = reference_logprobs(self.policy, micro, config)
+                micro.keep("ref_logprobs", logprobs, rollouts)
+            if source == "forward pass":
+                logprobs, _ = self.weights.token_logprobs(micro, config.temperature)
+                micro.keep("old_logprobs", logprobs, rollouts)
 
     def _accumulate_gradient(
         self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs
-    ) -> list[tuple[MicroBatch, Tensor, Tensor, LossSums]]:
-        """Accumulate the gradient of a mini-batch over the rollouts of this process.
-
-        Returns:
-            Each micro-batch with its log-probabilities, its entropies and its `LossSums`.
-        """
+    ) -> list[Learned]:
+        """Accumulate the gradient of a mini-batch over the rollouts of this process."""
         config, learned = self.config, []
         algorithm, matches = config.resolved_algorithm, self.sampler.matches_trainer
         for micro in run.micro_batches(rollouts):
@@ -346,8 +353,7 @@ class GRPOTrainer:
     ) -> Evaluation:
         """Sample k completions of each problem in the same way as training does, and grade them.
 
-        Args:
-            advance: callback that is called after each completion.
+        `advance` is called after each completion.
         """
         return evaluate(
             self.sampler,
@@ -367,10 +373,7 @@ class GRPOTrainer:
         """Return the scores "accuracy" and "reward" of each problem, as means over k completions.
 
         "accuracy" is graded strictly, and is left out if all answers are open. "reward" is included
-        only if it selects the adapter to export.
-
-        Args:
-            advance: callback that is called after each completion.
+        only if it selects the adapter to export. `advance` is called after each completion.
         """
         drawn = self.evaluate(problems, k, advance)
         scores: dict[str, ProblemScores] = {}
@@ -386,13 +389,9 @@ class GRPOTrainer:
         run: TrainingRun,
         metrics: dict[str, float],
         groups: Sequence[Group],
-        advantages: Tensor,
+        advantages: Tensor,  # (P, G)
     ) -> None:
-        """Log a step to disk and to the terminal.
-
-        Args:
-            advantages: the advantage of each rollout, (P, G).
-        """
+        """Log a step to disk and to the terminal."""
         run.log_step(metrics, groups, advantages)
 
     def generate(self, question: str) -> str:

@@ -2,7 +2,7 @@
 
 Training uses TRL's SFTTrainer. The prompts come from the same function as in GRPO, evaluation and
 inference. The loss is computed on the completion alone, up to and including its first end token.
-LoRA is applied to all linear layers; --quantize 4bit loads the base model in 4 bits.
+LoRA adapts all linear layers except the LM head; --quantize 4bit loads the base model in 4 bits.
 
     python train_sft.py                                    # picks a model and data that fit here
     python train_sft.py --dataset gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --quantize 4bit \\
@@ -18,7 +18,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlm.cli import check_command_line, run_main
@@ -34,7 +33,6 @@ from rlm.data import (
     answer_types,
     describe_other_forms,
     example_questions,
-    load_problems,
     own_files,
 )
 from rlm.model import (
@@ -54,13 +52,14 @@ from rlm.model import (
     save_adapter,
 )
 from rlm.ops import use_fused_layers
-from rlm.runs import RunDirectory, check_resumable, replace_json, writing
+from rlm.runs import RunDirectory, replace_json, writing
 from rlm.sampling import check_architecture
 from rlm.tools import Calculator, load_tool
 from rlm.training import (
     ENOUGH_STEPS,
     drop_unsolved,
     follow_adapter,
+    load_data,
     show_counts,
     show_example,
     to_examples,
@@ -77,17 +76,14 @@ def main(config: SFTConfig) -> int:
     prepare_process()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("SFT runs in one process: start it with python, not with torchrun")
-    if config.resume:
-        check_resumable(config.run_dir)
     load_tool(config.tool)  # reports an invalid --tool before the data is loaded
-    options = {"columns": config.columns, "rows": config.split, "keep_code": config.keep_code}
-    options["calculator_annotations"] = config.tool == Calculator.name
-    load = partial(load_problems, required(config.dataset, "--dataset"), **options)
-    problems = load("train", max_samples=config.max_samples, seed=config.seed)
+    problems, validation = load_data(
+        config,
+        keep_code=config.keep_code,
+        calculator_annotations=config.tool == Calculator.name,
+    )
     if config.max_samples is not None:
         terminal.line(f"{len(problems):,} training examples (--max-samples)")
-    limit = config.eval_samples
-    validation = load("validation", max_samples=limit) if limit else []
     train(config, problems, validation)
     return 0
 

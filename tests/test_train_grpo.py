@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import faults
@@ -27,11 +28,12 @@ from rlm.model.hardware import Device
 from rlm.rewards import RewardFunction
 from rlm.runs.directory import RunDirectory
 from rlm.sampling import SamplingParams, prompt_seed
-from rlm.training import logprobs, memory_plan
+from rlm.training import memory_plan
 from rlm.training import metrics as report
 from rlm.training import state as training_state
 from rlm.training import trainer as training
 from rlm.training.config import GRPOConfig
+from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
 from rlm.training.state import LOG_BYTES
@@ -220,7 +222,7 @@ def test_the_best_step_is_exported_only_if_its_lead_is_no_chance(record, options
     name, reason = choose_export(record, 2, **options)
     assert said in reason
     assert (name == "best") == (step < 2)
-    assert Validations.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+    assert Validations.from_dict(json.loads(json.dumps(asdict(record)))) == record
 
 
 def test_the_more_steps_were_tried_the_wider_is_the_interval_of_the_best():
@@ -526,7 +528,7 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
 
     count(training_state, "token_logprobs")
     count(train_grpo, "policy_loss")
-    count(logprobs, "reference_logprobs")
+    count(train_grpo, "reference_logprobs")
     train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=2, kl_weight=kl_weight))
     batches = calls["policy_loss"] // 2  # per pass; only the first computes the reference
     assert batches
@@ -534,7 +536,14 @@ def test_a_reference_is_computed_only_for_a_kl_term(model_dir, tmp_path, monkeyp
     assert calls["reference_logprobs"] == (batches if kl_weight else 0)
 
 
-def test_every_pass_compares_with_the_policy_before_the_first(model_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mini_batch_size", [4, 2])
+def test_every_pass_compares_with_the_policy_before_the_first(
+    model_dir, tmp_path, monkeypatch, mini_batch_size
+):
+    """One mini-batch keeps the values of its first pass, and two mini-batches need a forward pass.
+
+    The sampler's values are not used, because its merged weights are rounded.
+    """
     seen, loss = [], train_grpo.policy_loss
 
     def watched(logprobs, micro, *arguments, **options):
@@ -542,14 +551,17 @@ def test_every_pass_compares_with_the_policy_before_the_first(model_dir, tmp_pat
         return loss(logprobs, micro, *arguments, **options)
 
     monkeypatch.setattr(train_grpo, "policy_loss", watched)
-    train(model_dir, a_config(tmp_path, steps=1, updates_per_batch=3))
-    batches = len(seen) // 3
-    passes = [seen[i * batches :][:batches] for i in range(3)]
-    for (before, none), *later in zip(*passes, strict=True):
-        assert none is None
-        assert all(torch.equal(old, before) for _, old in later)
-        assert not any(torch.equal(new, before) for new, _ in later)
-    assert batches
+    config = a_config(tmp_path, steps=1, updates_per_batch=3, mini_batch_size=mini_batch_size)
+    train(model_dir, config, odd_texts)
+    count = len(seen) // 3
+    first, *later = [seen[i : i + count] for i in range(0, len(seen), count)]
+    before = [new if old is None else old for new, old in first]
+    assert torch.allclose(first[0][0], before[0], atol=1e-6)
+    assert [old is None for _, old in first] == [mini_batch_size == 4] * count
+    for later_pass in later:
+        for (new, old), expected in zip(later_pass, before, strict=True):
+            assert torch.equal(old, expected)
+            assert not torch.equal(new, expected)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monkeypatch):
@@ -930,7 +942,7 @@ def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch
         sizes.append(micro.input_ids.numel())
         if len(sizes) == 1:
             raise torch.OutOfMemoryError
-        return logprobs.token_logprobs(policy, micro, temperature)
+        return token_logprobs(policy, micro, temperature)
 
     monkeypatch.setattr(training_state, "token_logprobs", fails_once)
     monkeypatch.setitem(memory_plan.CPU_MICRO_BATCH, torch.float32, 10_000)

@@ -123,8 +123,7 @@ def _group(completions: list[Completion]) -> Group:
 def _rollouts(
     completions: list[Completion], advantages: list[float], config: GRPOConfig
 ) -> list[Rollout]:
-    kept = torch.tensor([True])
-    return make_rollouts([_group(completions)], torch.tensor([advantages]), kept, config)
+    return make_rollouts([_group(completions)], torch.tensor([advantages]), [0], config)
 
 
 def _batch(rollouts: list[Rollout]) -> MicroBatch:

@@ -1,5 +1,5 @@
 """Training with GRPO and SFT: config, algorithms, advantages, batches, log-probabilities, loss,
-training state, distributed training, doctor, dry run."""
+training state, distributed training, doctor, plan."""
 
 import lazy_loader
 

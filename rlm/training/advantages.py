@@ -131,7 +131,7 @@ def _soft_overlong(completion: Completion, config: GRPOConfig) -> float:
     length.
     """
     buffer = config.overlong_buffer
+    if not buffer or completion.truncated:
+        return -1.0 if buffer else 0.0
     excess = len(completion.token_ids) - (config.max_new_tokens - buffer)
-    if not buffer or (excess <= 0 and not completion.truncated):
-        return 0.0
-    return -1.0 if completion.truncated else -min(1.0, excess / buffer)
+    return -max(excess, 0) / buffer

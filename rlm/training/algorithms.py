@@ -1,7 +1,7 @@
 """The algorithms, each defined by a set of values. This module does not import torch.
 
-The modules `advantages`, `batches` and `loss` read these values; they do not depend on the names of
-the algorithms. The papers are listed in docs/explanation/algorithms.md.
+The modules `advantages`, `batches`, `logprobs` and `loss` read these values; they do not depend on
+the names of the algorithms. The papers are listed in docs/explanation/algorithms.md.
 """
 
 from __future__ import annotations
@@ -121,11 +121,7 @@ ALGORITHMS = {
 # Option values set by `--preset NAME` and `from_preset`. Options on the command line and in a YAML
 # file override these values.
 PRESETS: dict[str, dict[str, object]] = {
-    "grpo": {"algorithm": "grpo"},
-    "drgrpo": {"algorithm": "drgrpo"},
-    "dapo": {"algorithm": "dapo"},
-    "maxrl": {"algorithm": "maxrl"},
-    "topr": {"algorithm": "topr"},
+    **{name: {"algorithm": name} for name in ("grpo", "drgrpo", "dapo", "maxrl", "topr")},
     "reasoning_small": {  # models of 0.5 to 3 billion parameters
         "algorithm": "drgrpo",
         "group_size": 8,

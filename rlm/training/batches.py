@@ -1,5 +1,7 @@
 """Draws the problems of a training step, and builds rollouts and packed micro-batches.
 
+All random choices are pure functions of the arguments, so a resumed run replays no earlier steps.
+
 The letters in the shapes are: P problems, G group size, N = P·G rollouts of a step, n rollouts of a
 micro-batch, B packed sequences, S padded length of the packed sequences, M completion tokens,
 T padded length of the completions.
@@ -39,7 +41,7 @@ def draw_problems(
 
     The first round draws `config.batch_size` problems. Later rounds, with dynamic sampling, draw
     `config.batch_size` minus the number of groups whose rewards differ. The list is empty if this
-    number is 0, or if no unused problem is left. The result is a pure function of the arguments.
+    number is 0, or if no unused problem is left.
     """
     count, seed = config.batch_size, config.seed
     if not groups:
@@ -52,11 +54,7 @@ def draw_problems(
 
 
 def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -> list[T]:
-    """Draw the problems of a training step.
-
-    The result is a pure function of the arguments, so a resumed run does not need to replay earlier
-    steps. Each pass over the data shuffles the problems anew.
-    """
+    """Draw the problems of a training step. Each pass over the data shuffles the problems anew."""
     chosen: list[T] = []
     orders: dict[int, list[int]] = {}
     for position in range(step * count, (step + 1) * count):
@@ -71,8 +69,7 @@ def problems_for_step(problems: Sequence[T], step: int, count: int, seed: int) -
 def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int) -> list[int]:
     """Return the sampling seed of each problem's group.
 
-    The seeds are a pure function of the arguments. A problem that is drawn twice in a step gets two
-    different seeds.
+    A problem that is drawn twice in a step gets two different seeds.
     """
     seen: Counter[str] = Counter()
     seeds = []
@@ -125,11 +122,9 @@ def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list
 def mini_batches(
     groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig, step: int
 ) -> list[list[Rollout]]:
-    """Split the groups of a step into mini-batches, one for each optimizer update.
+    """Split the groups of a step at random into mini-batches, one for each optimizer update.
 
-    The order of the groups is a pure function of (seed, step), so a resumed step has the same
-    mini-batches. The last mini-batch may be smaller. A mini-batch is left out if it has no rollout
-    to learn from.
+    The last mini-batch may be smaller. A mini-batch is left out if it has no rollout to learn from.
 
     Args:
         advantages: the advantage of each rollout, (P, G).
@@ -138,19 +133,18 @@ def mini_batches(
     if config.resolved_algorithm.signal_only:
         kept = kept & (advantages != 0).any(1)
     places = kept.nonzero().flatten().tolist()
-    size = config.mini_batch_size or len(places)
+    size = config.mini_batch_size or max(len(places), 1)
     if size < len(places):
         random.Random(f"mini-batches {config.seed} {step}").shuffle(places)
-    made = []
-    for start in range(0, len(places), max(size, 1)):
-        chosen = torch.zeros_like(kept)
-        chosen[places[start : start + size]] = True
-        made.append(make_rollouts(groups, advantages, chosen, config))
+    made = [
+        make_rollouts(groups, advantages, sorted(places[start : start + size]), config)
+        for start in range(0, len(places), size)
+    ]
     return [rollouts for rollouts in made if rollouts]
 
 
 def make_rollouts(
-    groups: Sequence[Group], advantages: Tensor, kept: Tensor, config: GRPOConfig
+    groups: Sequence[Group], advantages: Tensor, places: Sequence[int], config: GRPOConfig
 ) -> list[Rollout]:
     """Make the rollouts of an update from its groups.
 
@@ -162,24 +156,30 @@ def make_rollouts(
 
     Args:
         advantages: the advantage of each rollout, (P, G).
-        kept: whether each group belongs to this update, (P,) of bool.
+        places: the indices of the update's groups.
     """
     rows = [
-        (problem, group.prompt, completion, advantage)
-        for problem, (group, values) in enumerate(zip(groups, advantages.tolist(), strict=True))
-        if kept[problem]
-        for completion, advantage in zip(group.completions, values, strict=True)
+        (place, completion, advantage)
+        for place in places
+        for completion, advantage in zip(
+            groups[place].completions, advantages[place].tolist(), strict=True
+        )
     ]
-    masked = [config.mask_truncated and row[2].truncated for row in rows]
-    lengths = [0 if out else row[2].own_tokens for row, out in zip(rows, masked, strict=True)]
+    lengths = [
+        0 if config.mask_truncated and drawn.truncated else drawn.own_tokens for _, drawn, _ in rows
+    ]
     weights = row_weights(lengths, config.aggregation, config.max_new_tokens)
     rollouts = [
         Rollout(
-            problem, prompt, drawn.token_ids, advantage, weight, drawn.logprobs, drawn.tool_mask
+            place,
+            groups[place].prompt,
+            drawn.token_ids,
+            advantage,
+            weight,
+            drawn.logprobs,
+            drawn.tool_mask,
         )
-        for (problem, prompt, drawn, advantage), weight, length in zip(
-            rows, weights, lengths, strict=True
-        )
+        for (place, drawn, advantage), weight, length in zip(rows, weights, lengths, strict=True)
         if (config.kl_weight > 0 or advantage != 0) and length
     ]
     return merge_copies(rollouts) if config.resolved_algorithm.distinct else rollouts

@@ -33,8 +33,6 @@ from rlm.training.resolve import (
     resolve,
 )
 
-SAMPLER_NAMES = ("auto", "merged", "unmerged", "vllm")
-BACKENDS = ("local", "tinker")
 VLLM_COMMAND = "vllm serve"
 # Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
@@ -44,7 +42,6 @@ GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default number of steps on the command line
 REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups with equal rewards
 LAST_RATE = 0.1  # final learning rate of a schedule, as a share of the peak
-EVAL_GROUP_SIZES = 2, 16  # minimum and maximum number of completions per validation problem
 LORA_RATES = 1e-5, 2e-3  # a lower rate hardly changes an adapter, a higher rate breaks it
 # Without WARM warmup steps, a learning rate above COLD_RATE broke two of three runs
 # (docs/how-to/training-guide.md).
@@ -230,7 +227,7 @@ class GRPOConfig:
         "auto",
         "sample with merged weights, with base model and adapter separately, or with vLLM; auto: "
         "depends on the memory",
-        choices=SAMPLER_NAMES,
+        choices=("auto", "merged", "unmerged", "vllm"),
     )
     server: str | None = flag(
         None,
@@ -243,7 +240,7 @@ class GRPOConfig:
         "local",
         "where to sample and train: on this machine, or on a server that implements Tinker's "
         "protocol",
-        choices=BACKENDS,
+        choices=("local", "tinker"),
     )
 
     mini_batch_size: int | None = flag(
@@ -312,11 +309,7 @@ class GRPOConfig:
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
-        """Check that the options do not contradict each other.
-
-        Raises:
-            ValueError: two options contradict each other; the message explains what to change.
-        """
+        """Raise a ValueError that says what to change if two options contradict each other."""
         looks, by_vllm = self.doctor or self.plan, self.sampler == "vllm"
         refused = {
             f"--overlong-buffer {self.overlong_buffer} is longer than --max-new-tokens "
@@ -465,15 +458,14 @@ class GRPOConfig:
         return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:
-        """Return the number of completions to sample for each validation problem.
+        """Return the number of completions to sample for each validation problem, from 2 to 16.
 
         An additional problem is more informative than an additional completion of the same problem.
         Therefore completions are added only until a validation costs about as much as the sampling
         of a training step.
         """
-        low, high = EVAL_GROUP_SIZES
         filling = round(self.batch_size * self.group_size / max(1, problem_count))
-        return min(high, max(low, filling))
+        return min(16, max(2, filling))
 
     def learning_rate_at(self, step: float, updates: int) -> float:
         """Return the learning rate of an update.

@@ -109,17 +109,13 @@ class Distributed:
         if self.size == 1:
             return
         parameters = list(parameters)
-        flat = torch.cat(
-            [
-                (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
-                for p in parameters
-            ]
-        )
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         with _explain_lost_process():
             dist.all_reduce(flat)
-        parts = flat.split([p.numel() for p in parameters])
+        parts = flat.split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+            parameter.grad = part.view_as(parameter)
 
 
 def _leave() -> None:

@@ -11,27 +11,16 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
 from rlm.cli import command_of, terminal
-from rlm.data import (
-    FORMATS,
-    Format,
-    Problem,
-    drop_long_prompts,
-    longest_prompts,
-    render_prompt,
-)
+from rlm.data import FORMATS, Format, Problem, render_prompt
 from rlm.evaluation import Evaluation
 from rlm.grading import find_equations, parse_number
-from rlm.model import context_window
-from rlm.rewards import Scorer, check_columns
 from rlm.training.advantages import has_signal, reward_tensor
 from rlm.training.config import LORA_RATES, USUAL_RATES, GRPOConfig, judge_learning_rate
-from rlm.training.memory_plan import plan_memory
-from rlm.training.trainer import StepScorer, Trainer
+from rlm.training.trainer import StepScorer, Trainer, TrainingData
 
 PROBLEMS = 32  # number of problems to sample
 NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # thresholds above which a finding is a note or a fault
@@ -59,18 +48,12 @@ def run_doctor(trainer: Trainer, problems: Sequence[Problem]) -> int:
     Returns:
         The exit code: 1 if a finding is a fault, otherwise 0.
     """
-    config = trainer.config
-    render = cache(trainer.render)  # renders each prompt only once
-    window = context_window(trainer.policy)
-    problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
-    if isinstance(trainer.scorer, Scorer):
-        check_columns(trainer.scorer.reward, problems)
-    longest = longest_prompts(render, problems)
-    plan_memory(config, trainer.weights, trainer.sampler, longest, 0)
-    metrics, findings, examples = diagnose(trainer, problems)
+    config, data = trainer.config, TrainingData.read(trainer, problems, None)
+    data.plan_memory(trainer)
+    metrics, findings, examples = diagnose(trainer, data.problems)
     shown = {name: f"{value:.1%}" for name, value in metrics.items() if not math.isnan(value)}
     terminal.table(
-        f"Doctor: {config.model} on {min(PROBLEMS, len(problems))} problems",
+        f"Doctor: {config.model} on {min(PROBLEMS, len(data.problems))} problems",
         {**shown, "learning rate": f"{config.learning_rate:g}"},
     )
     for example in examples:
@@ -113,10 +96,7 @@ def diagnose(
 
 
 def _teach_the_format(config: GRPOConfig, problems: Sequence[Problem]) -> str:
-    """Return advice on how to teach the format to the model with SFT.
-
-    The advice is the SFT command. If the data has no solutions, the advice is to write some first.
-    """
+    """Return the SFT command that teaches the format, and advice to write missing solutions."""
     data = {"dataset": config.dataset, "columns": config.columns, "split": config.split}
     command = command_of("train_sft", model=config.model, **data)
     write = "" if any(p.has_steps for p in problems) else "write `solution` for a dozen rows, then "
@@ -126,10 +106,9 @@ def _teach_the_format(config: GRPOConfig, problems: Sequence[Problem]) -> str:
 def _examples(
     drawn: Evaluation, rewards: Sequence[Sequence[float | None]]
 ) -> list[tuple[str, str, str]]:
-    """Choose the completions with the highest, the median and the lowest reward.
+    """Return the completions with the highest, the median and the lowest reward.
 
-    Returns:
-        The question, the text and a line with the reward and the verdict of each completion.
+    Each has its question, its text, and a line with its reward and its verdict.
     """
     rows = [
         (problem, graded, reward)
@@ -271,7 +250,7 @@ def _reward(
         "empty tags": tags.completion("", ""),
         "every number up to 200": tags.completion("x", " ".join(map(str, range(201)))),
         "the question": problem.question,
-        "a wrong answer": tags.completion("It follows.", f"{problem.answer}7"),
+        "a wrong answer": tags.completion(brief, f"{problem.answer}7"),
     }
     asked = [*right, *worthless.values()]
     (found,) = scorer([problem], [asked], [[False] * len(asked)]).rewards

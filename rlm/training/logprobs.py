@@ -6,7 +6,6 @@ the packed sequences, M completion tokens, T padded length of the completions, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,15 +17,12 @@ from transformers import PreTrainedModel
 
 from rlm.model import decoder_and_head, using_reference
 from rlm.ops import Ops, ops_for
-from rlm.training.batches import MicroBatch, Rollout
+from rlm.training.batches import MicroBatch
 from rlm.training.config import GRPOConfig
 
 if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is imported
     from peft import PeftModel
 
-# A function of (micro-batch, temperature). It returns the log-probability and the entropy of each
-# completion token, (n, T).
-Score = Callable[[MicroBatch, float], tuple[Tensor, Tensor]]
 # Where the old log-probabilities come from: the sampler, a forward pass before the first update, or
 # the first pass over the only mini-batch, in which they equal the current ones.
 OldLogprobs = Literal["sampler", "forward pass", "first pass"]
@@ -97,33 +93,6 @@ def old_logprobs_source(config: GRPOConfig, updates: int, matches_trainer: bool)
     if updates == 1:
         return "first pass"
     return "sampler" if matches_trainer else "forward pass"
-
-
-@torch.no_grad()
-def set_constant_logprobs(
-    policy: PeftModel,
-    score: Score,
-    config: GRPOConfig,
-    source: OldLogprobs,
-    split: Callable[[Sequence[Rollout]], Sequence[MicroBatch]],
-    rollouts: Sequence[Rollout],
-) -> None:
-    """Set the `ref_logprobs` and `old_logprobs` of rollouts, which no update of the step changes.
-
-    `ref_logprobs` are set only if there is a KL term, and `old_logprobs` only if a forward pass has
-    to compute them.
-
-    Args:
-        score: computes log-probabilities under the current policy, on this machine or on a server.
-        split: splits rollouts into micro-batches.
-    """
-    if not config.kl_weight and source != "forward pass":
-        return
-    for micro in split(rollouts):
-        if config.kl_weight:
-            micro.keep("ref_logprobs", reference_logprobs(policy, micro, config), rollouts)
-        if source == "forward pass":
-            micro.keep("old_logprobs", score(micro, config.temperature)[0], rollouts)
 
 
 def score_tokens(

@@ -18,7 +18,7 @@ IMPORTANCE_CAP = 2.0  # upper bound of the importance weights
 
 @dataclass(frozen=True)
 class LossSums:
-    """Detached sums over the tokens of a micro-batch, from which `LearnMetrics` computes means."""
+    """Detached sums over the tokens of a micro-batch, from which `learn_metrics` computes means."""
 
     policy: float  # the policy loss, without the KL term
     kl: float  # Σ weight · KL estimate: the KL term of the loss, before multiplying by kl_weight

@@ -60,9 +60,7 @@ class MemoryPlan:
     halved: bool = False  # whether the micro-batch size was halved after an out-of-memory error
 
     def halve(self, largest: int) -> MemoryPlan:
-        """Return a plan with half the micro-batch size and gradient checkpointing.
-
-        This is the plan after an out-of-memory error.
+        """Return the plan after an out-of-memory error: half the micro-batch, with checkpointing.
 
         Args:
             largest: the tokens in the largest micro-batch that was computed, which may be fewer
@@ -80,10 +78,6 @@ class MemoryPlan:
         return self.loaded + self.optimizer + max(self.sampling, self.learning) + self.kept
 
     def __str__(self) -> str:
-        """
-        >>> str(MemoryPlan(2**30, 2**29, 0, 2**30, 2**29, 2**34, 512))[:45]
-        'about 2.5 GB at the peak (loaded 1.0, samplin'
-        """
         gb = {name: f"{value / 2**30:.1f}" for name, value in vars(self).items()}
         how = ", with gradient checkpointing" if self.checkpointing else ""
         return (
@@ -132,7 +126,7 @@ def plan_memory(
     )
     device = policy.device.type
     available = available_memory(device)
-    optimizer = 4 * sum(t.numel() * t.element_size() for t in weights.master_weights.values())
+    optimizer = 4 * sum(t.nbytes for t in weights.master_weights.values())
     code, holes = LIBRARY_BYTES.get(device, 0), FRAGMENTATION.get(device, 0)
     room = int((HEADROOM * available - optimizer - code) / (1 + holes))
     length = longest + config.max_new_tokens
@@ -227,7 +221,7 @@ def activation_bytes(policy: PreTrainedModel | PeftModel) -> int:
         return tensor
 
     half = PROBE_TOKENS // 2
-    probe = [Rollout(0, [0] * half, [0] * (half + 1), 1.0, 1.0, [0.0] * (half + 1))]
+    probe = [Rollout(0, [0] * half, [0] * (half + 1), advantage=1.0, weight=1.0)]
     (micro,) = make_micro_batches(
         probe, max_rows=1, max_tokens=PROBE_TOKENS, device=policy.device.type
     )

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +27,8 @@ from rlm.training.validation import validation_facts
 
 PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
+# A micro-batch of an update, its log-probabilities (n, T), its entropies (n, T), and its sums.
+Learned = tuple[MicroBatch, Tensor, Tensor, LossSums]
 RECENT_STEPS = 5  # number of last steps over which rules and the estimate of the time left average
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, even after step 1
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
@@ -57,9 +59,7 @@ def timer(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
 
 
-def mean_metrics(
-    calls: Iterable[tuple[int, Mapping[str, float]]],
-) -> dict[str, float]:
+def mean_metrics(calls: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Average the metrics of the reward function over its calls in all processes.
 
     Each element of `calls` is the number of groups and the metrics. The average is weighted by the
@@ -132,58 +132,44 @@ def step_metrics(
     return metrics
 
 
-@dataclass
-class LearnMetrics:
-    """Sums over the micro-batches of a step, from which `as_dict` computes the training metrics."""
+def learn_metrics(
+    updates: Sequence[Sequence[Learned]],
+    grad_norms: Sequence[float],
+    mini_batches: int,
+    distributed: Distributed,
+) -> dict[str, float]:
+    """Return the training metrics of a step over all processes; empty if nothing was trained.
 
-    mini_batches: int = 1  # number of updates in a pass
-    passes: int = 0  # number of passes that have begun
-    grad_norms: list[float] = field(default_factory=list)  # one norm per update
-    sums: list[LossSums] = field(default_factory=list)  # of the last pass only
-    entropy: list[float] = field(default_factory=list)  # of the first pass only
-    # Sum and maximum of |log-probability - sampler's log-probability|, and the number of tokens.
-    # Only the first update of a step is recorded.
-    gaps: list[tuple[float, float, int]] = field(default_factory=list)
+    The entropy is that of the first pass over the mini-batches, and the gap between sampler and
+    trainer is that of the first update. All other metrics describe the last pass.
 
-    def add(
-        self, update: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, sums: LossSums
-    ) -> None:
-        """Add the sums of a micro-batch.
-
-        Args:
-            update: the index of the update within the step.
-            logprobs, entropy: the log-probabilities and the entropies of the policy, (n, T).
-        """
-        if update // self.mini_batches == self.passes:
-            self.passes, self.sums = self.passes + 1, []
-        self.sums.append(sums)
-        mask = micro.completion_mask
-        if self.passes == 1:
-            self.entropy.append((entropy * mask).sum().item())
-        if update == 0:
-            gap = (logprobs - micro.sampler_logprobs).abs()[mask]
-            self.gaps.append((gap.sum().item(), gap.max().item(), sums.tokens))
-
-    def as_dict(self, distributed: Distributed) -> dict[str, float]:
-        """Return the metrics over all processes; empty if the step trained on no rollout."""
-        sums, gaps = distributed.gather(self.sums), distributed.gather(self.gaps)
-        entropy = distributed.gather(self.entropy)
-        if not sums:
-            return {}
-        tokens, norms = sum(s.tokens for s in sums), self.grad_norms[-self.mini_batches :]
-        # The other updates were skipped.
-        norms = [norm for norm in norms if math.isfinite(norm)] or norms
-        gap, gap_max, compared = zip(*gaps, strict=True)
-        return {
-            "loss/policy": sum(s.policy for s in sums) / self.mini_batches,
-            "loss/kl": sum(s.kl_total for s in sums) / tokens,
-            "loss/kl_weighted": sum(s.kl for s in sums) / self.mini_batches,  # as in the loss
-            "policy/entropy": sum(entropy) / tokens,
-            "policy/clip_fraction": sum(s.clipped for s in sums) / tokens,
-            "optim/grad_norm": sum(norms) / len(norms),  # the same in all processes
-            "sampler/logprob_gap_mean": sum(gap) / sum(compared),
-            "sampler/logprob_gap_max": max(gap_max),
-        }
+    Args:
+        grad_norms: the gradient norm of each update, which is the same in all processes.
+        mini_batches: the number of updates in a pass.
+    """
+    first, last = chain(*updates[:mini_batches]), chain(*updates[-mini_batches:])
+    entropy = [(entropy * micro.completion_mask).sum().item() for micro, _, entropy, _ in first]
+    gaps: list[tuple[float, float, int]] = []
+    for micro, logprobs, *_ in chain(*updates[:1]):
+        gap = (logprobs - micro.sampler_logprobs).abs()[micro.completion_mask]
+        gaps.append((gap.sum().item(), gap.max().item(), len(gap)))
+    entropy, gaps = distributed.gather(entropy), distributed.gather(gaps)
+    sums = distributed.gather([sums for *_, sums in last])
+    if not sums:
+        return {}
+    tokens, norms = sum(s.tokens for s in sums), grad_norms[-mini_batches:]
+    norms = [norm for norm in norms if math.isfinite(norm)] or norms  # others were skipped
+    total, gap_max, compared = zip(*gaps, strict=True)
+    return {
+        "loss/policy": sum(s.policy for s in sums) / mini_batches,
+        "loss/kl": sum(s.kl_total for s in sums) / tokens,
+        "loss/kl_weighted": sum(s.kl for s in sums) / mini_batches,  # as in the loss
+        "policy/entropy": sum(entropy) / tokens,
+        "policy/clip_fraction": sum(s.clipped for s in sums) / tokens,
+        "optim/grad_norm": sum(norms) / len(norms),
+        "sampler/logprob_gap_mean": sum(total) / sum(compared),
+        "sampler/logprob_gap_max": max(gap_max),
+    }
 
 
 def remaining(
@@ -286,39 +272,10 @@ RULES: dict[str, tuple[Callable[[float], bool], str]] = {
         "--sampler unmerged, or check that the server serves this model",
     ),
 }
-NO_REWARD = (
-    "no completion of the last {} steps earned a reward: see samples.jsonl for the reasons; "
-    "try easier problems, a larger --group-size, or SFT first"
-)
-TOO_SHORT = (
-    "{:.0%} of the completions were cut off, often before their answer: use --max-new-tokens {}, "
-    "or train the format longer with SFT"
-)
-AGENTS_TOO_SHORT = (
-    "{:.0%} of the agents' replies were cut off, often before their answer: use "
-    "--agent-max-tokens {}"
-)
-CONSTANT = (
-    "all completions of the last {} steps have the reward {:g}, so there is nothing to learn from: "
-    "use harder problems or another reward"
-)
-NO_VERDICT = (
-    "all completions of the last {} steps that got a reward have the reward {:g}, and the others "
-    "got none (None or NaN): if these are wrong answers, let the reward return 0 for them"
-)
-FLAT = (
-    "the reward has not risen in {} steps (from {:.2f} to {:.2f}): try a higher --learning-rate "
-    "(LoRA needs about ten times the rate of full fine-tuning), more problems per step, or "
-    "problems closer to the model's ability"
-)
 
 
 def active_alerts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the alerts that are active after the given steps, as a map from rule to advice.
-
-    Args:
-        rows: the metrics of the steps, oldest first.
-    """
+    """Return the alerts that are active after these steps, as a map from rule to advice."""
     recent = rows[-RECENT_STEPS:]
     cut_off = _cut_off(recent)
     if len(recent) < RECENT_STEPS:
@@ -342,13 +299,20 @@ def new_alerts(rows: Sequence[Row]) -> list[str]:
 
 def _cut_off(recent: Sequence[Row]) -> dict[str, str]:
     """Return alerts for truncated completions, and for truncated replies of a recipe's agents."""
+    remedies = {
+        "completion": ("completions", "--max-new-tokens {}, or train the format longer with SFT"),
+        "agents": ("agents' replies", "--agent-max-tokens {}"),
+    }
     found = {}
-    for area, advice in {"completion": TOO_SHORT, "agents": AGENTS_TOO_SHORT}.items():
-        name, length = f"{area}/truncated_rate", f"{area}/length_max"
-        rows = [row for row in recent if name in row]
-        share = fmean(row[name] for row in rows) if rows else 0.0
+    for area, (what, remedy) in remedies.items():
+        rows = [row for row in recent if f"{area}/truncated_rate" in row]
+        share = fmean(row[f"{area}/truncated_rate"] for row in rows) if rows else 0.0
         if share > CUT_OFF:
-            found[name] = advice.format(share, 2 * int(max(row[length] for row in rows)))
+            length = 2 * int(max(row[f"{area}/length_max"] for row in rows))
+            found[f"{area}/truncated_rate"] = (
+                f"{share:.0%} of the {what} were cut off, often before their answer: use "
+                f"{remedy.format(length)}"
+            )
     return found
 
 
@@ -358,9 +322,24 @@ def _reward_without_difference(recent: Sequence[Row]) -> dict[str, str]:
     if len(rewards) > 1 or any(row["reward/std"] for row in recent):
         return {}
     (reward,) = rewards
-    if reward and any(row.get("reward/no_verdict") for row in recent):
-        return {"reward": NO_VERDICT.format(RECENT_STEPS, reward)}
-    return {"reward": (CONSTANT if reward else NO_REWARD).format(RECENT_STEPS, reward)}
+    steps = f"the last {RECENT_STEPS} steps"
+    if not reward:
+        text = (
+            f"no completion of {steps} earned a reward: see samples.jsonl for the reasons; "
+            "try easier problems, a larger --group-size, or SFT first"
+        )
+    elif any(row.get("reward/no_verdict") for row in recent):
+        text = (
+            f"all completions of {steps} that got a reward have the reward {reward:g}, and the "
+            "others got none (None or NaN): if these are wrong answers, let the reward return 0 "
+            "for them"
+        )
+    else:
+        text = (
+            f"all completions of {steps} have the reward {reward:g}, so there is nothing to learn "
+            "from: use harder problems or another reward"
+        )
+    return {"reward": text}
 
 
 def _flat_reward(rows: Sequence[Row]) -> dict[str, str]:
@@ -372,4 +351,9 @@ def _flat_reward(rows: Sequence[Row]) -> dict[str, str]:
     before, after = fmean(rewards[:third]), fmean(rewards[-third:])
     if after - before >= FLAT_RISE or after >= FLAT_CEILING:
         return {}
-    return {"flat": FLAT.format(FLAT_STEPS, before, after)}
+    text = (
+        f"the reward has not risen in {FLAT_STEPS} steps (from {before:.2f} to {after:.2f}): try a "
+        "higher --learning-rate (LoRA needs about ten times the rate of full fine-tuning), more "
+        "problems per step, or problems closer to the model's ability"
+    )
+    return {"flat": text}

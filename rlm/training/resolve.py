@@ -138,7 +138,6 @@ def check_start(
     """Check the data and the tool before torch is imported.
 
     Args:
-        start: the metadata of the initial adapter, if there is an initial adapter.
         rows: the value of --split.
 
     Returns:
@@ -164,11 +163,7 @@ def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:
 
 
 def choose_max_new_tokens(dataset: str | None) -> int:
-    """Return the default of --max-new-tokens for a dataset.
-
-    Args:
-        dataset: the name of the dataset, or None if it is unknown, as in a config made in Python.
-    """
+    """Return the default of --max-new-tokens. A config made in Python may have no dataset."""
     if dataset and all(part.is_generated for part in parse_dataset(dataset)):
         return SHORT
     import torch

@@ -255,7 +255,7 @@ class CheckpointCallback(TrainerCallback):
         self._loaded: dict[str, Tensor] = {}
         self._epoch_began = torch.get_rng_state()
         self._started = self._saved = time.monotonic()
-        size = 3 * sum(t.numel() * t.element_size() for t in self.adapter.values())
+        size = 3 * sum(t.nbytes for t in self.adapter.values())
         check_space("--run-dir", run.path, (KEEP + 1) * size + LOG_BYTES)
         rows = [[example["input_ids"], example["labels"]] for example in examples]
         start_weights = config.adapter / ADAPTER_FILES[1] if config.adapter else None

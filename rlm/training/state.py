@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -99,17 +99,13 @@ class TrainingState:
         problems: Sequence[Problem],
         eval_problems: Sequence[Problem],
     ) -> int:
-        """Write the first checkpoint of a new run, or load the newest checkpoint of a resumed run.
-
-        Returns:
-            The step to continue with.
-        """
+        """Write the first checkpoint, or load the newest one to resume; return the next step."""
         self._began = time.monotonic()
         if self.distributed.is_main:
             # A checkpoint contains the adapter, the best adapter and Adam's two moments. In
             # addition to the `keep` newest checkpoints, there may be a protected checkpoint, the
             # checkpoint that is being written, and the exported best and last adapters.
-            size = 4 * sum(t.numel() * t.element_size() for t in self.adapter.values())
+            size = 4 * sum(t.nbytes for t in self.adapter.values())
             check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
@@ -192,11 +188,7 @@ class TrainingState:
         )
 
     def early_stopping_reason(self, step: int) -> str:
-        """Check whether the run must stop because the accuracy has fallen (see `Validations.fall`).
-
-        Returns:
-            The reason, which is also printed, or "" if the run may continue.
-        """
+        """Return why the run must stop, and print it; "" if there is no `Validations.fall`."""
         fall = self.validations.fall()
         if fall:
             terminal.line(
@@ -229,7 +221,7 @@ class TrainingState:
         tensors = checkpoint_tensors(self.adapter, self.optimizer)
         tensors |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state = {name: getattr(self, name) for name in ("origin", *SAVED, "seconds")}
-        state["validations"] = self.validations.to_dict()
+        state["validations"] = asdict(self.validations)
         state["learner"] = self.weights.state_dict()
         run.checkpoints.save(next_step, tensors, state, keep=self.keep, protect=self.last_finite)
 
@@ -331,9 +323,7 @@ class MixedPrecisionAdapter:
         for name, tensor in self.model_weights.items():
             if tensor.grad is not None:
                 master = self.master_weights[name]
-                new = tensor.grad.float()
-                if self.loss_scale != 1:
-                    new /= self.loss_scale
+                new = tensor.grad.float() / self.loss_scale
                 master.grad = new if master.grad is None else master.grad + new
                 tensor.grad = None
 

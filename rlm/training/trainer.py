@@ -1,8 +1,4 @@
-"""Supporting code for the training loop in train_grpo.py: components, data and runs.
-
-`TrainingRun` represents one call of `GRPOTrainer.train`; it manages the memory plan, the
-validations, the logs and the export.
-"""
+"""Supporting code for the training loop in train_grpo.py: components, data and runs."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import psutil
 import torch
@@ -93,22 +89,12 @@ if TYPE_CHECKING:
 
     from rlm.grading import AnswerType
     from rlm.sampling import RolloutSampler
+    from rlm.training.sft_config import SFTConfig
 
 T = TypeVar("T")
-P = ParamSpec("P")
 LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
-
-
-class StepScorer(Protocol):
-    """A callable that scores groups of completions: a `rlm.rewards.Scorer` or a recipe's scorer."""
-
-    def __call__(
-        self,
-        problems: Sequence[Problem],
-        groups: Sequence[Sequence[str]],
-        truncated: Sequence[Sequence[bool]] | None = None,
-        token_ids: Sequence[Sequence[list[int]]] | None = None,
-    ) -> Scores: ...
+# A Scorer, or a recipe's scorer, which takes the same arguments.
+StepScorer: TypeAlias = Callable[..., Scores]
 
 
 class Trainer(Protocol):
@@ -139,11 +125,7 @@ class Trainer(Protocol):
 
 
 def check_arguments(model_name: object, config: object) -> None:
-    """Check the types of the arguments `model_name` and `config` before anything is loaded.
-
-    Raises:
-        TypeError: `model_name` is a loaded model, or `config` belongs to another library.
-    """
+    """Raise a TypeError if `model_name` is a loaded model or `config` is another library's."""
     if not isinstance(model_name, str | Path):
         kind = type(model_name).__name__
         raise TypeError(
@@ -185,11 +167,11 @@ def resolve_start(
         if processes > 1:
             raise UsageError("--backend tinker computes on its server: start only one process here")
         adapter = None  # this can only be the default adapter: the config rejects all others
-    elif adapter is not None and adapter == DEFAULT_SFT_ADAPTER:
-        if problem := adapter_mismatch(adapter, model, base_hash):
+    elif adapter == DEFAULT_SFT_ADAPTER:
+        if problem := adapter_mismatch(DEFAULT_SFT_ADAPTER, model, base_hash):
             terminal.line(f"training starts from a new adapter: {problem}")
             adapter = None
-    elif adapter is not None:
+    elif adapter:
         check_adapter(adapter, HOW_TO_TRAIN_SFT)
         check_base(adapter, model, base_hash)
     start = AdapterInfo.load(adapter) if adapter else None
@@ -263,8 +245,10 @@ def make_engine(
 # --- data -----------------------------------------------------------------------------------------
 
 
-def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
-    """Load the training problems and the validation problems."""
+def load_data(
+    config: GRPOConfig | SFTConfig, **options: Any
+) -> tuple[list[Problem], list[Problem]]:
+    """Load the training and the validation problems; `options` are those of `load_problems`."""
     if config.resume:
         check_resumable(config.run_dir)
     load = partial(
@@ -272,6 +256,7 @@ def load_data(config: GRPOConfig) -> tuple[list[Problem], list[Problem]]:
         required(config.dataset, "--dataset"),
         columns=config.columns,
         rows=config.split,
+        **options,
     )
     train = load("train", max_samples=config.max_samples, seed=config.seed)
     limit = config.eval_samples
@@ -299,17 +284,14 @@ class TrainingData:
         """Load the problems, and leave out those that do not fit into the context window."""
         config, scorer = trainer.config, trainer.scorer
         problems, render = as_problems(dataset), cache(trainer.render)  # renders each prompt once
-        if isinstance(eval_dataset, Sized) and not len(eval_dataset):
-            eval_dataset = None
-        eval_problems = []
-        if eval_dataset is not None:
+        if eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset)):
+            eval_problems = []
+        else:
             eval_problems = as_problems(eval_dataset, "eval_dataset")
         announce_local_window(trainer.policy)
         room = context_window(trainer.policy), config.max_new_tokens
         problems = drop_long_prompts(problems, render, *room)
-        if eval_problems:
-            what = "validation problems"
-            eval_problems = drop_long_prompts(eval_problems, render, *room, what)
+        eval_problems = drop_long_prompts(eval_problems, render, *room, "validation problems")
         longest = longest_prompts(render, [*problems, *eval_problems])
         warnings = []
         questions = {plain_question(problem.question) for problem in problems}
@@ -475,7 +457,7 @@ class TrainingRun:
         metrics: dict[str, float] = {}
         scores: dict[str, ProblemScores] = {}
         start = "" if step else "start_"
-        for name in distributed.broadcast(list(measured)):  # never empty in the main process
+        for name in distributed.broadcast(list(measured)):  # a process may have no problems
             scores[name] = distributed.gather(measured.get(name, []))
             found = Validation(step, scores[name]).summary(name)
             metrics[f"eval/{start}{name}"] = found["mean"]
@@ -517,19 +499,18 @@ class TrainingRun:
         self._largest = max((micro.input_ids.numel() for micro in made), default=0)
         return made
 
-    def repeat_if_out_of_memory(self, compute: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
+    def repeat_if_out_of_memory(self, compute: Callable[..., T], *arguments: object) -> T:
         """Call `compute`, and repeat the call if GPU memory runs out.
 
         The call is repeated at most once per run. From then on, the run uses half the micro-batch
         and gradient checkpointing.
 
         Args:
-            compute: splits rollouts by `micro_batches`, and computes their gradient, or calls
-                `set_constant_logprobs`. It must neither apply the gradient nor exchange anything
-                with other processes.
+            compute: splits rollouts by `micro_batches`. It must neither apply a gradient nor
+                exchange anything with other processes.
         """
         try:
-            return compute(*args, **kw)
+            return compute(*arguments)
         except torch.OutOfMemoryError:
             if self.memory_plan.halved:
                 raise
@@ -545,7 +526,7 @@ class TrainingRun:
             f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
             "updates use the same settings"
         )
-        return compute(*args, **kw)
+        return compute(*arguments)
 
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
@@ -559,6 +540,7 @@ class TrainingRun:
             advantages: the advantage of each rollout, (P, G).
         """
         directory, config = self.directory, self.trainer.config
+        step, every = metrics["step"], config.eval_every
         directory.log(metrics)
         if directory.writes:
             rows = directory.metrics()
@@ -567,14 +549,13 @@ class TrainingRun:
             for warning in new_alerts(rows):
                 terminal.line(f"warning: {warning}")
             validated = metrics.keys() & {"eval/accuracy", "eval/reward"}
-            if validated and metrics["step"] + 1 < self.steps:
+            if validated and step + 1 < self.steps:
                 self._draw_curves(rows)
-        step, every = metrics["step"], config.eval_every
         shown = step in (0, self.steps - 1) or (every > 0 and (step + 1) % every == 0)
         directory.log_samples(
             [
                 {
-                    "step": metrics["step"],
+                    "step": step,
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "answer": group.problem.answer,
@@ -657,11 +638,7 @@ class TrainingRun:
         return save(summary["exported"], trainer.config.output, keep_previous=True)
 
     def _summary(self, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the contents of run.json that are the same for the best and the last adapter.
-
-        Args:
-            rows: the metrics of the logged steps.
-        """
+        """Return the contents of run.json that are the same for the best and the last adapter."""
         config, state, data = self.trainer.config, self.trainer.state, self.data
         validated_on = len(data.eval_problems)
         exported, reason = choose_export(state.validations, self.steps_run, self._stopped)

@@ -52,16 +52,12 @@ class Validation:
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of one validation over another: the mean difference and its confidence interval.
-
-    Attributes:
-        comparisons: the number of validations from which the better validation was selected.
-    """
+    """The gain of one validation over another: the mean difference and its confidence interval."""
 
     mean: float
     low: float
     high: float
-    comparisons: int = 1
+    comparisons: int = 1  # number of validations from which the better one was selected
 
 
 def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
@@ -82,15 +78,10 @@ def gain(before: Validation, after: Validation, comparisons: int = 1) -> Gain:
 
 @dataclass
 class Validations:
-    """The validations of a run: before training, at the best step, and at the last step.
+    """The validations of a run: before training, at the best step, and at the last step."""
 
-    Attributes:
-        measure: the kind of score: "accuracy" or "reward".
-        count: the number of validations, including the validation before training.
-    """
-
-    measure: str = "accuracy"
-    count: int = 0
+    measure: str = "accuracy"  # the kind of score: "accuracy" or "reward"
+    count: int = 0  # number of validations, including the one before training
     start: Validation | None = None
     best: Validation | None = None
     last: Validation | None = None
@@ -119,8 +110,8 @@ class Validations:
     def add(self, step: int, scores: ProblemScores, accuracy: ProblemScores | None = None) -> bool:
         """Record a validation, and return whether it is the best so far.
 
-        If two validations are equal, the later one is better. A validation whose accuracy fell is
-        never the best, regardless of its reward.
+        If two validations are equal, the later one is better. A validation that shows a `fall` is
+        never the best.
         """
         self.last, self.count = Validation(step, list(scores)), self.count + 1
         self.last_accuracy = None if accuracy is None else Validation(step, list(accuracy))
@@ -132,13 +123,10 @@ class Validations:
         return is_best
 
     def summary(self, completions: int) -> dict[str, Any] | None:
-        """Return the validations for run.json, with intervals and gains over the start.
+        """Return the validations for run.json, with intervals and gains; None if there is none.
 
         Args:
             completions: the number of completions of each problem.
-
-        Returns:
-            The summary, or None if nothing was validated.
         """
         if self.start is None or self.best is None or self.last is None:
             return None
@@ -149,12 +137,9 @@ class Validations:
         gains = {"best": gain(self.start, self.best, tried), "last": gain(self.start, self.last)}
         return said | {f"{name}_gain": _finite(asdict(one)) for name, one in gains.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict; `from_dict` reads it back."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validations:
+        """Restore the validations from the result of `asdict`."""
         names = ("start", "best", "last", "start_accuracy", "last_accuracy")
         kept = {name: values.get(name) and Validation(**values[name]) for name in names}
         return cls(**{**values, **kept})
@@ -196,29 +181,17 @@ def choose_export(validations: Validations, last_step: int, stopped: str = "") -
 
 
 def describe_mean(mean: float, measure: str) -> str:
-    """Format a mean score; an accuracy is formatted in per cent.
-
-    >>> describe_mean(0.5, "accuracy"), describe_mean(-1, "reward")
-    ('50.0%', '-1.000')
-    """
+    """Format a mean score; an accuracy is formatted in per cent."""
     return f"{mean:.1%}" if measure == "accuracy" else f"{mean:.3f}"
 
 
 def sample_count(completions: int, problems: int) -> str:
-    """Describe the number of samples in a validation.
-
-    >>> sample_count(1, 50)
-    '1 completion of each of 50 problems'
-    """
+    """Describe the samples of a validation, such as "1 completion of each of 50 problems"."""
     return f"{completions} completion{'s' * (completions > 1)} of each of {problems} problems"
 
 
 def describe(gain: Gain, measure: str) -> str:
-    """Format a gain with its interval; a gain in accuracy is formatted in percentage points.
-
-    >>> describe(Gain(0.07, 0.015, 0.125), "accuracy"), describe(Gain(0.25, -0.5, 1.0), "reward")
-    ('+7.0 points (95 % interval +1.5 to +12.5)', '+0.250 (95 % interval -0.500 to +1.000)')
-    """
+    """Format a gain with its interval; a gain in accuracy is formatted in percentage points."""
     scale, digits, unit = (100, 1, " points") if measure == "accuracy" else (1, 3, "")
     mean, low, high = (f"{scale * x:+.{digits}f}" for x in (gain.mean, gain.low, gain.high))
     of = f", best of {gain.comparisons}" if gain.comparisons > 1 else ""
@@ -227,10 +200,7 @@ def describe(gain: Gain, measure: str) -> str:
 
 
 def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the lines about validation in the summary of a run, by label.
-
-    The lines contain the start, the best and the last validation, the gains, and the exported
-    adapter.
+    """Return the lines of a run's summary about its validations and its export, by label.
 
     Args:
         summary: the return value of `TrainingRun.export`.

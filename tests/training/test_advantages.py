@@ -34,13 +34,11 @@ def test_a_rounding_error_has_no_share():
     assert group_advantages(rewards, "centred")[0, 3] == pytest.approx(0.000675, abs=1e-6)
 
 
-def test_soft_overlong_penalty_is_dapos():
+def test_a_truncated_completion_of_any_length_gets_the_full_penalty():
     def penalties(*completions, **options):
         config = GRPOConfig(max_new_tokens=20, **options)
         return overlong_penalties([Group(None, [], completions, [], [])], config)[0].tolist()
 
-    lengths = {15: 0, 16: -0.2, 17: -0.4, 18: -0.6, 19: -0.8, 20: -1, 21: -1}
-    ended = [Completion([1] * length, [], "stop") for length in lengths]
-    cut = Completion([1] * 3, [], "length")  # has no end token, so its length does not matter
-    assert penalties(*ended, cut, overlong_buffer=5) == pytest.approx([*lengths.values(), -1])
-    assert penalties(*ended, cut, overlong_buffer=0) == [0] * 8
+    ended, cut = Completion([1] * 16, [], "stop"), Completion([1] * 3, [], "length")
+    assert penalties(ended, cut, overlong_buffer=5) == pytest.approx([-0.2, -1])
+    assert penalties(ended, cut, overlong_buffer=0) == [0, 0]

@@ -40,10 +40,8 @@ def a_group(prompt, *completions, truncated=()):
     return Group(Problem("p", "?", "1"), prompt, made, [], [])
 
 
-def rollouts_of(groups, advantages, kept=None, **options):
-    advantages = torch.tensor(advantages)
-    kept = torch.ones(len(groups), dtype=torch.bool) if kept is None else torch.tensor(kept)
-    return make_rollouts(groups, advantages, kept, GRPOConfig(**options))
+def rollouts_of(group, advantages, **options):
+    return make_rollouts([group], torch.tensor([advantages]), [0], GRPOConfig(**options))
 
 
 def some_rollouts(problems=3, group=4, seed=0):
@@ -111,25 +109,14 @@ def test_masked_completions_leave_the_loss_but_stay_samples(aggregation, weight)
     """As in TRL, they count in the number of samples, but not in the number of tokens."""
     group = a_group([9], [1, 2], [3, 4, 5, 6], truncated=[1])
     options = AGGREGATIONS[aggregation] | {"mask_truncated": True, "kl_weight": 0.1}
-    (kept,) = rollouts_of([group], [[0.5, -0.5]], **options)
+    (kept,) = rollouts_of(group, [0.5, -0.5], **options)
     assert (list(kept.completion), kept.weight) == ([1, 2], weight)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_replaced_groups_count_nowhere(aggregation):
-    groups = [a_group([8], [1, 2], [3]), a_group([9], [1, 2], [3])]
-    advantages, options = [[0.0, 0.0], [1.0, -1.0]], AGGREGATIONS[aggregation]
-    rollouts = rollouts_of(groups, advantages, [False, True], **options)
-    assert [list(r.prompt) for r in rollouts] == [[9]] * 2
-    alone = rollouts_of(groups[1:], advantages[1:], **options)
-    assert [r.weight for r in rollouts] == [r.weight for r in alone]
-    assert rollouts_of(groups, [[0.0, 0.0]] * 2, [False, False], **options) == []
 
 
 def test_all_equal_rewards_leave_nothing_to_compute_but_a_kl_term():
     group = a_group([5], [1, 2], [3])
-    assert rollouts_of([group], [[0.0, 0.0]]) == []
-    assert len(rollouts_of([group], [[0.0, 0.0]], kl_weight=0.1)) == 2
+    assert rollouts_of(group, [0.0, 0.0]) == []
+    assert len(rollouts_of(group, [0.0, 0.0], kl_weight=0.1)) == 2
 
 
 def test_prompt_tokens_are_no_targets_and_the_end_token_is():
@@ -272,11 +259,11 @@ def test_equal_completions_are_computed_once():
     group = a_group([9], [1, 2], [1, 2], [1, 2], [3], [1, 2])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0, 1.0]])
     advantages = group_advantages(rewards, "share", 0.25)
-    rows = rollouts_of([group], advantages.tolist(), algorithm="topr")
+    rows = rollouts_of(group, advantages.tolist()[0], algorithm="topr")
     found = sorted((list(row.completion), round(row.advantage, 4), row.weight) for row in rows)
     assert [(ids, a) for ids, a, _ in found] == [([1, 2], -0.4167), ([1, 2], 2.5), ([3], 2.5)]
     assert [weight for *_, weight in found] == pytest.approx([3 / 10, 1 / 10, 1 / 5])
-    assert len(rollouts_of([group], advantages.tolist(), algorithm="grpo")) == 5
+    assert len(rollouts_of(group, advantages.tolist()[0], algorithm="grpo")) == 5
 
 
 def test_copies_of_a_good_completion_do_not_count():
@@ -316,19 +303,12 @@ def test_copies_do_not_lower_the_mean_that_others_are_compared_with():
     assert found[5:] == pytest.approx([-0.25 * 8 * 0.5625 / below] * 3)
 
 
-def test_the_order_of_mini_batches_is_of_the_step():
+def test_without_mini_batches_an_update_has_all_groups():
     groups, _ = random_step()
-    config = GRPOConfig(mini_batch_size=1, batch_size=P)
-    advantages, kept = compared(groups, config)
-    orders = {
-        tuple(b[0].problem for b in mini_batches(groups, advantages, kept, config, step))
-        for step in range(9)
-    }
-    assert len(orders) > 1
-    assert {tuple(sorted(order)) for order in orders} == {(0, 1, 3, 4)}  # group 2 has no signal
+    whole = GRPOConfig(batch_size=P, algorithm="grpo")
+    advantages, kept = compared(groups, whole)
+    (batch,) = mini_batches(groups, advantages, kept, whole, 0)
+    assert batch == make_rollouts(groups, advantages, range(P), whole)
+    assert mini_batches(groups, torch.zeros(P, G), kept, whole, 0) == []
     # The algorithm's mini_batch_size is reduced to the batch size.
     assert GRPOConfig(batch_size=1).mini_batch_size == 1
-    whole = GRPOConfig(batch_size=P, algorithm="grpo")
-    (batch,) = mini_batches(groups, advantages, kept, whole, 0)
-    assert batch == make_rollouts(groups, advantages, kept, whole)
-    assert mini_batches(groups, torch.zeros(P, G), kept, whole, 0) == []

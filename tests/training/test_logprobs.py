@@ -4,87 +4,28 @@ Values and gradients equal those of unpacked rows, full logits, and the layers o
 PEFT.
 """
 
-import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from conftest import kernels, tiny_model
+from conftest import kernels, let_it_speak, tiny_model
 
 from rlm.model.adapters import adapter_tensors, new_adapter
 from rlm.ops import ATTN_IMPLEMENTATION, TorchOps, ops_for, use_fused_layers
 from rlm.ops.kernels import Kernels
-from rlm.training.advantages import group_advantages
-from rlm.training.algorithms import ALGORITHMS
-from rlm.training.batches import make_micro_batches, row_weights
+from rlm.training.batches import make_micro_batches
 from rlm.training.config import GRPOConfig
-from rlm.training.logprobs import (
-    attention_mask,
-    old_logprobs_source,
-    score_tokens,
-    set_constant_logprobs,
-    token_logprobs,
-)
-from rlm.training.loss import policy_loss
+from rlm.training.logprobs import old_logprobs_source, score_tokens, token_logprobs
 from rlm.training.state import MixedPrecisionAdapter
-from tests.training.test_batches import AGGREGATIONS, a_group, rollouts_of, some_rollouts
+from tests.training.test_batches import some_rollouts
 
 
-def gradients(policy, rollouts, max_rows, algorithm="grpo", drift=0.0):
-    """Return the gradient of one update.
-
-    `drift` changes the old log-probabilities in both directions, so that some ratios are clipped.
-    """
-    policy.zero_grad()
-    for micro in make_micro_batches(rollouts, max_rows, 10_000, "cpu"):
-        logprobs, _ = token_logprobs(policy, micro, 1.0)
-        sides = torch.tensor([(-1) ** length for length in micro.lengths])
-        micro.old_logprobs = logprobs.detach() + (drift * sides * micro.advantages)[:, None]
-        policy_loss(logprobs, micro, ALGORITHMS[algorithm])[0].backward()
-    return torch.cat([t.grad.flatten() for t in adapter_tensors(policy).values()])
-
-
-def a_policy(family="llama"):
-    policy = new_adapter(tiny_model(family), r=4, alpha=8).eval()
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(policy).items():
-            if "lora_B" in name:
-                tensor.normal_(0, 0.1)
-    return policy
-
-
-@pytest.fixture
-def policy():
-    return a_policy()
-
-
-def with_tool(rollout):
-    """Return the rollout as if a tool had written every third token, from the second on."""
-    own = [i % 3 != 1 for i in range(len(rollout.completion))]
-    drawn = [-1.0 if by_model else float("nan") for by_model in own]
-    return replace(rollout, tool_mask=own, sampler_logprobs=drawn)
-
-
-@pytest.mark.parametrize("tool", [False, True])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm, tool):
-    rollouts = [with_tool(rollout) if tool else rollout for rollout in some_rollouts()]
-    lengths = [sum(r.tool_mask) if tool else len(r.completion) for r in rollouts]
-    weights = row_weights(lengths, ALGORITHMS[algorithm].aggregation, 8)
-    rollouts = [replace(r, weight=w) for r, w in zip(rollouts, weights, strict=True)]
-    options = {"algorithm": algorithm, "drift": 0.4}
-    expected = gradients(policy, rollouts, 99, **options)
-    assert expected.abs().max() > 1e-4
-    assert not torch.allclose(gradients(policy, rollouts, 99, algorithm=algorithm), expected)
-    plain = [replace(rollout, tool_mask=()) for rollout in rollouts]
-    same = torch.allclose(gradients(policy, plain, 99, **options), expected, atol=1e-6)
-    assert same == (not tool)
-    for rows in (1, 2, 4, 8):
-        assert torch.allclose(gradients(policy, rollouts, rows, **options), expected, atol=1e-6)
-    shuffled = random.Random(1).sample(rollouts, len(rollouts))
-    assert torch.allclose(gradients(policy, shuffled, 4, **options), expected, atol=1e-6)
+def fill(tensors):
+    """Replace the values of tensors by random numbers in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        tensor.data = torch.randn(tensor.shape, generator=generator) * 0.2
 
 
 @pytest.mark.parametrize(
@@ -97,87 +38,9 @@ def test_gradient_does_not_depend_on_micro_batches_or_order(policy, algorithm, t
         ("topr", 1, False, "sampler"),
     ],
 )
-def test_where_the_old_logprobs_come_from(policy, algorithm, updates, matches_trainer, old):
+def test_where_the_old_logprobs_come_from(algorithm, updates, matches_trainer, old):
     """A forward pass computes them only if neither the sampler nor the first pass provides them."""
-    config, rollouts = GRPOConfig(algorithm=algorithm, kl_weight=0), some_rollouts()
-
-    def score(micro, temperature):
-        return micro.sampler_logprobs - 1, micro.sampler_logprobs
-
-    source = old_logprobs_source(config, updates, matches_trainer)
-    assert source == old
-    split = partial(make_micro_batches, max_rows=4, max_tokens=10_000, device="cpu")
-    set_constant_logprobs(policy, score, config, source, split, rollouts)
-    # The log-probabilities belong to the rollouts, so other micro-batches have them, too.
-    for micro in make_micro_batches(rollouts, 3, 10_000, "cpu"):
-        if old == "forward pass":
-            expected = (micro.sampler_logprobs - 1) * micro.completion_mask
-            assert torch.equal(micro.old_logprobs, expected)
-        else:
-            assert micro.old_logprobs is None
-
-
-def test_chunks_of_logits_do_not_change_anything(policy, monkeypatch):
-    expected = gradients(policy, some_rollouts(), 99)
-    monkeypatch.setattr("rlm.training.logprobs.LOGITS_CHUNK", 3)
-    assert torch.allclose(gradients(policy, some_rollouts(), 99), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_leaving_out_groups_without_signal_keeps_the_gradient(policy, aggregation):
-    rng = random.Random(0)
-    groups = [
-        a_group(
-            [rng.randrange(256) for _ in range(5)],
-            *([rng.randrange(256) for _ in range(rng.randint(1, 6))] for _ in range(3)),
-        )
-        for _ in range(4)
-    ]
-    rewards = torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]])
-    advantages = group_advantages(rewards, "std").tolist()
-    groups = [
-        replace(group, completions=[replace(c, logprobs=[0.0] * len(c.token_ids))
-                                    for c in group.completions])
-        for group in groups
-    ]  # fmt: skip
-    full = rollouts_of(groups, advantages, **AGGREGATIONS[aggregation], kl_weight=0.1)
-    fewer = rollouts_of(groups, advantages, **AGGREGATIONS[aggregation])
-    assert (len(full), len(fewer)) == (12, 6)
-    assert {rollout.problem for rollout in fewer} == {0, 3}
-    assert torch.allclose(gradients(policy, fewer, 99), gradients(policy, full, 99), atol=1e-7)
-
-
-def test_a_completion_sees_its_prompt_and_itself_alone():
-    mask = attention_mask(torch.tensor([[0, 0, 1, 2, 2, -1]]), torch.float32)[0, 0] == 0
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],  # a row without a visible token would be NaN
-    ]
-
-
-def test_prompt_tokens_receive_exactly_zero_gradient(policy):
-    """Only the hidden states that predict a completion token have a gradient."""
-    (micro,) = make_micro_batches(some_rollouts(problems=1), 9, 99, "cpu")
-    kept = []
-    decoder = policy.get_base_model().get_decoder()
-
-    def keep(module, inputs, output):
-        output.last_hidden_state.retain_grad()
-        kept.append(output.last_hidden_state)
-
-    hook = decoder.register_forward_hook(keep)
-    logprobs, _ = token_logprobs(policy, micro, 1.0)
-    hook.remove()
-    logprobs.sum().backward()
-    touched = kept[0].grad.flatten(0, 1).abs().sum(-1) > 0
-    expected = torch.zeros_like(touched)
-    expected[micro.sources] = True
-    assert torch.equal(touched, expected)
-    assert not touched[: int((micro.segments == 0).sum()) - 1].any()
+    assert old_logprobs_source(GRPOConfig(algorithm=algorithm), updates, matches_trainer) == old
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -189,11 +52,7 @@ def test_fused_layers_equal_those_of_transformers_and_peft(family, monkeypatch):
     model.set_attn_implementation(ATTN_IMPLEMENTATION)
     policy = new_adapter(model, r=4, alpha=8).eval()
     policy.add_adapter("reference", policy.peft_config["default"])
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in policy.named_parameters():
-            if "lora_" in name:
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    fill(tensor for name, tensor in policy.named_parameters() if "lora_" in name)
     (micro,) = make_micro_batches(some_rollouts(), 99, 9999, "cpu")
 
     def outcome():
@@ -233,10 +92,7 @@ def test_an_fp32_adapter_of_a_bf16_base_is_fused(monkeypatch):
 
     def gradient(dtype):
         policy = new_adapter(tiny_model(), r=4, alpha=8).eval().to(dtype)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for tensor in adapter_tensors(policy).values():
-                tensor.data = torch.randn(tensor.shape, generator=generator) * 0.2
+        fill(adapter_tensors(policy).values())
         use_fused_layers(policy)
         logprobs, _ = token_logprobs(policy, micro, 1.0)
         logprobs.sum().backward()
@@ -280,10 +136,7 @@ def test_gradients_too_small_for_fp16_are_not_lost():
 
     def gradient(dtype):
         policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for tensor in adapter_tensors(policy).values():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+        fill(adapter_tensors(policy).values())
         trained = MixedPrecisionAdapter(policy.to(dtype))
         logprobs, _ = token_logprobs(policy, micro, 1.0)
         loss = (logprobs * micro.weights[:, None] * micro.completion_mask).sum()
@@ -296,21 +149,22 @@ def test_gradients_too_small_for_fp16_are_not_lost():
 
 
 @pytest.mark.parametrize(
-    ("family", "temperature", "max_rows", "max_tokens"),
+    ("family", "temperature", "max_rows", "max_tokens", "chunk"),
     [
-        ("llama", 1.0, 1, 1),
-        ("qwen2", 0.7, 4, 1),
-        ("llama", 0.7, 3, 9999),
-        ("qwen2", 1.0, 3, 9999),
-        ("llama", 1.0, 99, 9999),
+        ("llama", 1.0, 1, 1, 128),
+        ("qwen2", 0.7, 4, 1, 128),
+        ("llama", 0.7, 3, 9999, 128),
+        ("qwen2", 1.0, 3, 9999, 3),
+        ("llama", 1.0, 99, 9999, 128),
     ],
 )
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_log_probabilities_and_gradients_equal_those_of_plain_rows(
-    family, temperature, max_rows, max_tokens, with_kernels, monkeypatch
+    family, temperature, max_rows, max_tokens, chunk, with_kernels, monkeypatch
 ):
     """The expected values come from one unpadded row per completion, with full logits."""
-    policy = a_policy(family)
+    monkeypatch.setattr("rlm.training.logprobs.LOGITS_CHUNK", chunk)
+    policy = let_it_speak(new_adapter(tiny_model(family), r=4, alpha=8), 0.1).eval()
     if with_kernels:
         kernels(policy.dtype)
         assert isinstance(ops_for(policy), Kernels)

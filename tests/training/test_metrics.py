@@ -17,7 +17,7 @@ from rlm.training.config import GRPOConfig
 from rlm.training.distributed import Distributed
 from rlm.training.loss import LossSums
 from rlm.training.metrics import (
-    LearnMetrics,
+    learn_metrics,
     remaining,
     step_metrics,
     time_left,
@@ -90,15 +90,14 @@ def test_the_metrics_of_learning_by_hand():
     entropy = torch.tensor([[0.5, 0.25], [0.25, 0.0]]), torch.tensor([[2.0]])
     first = LossSums(9.0, 9.0, 9.0, 9, tokens=3), LossSums(9.0, 9.0, 9.0, 9, tokens=1)
     last = LossSums(0.5, 0.25, 2.0, 1, tokens=3), LossSums(-0.25, 0.5, 1.0, 1, tokens=1)
-    learned = LearnMetrics(grad_norms=[0.9, 0.7])
-    mine, other = (LearnMetrics(grad_norms=[0.9, 0.7]) for _ in range(2))  # two processes
-    for update, sums in enumerate((first, last)):
-        for i, micro in enumerate((long, short)):
-            # The second update has other log-probabilities and entropies than sampling.
-            drift = float(update)
-            arguments = (update, micro, logprobs[i] + drift, entropy[i] + drift, sums[i])
-            learned.add(*arguments)
-            (mine, other)[i].add(*arguments)
+    # The second update has other log-probabilities and entropies than sampling.
+    updates = [
+        [
+            (micro, logprobs[i] + drift, entropy[i] + drift, sums[i])
+            for i, micro in enumerate((long, short))
+        ]
+        for drift, sums in ((0.0, first), (1.0, last))
+    ]
     expected = {
         "loss/policy": 0.25,
         "loss/kl": 3 / 4,
@@ -109,12 +108,16 @@ def test_the_metrics_of_learning_by_hand():
         "sampler/logprob_gap_mean": (0.5 + 2) / 4,
         "sampler/logprob_gap_max": 2.0,
     }
-    assert learned.as_dict(Distributed()) == pytest.approx(expected)
-    lists = ("sums", "gaps", "entropy")
-    their = {id(getattr(mine, name)): getattr(other, name) for name in lists}
-    two = SimpleNamespace(gather=lambda shares: [*shares, *their[id(shares)]])
-    assert mine.as_dict(two) == pytest.approx(expected)
-    assert LearnMetrics().as_dict(Distributed()) == {}
+    assert learn_metrics(updates, [0.9, 0.7], 1, Distributed()) == pytest.approx(expected)
+    shares = [[], []]  # what the two processes gather
+    for i in range(2):
+        alone = SimpleNamespace(gather=lambda share, i=i: shares[i].append(share) or share)
+        learn_metrics([update[i : i + 1] for update in updates], [0.9, 0.7], 1, alone)
+    other = iter(shares[1])
+    two = SimpleNamespace(gather=lambda share: [*share, *next(other)])
+    mine = [update[:1] for update in updates]
+    assert learn_metrics(mine, [0.9, 0.7], 1, two) == pytest.approx(expected)
+    assert learn_metrics([], [], 0, Distributed()) == {}
 
 
 @pytest.mark.parametrize(

@@ -103,21 +103,6 @@ def test_loss_and_gradient_are_trls(tmp_path, count, rows, attn):
         assert torch.allclose(our_gradients[name], gradient, rtol=1e-4, atol=1e-5), name
 
 
-def test_only_learned_positions_meet_the_vocabulary(tmp_path, monkeypatch):
-    scored = []
-
-    def watched(hidden, head, targets, *others):
-        scored.append((hidden.shape[0], targets.tolist()))
-        return original(hidden, head, targets, *others)
-
-    original = rlm.training.logprobs.score_tokens
-    monkeypatch.setattr(rlm.training.logprobs, "score_tokens", watched)
-    trainer = trainer_of(rlm.training.sft.SFTTrainer, tmp_path)
-    batch = trainer.data_collator([example(*row) for row in ROWS])
-    trainer.compute_loss(trainer.model, dict(batch))
-    assert scored == [(5, [9, 10, 12, 13, 17])]  # of 13 tokens, or 18 with padding
-
-
 def test_what_all_examples_begin_with_is_computed_once():
     rows = [torch.tensor(ids) for ids, _ in SHARED]
     labels = [torch.tensor(example(*row)["labels"]) for row in SHARED]
@@ -127,7 +112,7 @@ def test_what_all_examples_begin_with_is_computed_once():
         "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
     }
     packed = pack_examples(inputs, "cpu", packed=True)
-    # The last token of each example is a target but not an input.
+    # The last token of each example is a target but not an input. Only learned tokens are targets.
     assert packed.input_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 5]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 2, 3, 4, 2]]
     assert packed.segments.tolist() == [[0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 4]]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlm.sampling import Token
-from rlm.training import dry_run
+from rlm.training import plan
 from rlm.training.config import GRPOConfig
-from rlm.training.dry_run import SamplingTime, show_plan, time_learning, time_sampling
+from rlm.training.plan import SamplingTime, show_plan, time_learning, time_sampling
 from tests.test_train_grpo import PROBLEMS, a_config, a_trainer, force_checkpointing
 
 
@@ -63,7 +63,7 @@ def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
 def clock(monkeypatch):
     """A clock that only the test advances."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(dry_run, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -93,12 +93,6 @@ def test_sampling_is_timed_by_the_first_tokens_of_the_batch(tokens, pace, timed,
     assert released
 
 
-def test_seconds_of_sampling_by_hand():
-    """Nine completions need three batches of at most four."""
-    assert SamplingTime(4, first=2.0, next=0.5).of(9, tokens=11) == 3 * (2.0 + 10 * 0.5)
-    assert SamplingTime(4, first=2.0, next=0.5).of(0, tokens=11) == 0
-
-
 def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
     model_dir, tmp_path, clock, monkeypatch
 ):
@@ -108,11 +102,11 @@ def test_learning_is_timed_on_one_micro_batch_and_scaled_to_all(
         clock.now += seconds[len(timed)]
         timed.append(micro)
 
-    monkeypatch.setattr(dry_run, "_forward_and_backward", pass_of)
+    monkeypatch.setattr(plan, "_forward_and_backward", pass_of)
     options = {"train_batch_size": 2, "updates_per_batch": 3, "max_new_tokens": 5}
     trainer = a_trainer(model_dir, a_config(tmp_path, **options))
-    plan = trainer.prepare(PROBLEMS, None).plan_memory(trainer)
-    found, micro_batches = time_learning(trainer, plan, PROBLEMS[8:12])
+    memory = trainer.prepare(PROBLEMS, None).plan_memory(trainer)
+    found, micro_batches = time_learning(trainer, memory, PROBLEMS[8:12])
     assert [micro.lengths for micro in micro_batches] == [[5, 5]] * 8
     assert all(micro is micro_batches[0] for micro in timed)
     assert len(timed) == 3
@@ -127,8 +121,8 @@ def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
     A validation has 15 completions.
     """
     micro = SimpleNamespace(lengths=[6], input_ids=torch.zeros(1, 9))
-    monkeypatch.setattr(dry_run, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
-    monkeypatch.setattr(dry_run, "time_learning", lambda *_: (3.0, [micro]))
+    monkeypatch.setattr(plan, "time_sampling", lambda *_: SamplingTime(4, 2.0, 0.5))
+    monkeypatch.setattr(plan, "time_learning", lambda *_: (3.0, [micro]))
     trainer = a_trainer(model_dir, a_config(tmp_path, algorithm="dapo"))
     show_plan(trainer, trainer.prepare(PROBLEMS, PROBLEMS[:3]))
     said = capsys.readouterr().out

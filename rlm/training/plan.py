@@ -24,7 +24,6 @@ from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import reference_logprobs, token_logprobs
-from rlm.training.loss import policy_loss
 from rlm.training.memory_plan import MemoryPlan
 from rlm.training.metrics import remaining
 from rlm.training.trainer import Trainer, TrainingData
@@ -103,9 +102,9 @@ def time_learning(
     """
     config, length = trainer.config, trainer.config.max_new_tokens
     rollouts = [
-        Rollout(i, trainer.render(p), [0] * length, (-1.0) ** j, 1.0, [0.0] * length)
-        for i, p in enumerate(problems)
-        for j in range(config.group_size)
+        Rollout(i, trainer.render(problem), [0] * length, advantage=1.0, weight=1.0)
+        for i, problem in enumerate(problems)
+        for _ in range(config.group_size)
     ]
     size = config.group_size * (config.mini_batch_size or len(problems))
     limits = config.train_batch_size or size, plan.train_batch_tokens
@@ -125,20 +124,16 @@ def time_learning(
 
 
 def _forward_and_backward(trainer: Trainer, micro: MicroBatch) -> None:
-    """Compute the gradient of a micro-batch as `GRPOTrainer._learn` does, and discard it."""
+    """Make the passes through the model that `GRPOTrainer._learn` makes for a micro-batch.
+
+    The time of the loss is negligible.
+    """
     config = trainer.config
     logprobs, _ = token_logprobs(trainer.policy, micro, config.temperature)
-    micro.old_logprobs = logprobs.detach()
     if config.kl_weight:
-        micro.ref_logprobs = reference_logprobs(trainer.policy, micro, config)
-    loss, _ = policy_loss(
-        logprobs,
-        micro,
-        config.resolved_algorithm,
-        correct_sampler=not trainer.sampler.matches_trainer,
-        kl_weight=config.kl_weight,
-    )
-    gradient, *_ = torch.autograd.grad(loss, [*trainer.weights.model_weights.values()])
+        reference_logprobs(trainer.policy, micro, config)
+    weights = [*trainer.weights.model_weights.values()]
+    gradient, *_ = torch.autograd.grad(logprobs.sum(), weights)
     gradient.sum().item()  # synchronizes a GPU
 
 
