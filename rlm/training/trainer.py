@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import psutil
 import torch
@@ -92,9 +92,20 @@ if TYPE_CHECKING:
     from rlm.training.sft_config import SFTConfig
 
 T = TypeVar("T")
+P = ParamSpec("P")
 LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
-# A Scorer, or a recipe's scorer, which takes the same arguments.
-StepScorer: TypeAlias = Callable[..., Scores]
+
+
+class StepScorer(Protocol):
+    """A callable that scores groups of completions: a `rlm.rewards.Scorer` or a recipe's scorer."""
+
+    def __call__(
+        self,
+        problems: Sequence[Problem],
+        groups: Sequence[Sequence[str]],
+        truncated: Sequence[Sequence[bool]] | None = None,
+        token_ids: Sequence[Sequence[list[int]]] | None = None,
+    ) -> Scores: ...
 
 
 class Trainer(Protocol):
@@ -499,7 +510,7 @@ class TrainingRun:
         self._largest = max((micro.input_ids.numel() for micro in made), default=0)
         return made
 
-    def repeat_if_out_of_memory(self, compute: Callable[..., T], *arguments: object) -> T:
+    def repeat_if_out_of_memory(self, compute: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
         """Call `compute`, and repeat the call if GPU memory runs out.
 
         The call is repeated at most once per run. From then on, the run uses half the micro-batch
@@ -510,7 +521,7 @@ class TrainingRun:
                 exchange anything with other processes.
         """
         try:
-            return compute(*arguments)
+            return compute(*args, **kw)
         except torch.OutOfMemoryError:
             if self.memory_plan.halved:
                 raise
@@ -526,7 +537,7 @@ class TrainingRun:
             f"{self.memory_plan.train_batch_tokens} tokens with gradient checkpointing; later "
             "updates use the same settings"
         )
-        return compute(*arguments)
+        return compute(*args, **kw)
 
     def log_step(
         self, metrics: Mapping[str, float], groups: Sequence[Group], advantages: Tensor
