@@ -207,7 +207,7 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Return upper bounds of the numbers of requests and input tokens, by role.
+    """Return the maximum number of requests and an estimate of the input tokens, by role.
 
     Every plan is counted with the maximum length of a reply.
     """

@@ -19,7 +19,8 @@ from scripted_model import write_problems
 
 from recipes.experience import train
 from recipes.experience.agent import GENERATORS, PLACEHOLDERS, PROMPTS, load_prompts
-from recipes.experience.library import Library, count_tokens, reveals_gold, shorten
+from recipes.experience.answers import tokens_of
+from recipes.experience.library import Library, reveals_gold, shorten
 from recipes.experience.plan import (
     Plan,
     ReplyError,
@@ -212,32 +213,14 @@ def test_a_plan_whose_values_grow_without_limit_is_not_computed(rule, start, mon
 @pytest.mark.parametrize(
     ("question", "answer", "knowns", "score"),
     [
-        ("31 pens in each of 72 boxes?", "2232", {"pens": 31, "boxes": 72}, 1.0),
         ("31 pens in each of 72 boxes?", "2,232.0", {"pens": 31, "boxes": 72}, 1.0),
-        (
-            "31 pens in each of 72 boxes?",
-            "",
-            {"pens": 31, "boxes": 72},
-            1.0,
-        ),  # there is no answer to compare
-        (
-            "31 pens in each of 72 boxes?",
-            "2233",
-            {"pens": 31, "boxes": 72},
-            0.0,
-        ),  # differs from the plan's result
-        (
-            "A game for Ana and Bob.",
-            "204",
-            {"pens": 3, "boxes": 4},
-            0.0,
-        ),  # a plan that does not fit the problem
-        (
-            "A game for Ana and Bob.",
-            "12",
-            {"pens": 3, "boxes": 4},
-            0.75,
-        ),  # the answer follows from that plan
+        # There is no answer to compare.
+        ("31 pens in each of 72 boxes?", "", {"pens": 31, "boxes": 72}, 1.0),
+        # The answer differs from the plan's result.
+        ("31 pens in each of 72 boxes?", "2233", {"pens": 31, "boxes": 72}, 0.0),
+        # The plan's numbers are not in the problem; the second answer follows from the plan.
+        ("A game for Ana and Bob.", "204", {"pens": 3, "boxes": 4}, 0.0),
+        ("A game for Ana and Bob.", "12", {"pens": 3, "boxes": 4}, 0.75),
         # 0.125 rounded to two decimals; 2e-4 is not rounded to 4e-3.
         ("0.25 pens in each of 0.5 boxes?", "0.13", {"pens": 0.25, "boxes": 0.5}, 1.0),
         ("0.02 pens in each of 0.01 boxes?", "0.004", {"pens": 0.02, "boxes": 0.01}, 0.0),
@@ -500,11 +483,6 @@ def test_a_lesson_is_cut_at_a_sentence_or_refused(tmp_path):
     assert shorten("word " * 32) == ("word " * 32).strip()
 
 
-@given(st.text(max_size=400))
-def test_no_stored_lesson_has_more_than_32_words(text):
-    assert len((shorten(text) or "").split()) <= 32
-
-
 @pytest.mark.parametrize(
     ("lesson", "gold", "tolerance", "leaks"),
     [
@@ -548,7 +526,7 @@ def test_a_full_library_drops_what_helped_least(tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.experience.library.MAX_TOKENS", 30)
     small = library_in(tmp_path / "small")
     learn(small, *map(add, LESSONS))
-    assert count_tokens(small.items) <= 30
+    assert tokens_of(small.lessons, 4) <= 30
     assert small.lessons == [LESSONS[2]]
 
 
@@ -644,9 +622,8 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
         columns = problem.columns
         assert columns["unit"]
         assert 0 < columns["rel_tol"] <= 0.02
-        value = eval(
-            columns["expression"], {"__builtins__": {}}, vars(math)
-        )  # safe: the file is ours
+        # eval is safe, because the file is ours.
+        value = eval(columns["expression"], {"__builtins__": {}}, vars(math))
         stated = parse_number(problem.answer)
         assert math.isclose(value, stated, rel_tol=5.1e-4), problem.id  # four digits
         assert grade_answer(f"Final answer: {problem.answer} {columns['unit']}", problem)[0]
