@@ -1,9 +1,10 @@
 """Checks of every page: links, files and options exist, the parser accepts the commands, Python
 code compiles and finds its imports, figures equal those of the results, and generated pages are up
-to date. test_walkthroughs.py runs the commands."""
+to date. test_walkthroughs.py runs the commands. The examples in docstrings are run here."""
 
 import ast
 import dataclasses
+import doctest
 import json
 import re
 import shlex
@@ -208,6 +209,18 @@ NAMES = text_of(ROOT / "docs/reference/names.md")
 (TAKEN,) = re.findall(r"These options work unchanged: `([^`]*)`", NAMES)
 VALUES = {"--algorithm": "Dr.GRPO", "--preset": "dapo", "--reasoning_format": "simple"}
 VALUES |= {"--clip_eps": "0.1"}
+
+
+def with_examples() -> list[Path]:
+    folders = (ROOT / name for name in ("rlm", "recipes", "examples", "benchmarks"))
+    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    return [file for file in sorted(files) if ">>> " in text_of(file)]
+
+
+@pytest.mark.parametrize("file", with_examples(), ids=name_of)
+def test_the_examples_in_docstrings_are_right(file: Path):
+    module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
 
 
 def test_an_option_that_the_names_page_calls_taken_is_taken():
