@@ -51,7 +51,7 @@ class AskingConfig(CostConfig):
         "add instructions to the question: write steps and a final line with the answer; turn "
         "this off for models trained with this project",
     )
-    seed: int = flag(0, "random seed sent with the requests")
+    seed: int = flag(0, "random seed for the requests")
 
     @property
     def stage(self) -> str:

@@ -33,7 +33,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from recipes.experience.agent import GENERATORS, Agent
+from recipes.experience.agent import GENERATORS, ROLES, Agent
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
@@ -93,7 +93,7 @@ class SelectConfig(AskingConfig):
         above=0,
         max=0.5,
     )
-    seed: int = flag(0, "random seed of the problems, which is also sent with the requests")
+    seed: int = flag(0, "random seed for the problems and the requests")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
     run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")
 
@@ -309,8 +309,7 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
 
 def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
-    names = (*GENERATORS, "critic")
-    agents = open_agents(names, config, config.temperature, file)
+    agents = open_agents(ROLES, config, config.temperature, file)
     check_writable("--library-dir", config.library_dir)
     with lock_file(config.run_dir / ".select.lock", str(config.run_dir), "runs select"):
         return select_lessons(config, agents)

@@ -43,7 +43,7 @@ from recipes.experience.rewards import (
 from recipes.experience.trainer import ROUNDING, group_statistics
 from rlm.api_client import APIError
 from rlm.cli.options import UsageError, parse
-from rlm.data.experiences import experience_block, load_experiences, with_experiences
+from rlm.data.experiences import load_experiences
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
 
@@ -260,7 +260,6 @@ def test_the_weighted_totals():
         weights = CRITIC_WEIGHTS if len(rewards) == 4 else GENERATOR_WEIGHTS
         return weighted_mean(dict(enumerate(rewards)), weights)
 
-    assert mean(0, 0.75, 0.80) == 0.3875
     assert mean(1, 0.85, 0.90, 0.75) == 0.875
     # Without r_logic, the weights are rescaled: (0.5 · 1 + 0.25 · 0.8) / 0.75.
     assert mean(1, None, 0.80) == pytest.approx(0.7 / 0.75)
@@ -568,13 +567,6 @@ def test_a_file_that_is_no_library_is_refused(tmp_path, content):
             load_experiences(path)
     with pytest.raises(UsageError, match="cannot read"):
         load_experiences(tmp_path / "nowhere.json")
-
-
-def test_lessons_in_front_of_a_question():
-    assert with_experiences("2 + 2?", []) == "2 + 2?"
-    asked = with_experiences("2 + 2?", ["Add.", "Check\nit."])
-    assert asked == "Lessons from earlier problems:\n1. Add.\n2. Check it.\n\nProblem:\n2 + 2?"
-    assert experience_block([]) == ""
 
 
 # --- prompts --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from scripted_model import Model, numbers, operations, plan, problems, stage_of,
 from scripted_server import ScriptedServer, chat_reply, refuse
 
 from recipes.experience import agent, evaluate, select, train, trainer
-from recipes.experience.agent import GENERATORS, Endpoint, load_endpoints
+from recipes.experience.agent import GENERATORS, ROLES, Endpoint, load_endpoints
 from recipes.experience.library import CRITIC_CATEGORIES, Library
 from recipes.experience.plan import parse_plan
 from recipes.experience.trainer import records_path
@@ -29,7 +29,6 @@ from server import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-very-secret"
-ROLES = (*GENERATORS, "critic")
 
 
 @pytest.fixture
