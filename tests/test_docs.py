@@ -205,22 +205,20 @@ def test_python_of_a_page_compiles_and_its_imports_work():
                     exec(compile(ast.unparse(node), name_of(page), "exec"), {})
 
 
+FOLDERS = ("rlm", "recipes", "examples", "benchmarks")
+CODE = [*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("file", [f for f in CODE if ">>> " in text_of(f)], ids=name_of)
+def test_the_examples_in_docstrings_are_right(file: Path):
+    module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
+
+
 NAMES = text_of(ROOT / "docs/reference/names.md")
 (TAKEN,) = re.findall(r"These options work unchanged: `([^`]*)`", NAMES)
 VALUES = {"--algorithm": "Dr.GRPO", "--preset": "dapo", "--reasoning_format": "simple"}
 VALUES |= {"--clip_eps": "0.1"}
-
-
-def with_examples() -> list[Path]:
-    folders = (ROOT / name for name in ("rlm", "recipes", "examples", "benchmarks"))
-    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
-    return [file for file in sorted(files) if ">>> " in text_of(file)]
-
-
-@pytest.mark.parametrize("file", with_examples(), ids=name_of)
-def test_the_examples_in_docstrings_are_right(file: Path):
-    module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    assert doctest.testmod(module).failed == 0
 
 
 def test_an_option_that_the_names_page_calls_taken_is_taken():
