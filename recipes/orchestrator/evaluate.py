@@ -156,8 +156,8 @@ def load_another(run: Path, first: Orchestrator) -> Orchestrator:
     started from an adapter.
     """
     other = load_run(run)
-    compared = "dataset columns split graph_form agent_max_tokens agent_temperature"
-    for name in compared.split():
+    compared = ("dataset", "columns", "split", "graph_form", "agent_max_tokens")
+    for name in (*compared, "agent_temperature"):
         ours, theirs = getattr(first.config, name), getattr(other.config, name)
         if ours != theirs:
             option = name.replace("_", "-")

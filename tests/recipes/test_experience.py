@@ -412,7 +412,7 @@ def learn(library, *operations, problem=PENS):
     return [library.apply([operation], problem, NOW, TEMPLATE)[0] for operation in operations]
 
 
-def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
+def test_lessons_are_stored_in_the_published_format(tmp_path):
     library = library_in(tmp_path)
     learn(library, add(LESSONS[0]))
     library.save()

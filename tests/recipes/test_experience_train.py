@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture
 def server(model):
-    with ScriptedServer(lambda body: model(body)) as server:
+    with ScriptedServer(model) as server:
         yield server
 
 
@@ -130,7 +130,7 @@ def prompt_of(body: dict) -> str:
 # --- generators -----------------------------------------------------------------------------
 
 
-def test_a_generator_writes_a_line_a_problem_in_the_format_of_the_seed(place):
+def test_a_generator_writes_a_line_per_problem_in_the_published_format(place):
     assert place.run("generator", 1, "--max-problems", 10) == 0
     rows = place.rows()
     assert len(rows) == 10
@@ -513,7 +513,7 @@ def test_a_problem_that_is_always_rejected_does_not_block_the_run(place, model, 
     assert len(place.rows()) == 4  # these three are tried again: the options may be the cause
 
 
-def test_a_call_that_fails_is_no_use_of_a_lesson(place, model):
+def test_a_call_that_fails_is_no_use_of_a_lesson(place):
     assert place.run("generator", 1, "--max-problems", 1) == 0
     place.configure(attempts=1)
     place.server.script(refuse(413, "prompt too long"))

@@ -564,7 +564,7 @@ def test_a_default_agent_adapter_of_another_base_is_left_out(
         choose_agents(named)
 
 
-def test_the_seed_of_a_config_is_used(base, start, tmp_path, monkeypatch):
+def test_the_seed_of_a_config_is_used(monkeypatch):
     seeds = []
 
     def begun(config, *arguments, **loaded):
