@@ -325,7 +325,7 @@ class GraphReward:
     ) -> Scores:
         """Score each graph by its text alone.
 
-        `truncated` is not needed, because a truncated graph is not valid JSON.
+        `truncated` is not used, because hardly any truncated graph is valid JSON.
         """
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
         form = self.config.graph_form
