@@ -177,13 +177,11 @@ def _expected_seconds(
 
 def _evaluation_settings(config: DemoConfig, sft: SFTConfig, grpo: GRPOConfig) -> EvaluateConfig:
     from rlm.evaluation import EvaluateConfig
-    from rlm.model import AdapterInfo
 
-    start = AdapterInfo.load(sft.adapter) if sft.adapter else AdapterInfo(Path())
     return EvaluateConfig(
         model=sft.model,
         dataset=grpo.dataset or sft.dataset,
-        reasoning_format=start.resolve_format(sft.reasoning_format),
+        reasoning_format=sft.reasoning_format or "deepseek",
         samples=config.samples,
         temperature=grpo.temperature,
         max_new_tokens=grpo.max_new_tokens,

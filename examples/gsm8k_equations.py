@@ -17,7 +17,6 @@ import json
 import math
 import random
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,19 +26,10 @@ from typing import NamedTuple
 
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # finds rlm if the package is not installed
-
-from rlm.cli import (  # noqa: E402
-    UsageError,
-    check_values,
-    flag,
-    run_main,
-    terminal,
-)
-from rlm.data import HELD_OUT  # noqa: E402
-from rlm.grading import evaluate_expression, parse_number  # noqa: E402
-from rlm.runs import replace_file  # noqa: E402
+from rlm.cli import UsageError, check_values, flag, run_main, terminal
+from rlm.data import HELD_OUT
+from rlm.grading import evaluate_expression, parse_number
+from rlm.runs import replace_file
 
 TRIES = 30  # maximum number of draws of numbers for a variant
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")

@@ -15,24 +15,15 @@ import json
 import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # finds rlm if the package is not installed
-
-from rlm.cli import (  # noqa: E402
-    UsageError,
-    flag,
-    run_main,
-    terminal,
-)
-from rlm.grading import grade, parse_number  # noqa: E402
-from rlm.runs import replace_file, replace_json  # noqa: E402
+from rlm.cli import UsageError, flag, run_main, terminal
+from rlm.grading import grade, parse_number
+from rlm.runs import replace_file, replace_json
 
 # Fields kept from a response. The others (ids, times, parts of the text) repeat these or would
 # differ in every run.
@@ -46,7 +37,7 @@ KEPT = (
 class RecordConfig:
     url: str = flag("http://127.0.0.1:8000", "URL of the running server")
     file: Path = flag(
-        ROOT / "examples/prompts.json", "file of questions, to which answers are added"
+        Path(__file__).with_name("prompts.json"), "file of questions, to which answers are added"
     )
 
 
@@ -95,10 +86,8 @@ def as_http(text: str, book: dict[str, Any]) -> str:
         for entry in book["prompts"]
     ]
     first = is_ours.index(True)
-    others = [
-        block for block, ours in zip(blocks[first:], is_ours[first:], strict=True) if not ours
-    ]
-    whole = "".join([*blocks[:first], *new, *others])
+    others = [b for b, ours in zip(blocks, is_ours, strict=True) if not ours]
+    whole = "".join([*others[:first], *new, *others[first:]])
     return re.sub(r"\d+ of \d+ right", book["score"], whole, count=1)
 
 

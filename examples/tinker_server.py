@@ -1,4 +1,4 @@
-"""Serve a base model with SkyRL's Tinker server here, for `train_grpo.py --backend tinker`.
+"""Serve a base model with SkyRL's Tinker server, for `train_grpo.py --backend tinker`.
 
 The server needs an environment of its own (docs/how-to/engine.md), but no GPU:
 

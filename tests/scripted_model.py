@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.agent import GENERATORS
+from recipes.experience.agent import ROLES
 from recipes.experience.rewards import LOGIC_SCORES
 
 STAGES = {
@@ -51,7 +51,7 @@ def write_problems(path: Path, rows: list[dict[str, str]]) -> Path:
 def write_endpoints(path: Path, url: str, **fields: Any) -> None:
     """Write an --api-config with the same endpoint for every role."""
     entry = {"base_url": url, "model": "m", "backoff": 0.001} | fields
-    path.write_text(json.dumps(dict.fromkeys((*GENERATORS, "critic"), entry)))
+    path.write_text(json.dumps(dict.fromkeys(ROLES, entry)))
 
 
 def numbers(prompt: str) -> tuple[int, int]:

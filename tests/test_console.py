@@ -139,19 +139,10 @@ def test_a_script_run_by_its_path_says_how_it_is_run():
     assert (done.returncode, done.stderr) == (2, said)
 
 
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        (["-m", "grpo_training.generator2", "--max-problems", "0"], "error: --max-problems"),
-        (["-m", "grpo_training.critic", "--temperature", "-1"], "error: --temperature must be"),
-        (["-m", "homellm.training.rl.train_rl", "--group_size", "1"], "error: --group-size must"),
-    ],
-)
-def test_a_command_of_another_readme_runs_ours(typed, answer):
-    done = run_python(*typed)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(answer)
-    assert done.stderr.count("\n") == 1
+def test_a_command_of_another_readme_runs_ours():
+    done = run_python("-m", "homellm.training.rl.train_rl", "--group_size", "1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: --group-size must")
 
 
 @pytest.mark.filterwarnings("ignore:'recipes.orchestrator.train' found in sys.modules")
@@ -169,7 +160,7 @@ def test_a_generator_of_another_readme_keeps_its_number(monkeypatch, tmp_path):
     monkeypatch.setenv("GENERATOR_2_BASE_URL", "https://example.invalid")  # there is no key
     options = ["--dataset", "word-problems", "--run-dir", tmp_path]
     done = run_python("-m", "grpo_training.generator2", *options)
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: API key not found for generator_2")
 
 

@@ -1,9 +1,10 @@
 """Checks of every page: links, files and options exist, the parser accepts the commands, Python
 code compiles and finds its imports, figures equal those of the results, and generated pages are up
-to date. test_walkthroughs.py runs the commands."""
+to date. test_walkthroughs.py runs the commands. The examples in docstrings are run here."""
 
 import ast
 import dataclasses
+import doctest
 import json
 import re
 import shlex
@@ -202,6 +203,16 @@ def test_python_of_a_page_compiles_and_its_imports_work():
             for node in ast.walk(ast.parse(block, filename=name_of(page))):
                 if isinstance(node, ast.ImportFrom) and node.module.startswith(("rlm", "recipes")):
                     exec(compile(ast.unparse(node), name_of(page), "exec"), {})
+
+
+FOLDERS = ("rlm", "recipes", "examples", "benchmarks")
+CODE = [*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("file", [f for f in CODE if ">>> " in text_of(f)], ids=name_of)
+def test_the_examples_in_docstrings_are_right(file: Path):
+    module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
 
 
 NAMES = text_of(ROOT / "docs/reference/names.md")

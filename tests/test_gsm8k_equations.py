@@ -127,25 +127,17 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
     ("question", "equations"),
     [
         ("She has 8 and 8.", [("8+8", "16")]),  # both numbers match
-        (
-            "She has 6 pairs and 12 hats.",
-            [("6*2", "12"), ("12+12", "24")],
-        ),  # 12 may be a result or the hats
-        (
-            "She reads 7 pages a day. In a week?",
-            [("7*7", "49")],
-        ),  # the 7 days of a week must not change
+        # 12 may be a result or the hats.
+        ("She has 6 pairs and 12 hats.", [("6*2", "12"), ("12+12", "24")]),
+        # The 7 days of a week must not change.
+        ("She reads 7 pages a day. In a week?", [("7*7", "49")]),
         ("He is 2 more than twice Bo's 1.", [("1*2", "2"), ("2+2", "4")]),
         ("Half of 50% of 100.", [("100*50/100", "50"), ("50/2", "25")]),  # 100 and 50 are ambiguous
         ("20 flats for two and 5 for 4.", [("20*2", "40"), ("40+20", "60")]),  # the other 20 is 5*4
-        (
-            "She paints 8 hours, thrice as long she cooks.",
-            [("24+8", "32")],
-        ),  # 24 is not in the text
-        (
-            "They ran 24 feet: 20 and 4.",
-            [("24-6", "18")],
-        ),  # 24 is a total, and 6 is not in the text
+        # 24 is not in the text.
+        ("She paints 8 hours, thrice as long she cooks.", [("24+8", "32")]),
+        # 24 is a total, and 6 is not in the text.
+        ("They ran 24 feet: 20 and 4.", [("24-6", "18")]),
         ("They ran 24 feet: 20 and 4. In two days?", [("24*2", "48")]),
         ("She has 15. She sells 10 and keeps.", [("10*2", "20")]),  # a variant might sell 30 of 15
         ("Sold at 60, made of 50 and 20 %.", [("60/50", "1.2"), ("1.2/1.2", "1"), ("20*1", "20")]),
@@ -156,10 +148,8 @@ def test_a_variant_has_other_numbers_and_the_answer_that_follows():
         ("She has 5 hats. He has 10 more.", [("5+15", "20")]),  # 15 is not in the text
         ("She has 9 hats.", [("9*19.5", "175.5")]),  # 19.5 may depend on the 9
         ("It costs 3 of 7.", [("3/7", "0.43")]),  # the result is rounded
-        (
-            "It is 1,000 or 2.5 or 3/4 or 7:30 or 5th.",
-            [("1000+30", "1030")],
-        ),  # these are not whole numbers
+        # These are not whole numbers.
+        ("It is 1,000 or 2.5 or 3/4 or 7:30 or 5th.", [("1000+30", "1030")]),
     ],
 )
 def test_no_variant_where_one_cannot_be_sure(question, equations):

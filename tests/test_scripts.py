@@ -1,7 +1,6 @@
 """Four scripts in this process with a tiny model: SFT → GRPO → evaluation → inference."""
 
 import ast
-import importlib.util
 import json
 import os
 import pkgutil
@@ -26,6 +25,7 @@ import eval as evaluate
 import inference
 import train_grpo
 import train_sft
+from examples import demo
 from rlm.cli.flags import flags_of
 from rlm.cli.options import UsageError, parse
 from rlm.data import load_problems
@@ -403,17 +403,7 @@ def test_an_evaluation_on_a_full_disk_is_one_line(tmp_path):
         write_report({"base": {"greedy": one}}, [], "data", {}, output)
 
 
-@pytest.fixture(scope="module")
-def demo():
-    """Import examples/demo.py as a module."""
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/demo.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monkeypatch, demo):
+def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monkeypatch):
     """A row does not contain the adapters of earlier rows."""
     monkeypatch.setattr("rlm.evaluation.report.accuracy_bars", lambda *_: None)
     adapters = {name: tmp_path / name for name in ("sft", "grpo")}
@@ -448,7 +438,7 @@ def test_a_row_is_that_of_its_adapter_alone(model_dir, tmp_path, tokenizer, monk
     assert dict(zip(ROWS, texts, strict=True)) == both
 
 
-def test_the_demos_gain_is_grpos_lead_over_sft(demo):
+def test_the_demos_gain_is_grpos_lead_over_sft():
     right, wrong = graded("correct"), graded("wrong")
     greedy = Evaluation([problem()], [[right]])
     worse = Evaluation([problem()] * 2, [[right, wrong], [wrong, wrong]])
@@ -463,7 +453,7 @@ def test_the_demos_gain_is_grpos_lead_over_sft(demo):
     assert summary["gain"]["points"] == 50
 
 
-def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monkeypatch, capsys):
+def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
     expected = {"base": 10.0, "sft": 60.0, "grpo": 200.0, "last": 30.0}
@@ -481,7 +471,7 @@ def test_the_demo_says_how_long_is_left_by_the_speed_of_what_is_done(demo, monke
     assert clock.seconds == {"base": 20.0, "sft": 50.0, "grpo": 30.0, "last": 5.0}
 
 
-def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(demo, capsys):
+def test_the_demo_counts_first_and_shows_a_right_answer_before_wrong_ones(capsys):
     """The five results are: both right, both wrong, only GRPO, only SFT, and only GRPO."""
     asked = [problem(id=name, question=f"Question {name}?", answer="7") for name in "abcde"]
     right, wrong = (replace(graded(r), text=f"<answer>{r}</answer>") for r in ("correct", "wrong"))
@@ -879,7 +869,7 @@ def test_yaml_configs_parse(file):
     }
 
 
-def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys, demo):
+def test_the_demo_runs_to_its_summary(model_dir, tmp_path, capsys):
     """Run `make demo` with options that take a few seconds."""
     common = f"model: {model_dir}\ndataset: word-problems:1\nbatch_size: 4\neval_samples: 0\n"
     (tmp_path / "sft.yaml").write_text(common + "max_samples: 8\nmicro_batch: 4\n")

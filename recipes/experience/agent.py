@@ -2,8 +2,8 @@
 
 The endpoint, key, price and limits of each role are read from data/api_keys/api_config.json.
 Environment variables such as GENERATOR_1_API_KEY, GENERATOR_1_BASE_URL and GENERATOR_1_MODEL
-override the file. If there is no such file, all roles use this project's own server on this
-machine by default, also if a variable only names the model.
+override the file. Without the file, a role with no URL and no key uses this project's own server on
+this machine.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from rlm.runs import Journal
 from rlm.serving import is_loopback
 
 GENERATORS = ("generator_1", "generator_2", "generator_3")
+ROLES = (*GENERATORS, "critic")
 API_CONFIG = Path("data/api_keys/api_config.json")
 # The endpoint of `python server.py`. max_tokens is the default limit of this server, which reserves
 # half of the limit for the JSON of a plan. A larger --max-tokens has no effect.

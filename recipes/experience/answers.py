@@ -51,7 +51,7 @@ class AskingConfig(CostConfig):
         "add instructions to the question: write steps and a final line with the answer; turn "
         "this off for models trained with this project",
     )
-    seed: int = flag(0, "random seed sent with the requests")
+    seed: int = flag(0, "random seed for the requests")
 
     @property
     def stage(self) -> str:
@@ -131,9 +131,9 @@ def is_right(reply: ChatReply, problem: Problem) -> bool:
     return grade_answer(reply.text, problem)[0]
 
 
-def tokens_of(texts: Sequence[str]) -> int:
-    """Estimate the number of tokens of prompts: one token per four bytes, and 64 per template."""
-    return sum(len(text.encode()) // 4 + 64 for text in texts)
+def tokens_of(texts: Sequence[str], extra: int = 64) -> int:
+    """Estimate the number of tokens: one per four bytes, and `extra` for the template of a text."""
+    return sum(len(text.encode()) // 4 + extra for text in texts)
 
 
 def announce_cost(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.experience import evaluate, select
-from recipes.experience.agent import GENERATORS, OWN_SERVER, variables_of
+from recipes.experience.agent import OWN_SERVER, ROLES, variables_of
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
 from rlm.serving import server_process
 
@@ -57,7 +57,7 @@ def main(config: DemoConfig) -> int:
     asked |= {"instructions": False} | folders
     terminal.line("[1 of 3] the server loads the model")
     with server_process(server_command(config), log=config.run_dir / "server.log") as (url, _):
-        roles = dict.fromkeys((*GENERATORS, "critic"), OWN_SERVER | {"base_url": f"{url}/v1"})
+        roles = dict.fromkeys(ROLES, OWN_SERVER | {"base_url": f"{url}/v1"})
         folders["api_config"].write_text(json.dumps(roles))
         for variable in (name for role in roles for name in variables_of(role).values()):
             os.environ.pop(variable, None)  # otherwise, it would override the file

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.experience.agent import Agent
-from recipes.experience.plan import ReplyError, find_object
+from recipes.experience.answers import tokens_of
+from recipes.experience.plan import ReplyError, find_object, object_schema
 from recipes.experience.rewards import relative_tolerance
 from rlm.api_client import APIError
 from rlm.cli import UsageError, terminal
@@ -111,17 +112,16 @@ class Library:
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON schema of a reply with operations, for endpoints that can enforce schemas."""
-        fields = {
-            "action": {"enum": ["add", "modify", "delete"]},
-            "id": {"type": "string", "maxLength": 8},
-            "content": {"type": "string", "maxLength": 240},
-            "category": {"enum": list(self.categories)},
-        }
-        operation = {"type": "object", "properties": fields, "required": ["action"]}
-        operation["additionalProperties"] = False
-        operations = {"type": "array", "items": operation, "maxItems": MAX_OPERATIONS}
-        shape = {"properties": {"operations": operations}, "required": ["operations"]}
-        return {"type": "object", "additionalProperties": False} | shape
+        operation = object_schema(
+            action={"enum": ["add", "modify", "delete"]},
+            id={"type": "string", "maxLength": 8},
+            content={"type": "string", "maxLength": 240},
+            category={"enum": list(self.categories)},
+        )
+        operation["required"] = ["action"]
+        return object_schema(
+            operations={"type": "array", "items": operation, "maxItems": MAX_OPERATIONS}
+        )
 
     @property
     def digest(self) -> str:
@@ -256,7 +256,7 @@ class Library:
         """
         dropped = []
         while len(self.items) > 1 and (
-            len(self.items) > MAX_ITEMS or count_tokens(self.items) > MAX_TOKENS
+            len(self.items) > MAX_ITEMS or tokens_of(self.lessons, 4) > MAX_TOKENS
         ):
             worst = min(self.items[:-1], key=_success_rate)
             self.items.remove(worst)
@@ -284,11 +284,6 @@ def reveals_gold(lesson: str, problem: Problem) -> bool:
     if gold is None or (gold % 1 == 0 and abs(gold) < 10):
         return False
     return states_number(lesson, gold, problem.question, relative_tolerance(problem))
-
-
-def count_tokens(items: Sequence[Lesson]) -> int:
-    """Estimate the number of tokens of lessons in a prompt, as one token per four bytes."""
-    return sum(len(item["content"].encode()) // 4 + 4 for item in items)
 
 
 def _words(text: str) -> str:

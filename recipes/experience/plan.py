@@ -38,19 +38,17 @@ OPERATORS = {
 }  # fmt: skip
 # Errors that are raised if a formula cannot be parsed or has no exact value.
 NOT_COMPUTABLE = (
-    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
-    TypeError, ValueError,
+    ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 EXACT_FUNCTIONS = {"abs": abs, "min": min, "max": max, "floor": math.floor, "ceil": math.ceil}
-ARITHMETIC = (ast.BinOp, ast.operator, ast.UnaryOp, ast.USub, ast.UAdd, ast.Call, ast.Constant)
-ARITHMETIC += (ast.Name, ast.Load)
+ARITHMETIC = (
+    ast.BinOp, ast.operator, ast.UnaryOp, ast.USub, ast.UAdd, ast.Call, ast.Constant, ast.Name,
+    ast.Load,
+)  # fmt: skip
 
 
 class ReplyError(Exception):
-    """Raised if a model's reply is not in the requested form.
-
-    The message starts with the kind of error, such as "no_json: " or "bad_json: ".
-    """
+    """Raised if a model's reply is not in the requested form."""
 
 
 def _listed(value: Any) -> Any:
@@ -108,40 +106,46 @@ _NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,31}$"}
 _RULE = {"type": "string", "pattern": "^[A-Za-z0-9_ .,()+*/%-]{1,80}$"}
 
 
-def _object(**properties: Any) -> dict[str, Any]:
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object that has exactly these keys."""
     shape = {"properties": properties, "required": list(properties)}
     return {"type": "object", "additionalProperties": False} | shape
 
 
-def _list_of(items: Any, most: int = 8) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+def _list_of(items: Any, most: int = 8, *, least: int = 1) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
 
 # The JSON schema of a plan, for endpoints with structured outputs. `parse_plan` accepts every plan
 # that matches the schema. The lists are bounded, because a small model would otherwise list
 # quantities until it reaches the token limit.
-PLAN_SCHEMA = _object(
+PLAN_SCHEMA = object_schema(
     target_variable=_NAME,
-    knowns={"type": "object", "additionalProperties": {"type": ["number", "null"]}},
-    causal_graph=_list_of(_object(cause=_list_of(_NAME, 4), effect=_NAME, rule=_RULE)),
+    knowns={
+        "type": "object",
+        "additionalProperties": {"type": ["number", "null"]},
+        "maxProperties": 8,
+    },
+    causal_graph=_list_of(object_schema(cause=_list_of(_NAME, 4), effect=_NAME, rule=_RULE)),
     computation_plan=_list_of(
-        _object(
+        object_schema(
             id=_NAME,
             target=_NAME,
             inputs=_list_of(_NAME, 4),
             description={"type": "string", "maxLength": 80},
         )
     ),
-    constraints=_list_of({"type": "string", "maxLength": 80}, 2) | {"minItems": 0},
+    constraints=_list_of({"type": "string", "maxLength": 80}, 2, least=0),
 )
-PLAN_SCHEMA["properties"]["knowns"]["maxProperties"] = 8
 
 
 def find_object(reply: str, key: str) -> dict[str, Any]:
     """Find the first JSON object after the reasoning that has the key `key`.
 
-    The key may also be in a value of the object; then this value is returned. Without such an
-    object, the message of the ReplyError starts with no_json, bad_json or schema.
+    The key may also be in a value of the object; then this value is returned.
+
+    Raises:
+        ReplyError: there is no such object. The message starts with no_json, bad_json or schema.
     """
     text = split_completion(reply)[1][:MAX_TEXT]
     start, problem = text.find("{"), None
@@ -256,7 +260,7 @@ def is_arithmetic(rule: str) -> bool:
         return False
     try:
         return all(isinstance(node, ARITHMETIC) for node in ast.walk(_formula(rule)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except NOT_COMPUTABLE:
         return False
 
 

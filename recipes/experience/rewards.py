@@ -18,7 +18,14 @@ from typing import Any
 import networkx
 
 from recipes.experience.agent import Agent
-from recipes.experience.plan import Plan, ReplyError, check_plan, find_object, plan_value
+from recipes.experience.plan import (
+    Plan,
+    ReplyError,
+    check_plan,
+    find_object,
+    object_schema,
+    plan_value,
+)
 from rlm.api_client import APIError
 from rlm.cli import UsageError
 from rlm.data import Problem
@@ -27,12 +34,9 @@ from rlm.grading import grade, numbers_in, parse_number
 GENERATOR_WEIGHTS = (0.5, 0.25, 0.25)  # of r_ans, r_logic, r_graph
 CRITIC_WEIGHTS = (0.3, 0.2, 0.2, 0.3)  # of r_ans, r_logic, r_graph, r_fusion
 LOGIC_SCORES = ("coherence", "completeness", "verification", "no_errors", "tool_consistency")
-LOGIC_SCHEMA = {
-    "type": "object",
-    "properties": {name: {"type": "number", "minimum": 0, "maximum": 1} for name in LOGIC_SCORES},
-    "required": list(LOGIC_SCORES),
-    "additionalProperties": False,
-}
+LOGIC_SCHEMA = object_schema(
+    **{name: {"type": "number", "minimum": 0, "maximum": 1} for name in LOGIC_SCORES}
+)
 # The tolerance for non-integer answers, which may be rounded to two decimals, and its maximum as a
 # share of the value.
 ROUNDED, ROUNDED_SHARE = Fraction(1, 200), Fraction(1, 20)

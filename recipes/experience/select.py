@@ -33,7 +33,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from recipes.experience.agent import GENERATORS, Agent
+from recipes.experience.agent import GENERATORS, ROLES, Agent
 from recipes.experience.answers import (
     AskingConfig,
     Replies,
@@ -93,7 +93,7 @@ class SelectConfig(AskingConfig):
         above=0,
         max=0.5,
     )
-    seed: int = flag(0, "random seed of the problems, which is also sent with the requests")
+    seed: int = flag(0, "random seed for the problems and the requests")
     library_dir: Path = flag(LIBRARIES, f"folder for {LIBRARY}")
     run_dir: Path = flag(RUN_DIR, "folder for the replies and the results of all tests")
 
@@ -266,21 +266,22 @@ def as_item(candidate: Candidate, trial: Trial) -> dict[str, Any]:
 
 
 def estimate(config: SelectConfig, problems: Sequence[Problem]) -> dict[str, tuple[int, int]]:
-    """Return upper bounds of the numbers of requests and input tokens, by role.
+    """Return the maximum number of requests and an estimate of the input tokens, by role.
 
     The lesson of a trial and each attempt that the critic reads are counted with the maximum length
     of a reply.
     """
-    read = tokens_of([problem.question for problem in problems]) // len(problems)
-    calls = dict.fromkeys(GENERATORS, config.problems * config.samples)
-    tried = len(config.kinds) * config.groups * config.trial_size
-    calls[GENERATORS[0]] += config.held_out + tried
+    read = 2 * (tokens_of([problem.question for problem in problems]) // len(problems))
+    attempts = config.problems * config.samples
+    trials = len(config.kinds) * config.groups * config.trial_size
+    tested = attempts + config.held_out + trials  # the first generator also answers all trials
     asked = len({"rule", "fusion"} & set(config.kinds)) * config.groups
-    attempts = len(GENERATORS) * config.samples
-    sizes = {name: (n, n * 2 * read) for name, n in calls.items()}
-    name, longest = GENERATORS[0], config.max_tokens
-    sizes[name] = (calls[name], sizes[name][1] + tried * longest)
-    return sizes | {"critic": (asked, asked * (2 * read + attempts * longest))}
+    compared = len(GENERATORS) * config.samples * config.max_tokens
+    return {
+        **dict.fromkeys(GENERATORS, (attempts, attempts * read)),
+        GENERATORS[0]: (tested, tested * read + trials * config.max_tokens),
+        "critic": (asked, asked * (read + compared)),
+    }
 
 
 def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
@@ -308,8 +309,7 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
 
 def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
-    names = (*GENERATORS, "critic")
-    agents = open_agents(names, config, config.temperature, file)
+    agents = open_agents(ROLES, config, config.temperature, file)
     check_writable("--library-dir", config.library_dir)
     with lock_file(config.run_dir / ".select.lock", str(config.run_dir), "runs select"):
         return select_lessons(config, agents)

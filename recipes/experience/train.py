@@ -24,7 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.experience.agent import GENERATORS, Agent, Endpoint, load_endpoints, load_prompts
+from recipes.experience.agent import (
+    GENERATORS,
+    ROLES,
+    Agent,
+    Endpoint,
+    load_endpoints,
+    load_prompts,
+)
 from recipes.experience.answers import CostConfig, announce_cost, tokens_of
 from recipes.experience.library import LIBRARIES, MAX_TOKENS, Library
 from recipes.experience.rewards import relative_tolerance
@@ -75,7 +82,7 @@ class TrainConfig(CostConfig):
     tau: float = flag(
         0.05, "use only problems whose rewards have a standard deviation above this value", min=0
     )
-    seed: int = flag(0, "random seed for the problem order, which is also sent with the requests")
+    seed: int = flag(0, "random seed for the problem order and the requests")
     library_dir: Path = flag(LIBRARIES, "folder of the libraries")
     run_dir: Path = flag(RUN_DIR, "folder for the records of the run")
 
@@ -167,7 +174,7 @@ def open_trainer(
 
 def main(config: TrainConfig) -> int:
     single = f"generator_{config.number}" if config.target == "generator" else config.target
-    names = (*GENERATORS, "critic") if config.target == "all" else (single,)
+    names = ROLES if config.target == "all" else (single,)
     endpoints = load_endpoints((*names, "judge"), config.api_config, max_cost=config.max_cost)
     budget = Budget(config.max_cost)
     clients = {name: endpoint.client(budget) for name, endpoint in endpoints.items()}
@@ -207,7 +214,7 @@ def main(config: TrainConfig) -> int:
 
 
 def estimate(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Return upper bounds of the numbers of requests and input tokens, by role.
+    """Return the maximum number of requests and an estimate of the input tokens, by role.
 
     Every plan is counted with the maximum length of a reply.
     """

@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipes.experience.agent import GENERATORS, Agent
+from recipes.experience.agent import GENERATORS, ROLES, Agent
 from recipes.experience.library import Library
 from recipes.experience.plan import PLAN_SCHEMA, Plan, ReplyError, parse_plan
 from recipes.experience.rewards import compute_rewards, fusion_reward, graph_reward
@@ -88,12 +88,15 @@ class Trainer:
         """
         agent, judge = self.agent, self.judge
         prompts = "\0".join(prompt.template for prompt in agent.prompts.values())
-        options |= {"temperature": agent.temperature}
-        options |= {"prompt files": hashlib.sha256(prompts.encode()).hexdigest()[:12]}
-        options |= {f"{self.name} model": agent.model, "judge model": judge and judge.model}
+        options = options | {
+            "temperature": agent.temperature,
+            "prompt files": hashlib.sha256(prompts.encode()).hexdigest()[:12],
+            f"{self.name} model": agent.model,
+            "judge model": judge and judge.model,
+        }
         if weights := agent.origin["weights"]:
-            told = ", ".join(f"{what} {value}" for what, value in weights.items())
-            options |= {f"{self.name} weights": told}
+            hashes = ", ".join(f"{what} {value}" for what, value in weights.items())
+            options[f"{self.name} weights"] = hashes
         path = self.run_dir / f"{self.name}_config.json"
         if self.records:
             before = read_json(path)
@@ -124,7 +127,7 @@ class Trainer:
                     "another --run-dir"
                 )
         rest = [task for task in tasks if task[0].id not in done]
-        position = (*GENERATORS, "critic").index(self.name) % len(GENERATORS)
+        position = ROLES.index(self.name) % len(GENERATORS)
         held: list[tuple[Problem, list[Row]]] = []  # problems that are not recorded yet
         bar = {"desc": self.name, "total": len(tasks), "initial": len(tasks) - len(rest)}
         with tqdm(**bar, position=position, file=sys.stderr) as progress:
@@ -218,8 +221,7 @@ class Trainer:
     def _learn(self, problem: Problem, group: list[Row]) -> None:
         """Learn lessons from a group of rollouts, and save the record of the problem.
 
-        Lessons are extracted only if the standard deviation of the rewards exceeds `tau`. The
-        record is written before the library, so that a killed run loses nothing.
+        Lessons are extracted only if the standard deviation of the rewards exceeds `tau`.
         """
         now, before = datetime.now(UTC).isoformat(timespec="seconds"), self.library.digest
         # With fewer than two proposals, no fusion prompt was sent. Only this prompt contains the

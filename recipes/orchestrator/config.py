@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from rlm.cli import flag, takes_aliases, terminal
 from rlm.training import GRPOConfig, resolve
 
 DEFAULT_START = Path("weights/orchestrator_start")
-DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # used if it exists
+DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # used if it fits the agents' model
 
 
 @takes_aliases
@@ -129,12 +129,13 @@ class OrchestratorConfig(GRPOConfig):
         return super().complete(made)
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            allowed = {option.default, "deepseek"}  # Configs of older runs contain "deepseek".
-            if option.name in self.NOT_USED and getattr(self, option.name) not in allowed:
-                name = option.name.replace("_", "-")
+        for name in self.NOT_USED:
+            value = getattr(self, name)
+            is_resolved = (name, value) == ("reasoning_format", "deepseek")  # set by `resolve`
+            if value != getattr(OrchestratorConfig, name) and not is_resolved:
+                option = name.replace("_", "-")
                 raise ValueError(
-                    f"--{name} is an option of train_grpo.py; it is not supported here"
+                    f"--{option} is an option of train_grpo.py; it is not supported here"
                 )
         super().__post_init__()
         if self.agent_url and not self.agent_model:
@@ -175,21 +176,16 @@ PUBLISHED_NAMES = {
 class Config:
     """Contains the options of the original README, as attributes that code can assign."""
 
-    __slots__ = tuple(PUBLISHED_NAMES)  # assigning a misspelt name raises an error
-
     def __init__(self) -> None:
         for name, option in PUBLISHED_NAMES.items():
             setattr(self, name, getattr(OrchestratorConfig, option))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"Config has no attribute {name}; its attributes are {', '.join(PUBLISHED_NAMES)} "
-            "(OrchestratorConfig has all options)"
-        )
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in PUBLISHED_NAMES:
-            self.__getattr__(name)
+            raise AttributeError(
+                f"Config has no attribute {name}; its attributes are {', '.join(PUBLISHED_NAMES)} "
+                "(OrchestratorConfig has all options)"
+            )
         super().__setattr__(name, value)
 
     def to_options(self) -> OrchestratorConfig:

@@ -217,15 +217,16 @@ def tokens(row: Row) -> dict[str, float]:
 
 def row_metrics(row: Row, single: Row) -> dict[str, object]:
     """Compute the metrics of a row for evaluation.json."""
-    solved, used = scores(row), tokens(row)
-    of_runs = [graph_metrics(run) for run in zip(*row, strict=True)] if row[0][0].written else []
-    graphs = {name: fmean(run[name] for run in of_runs) for run in of_runs[:1] for name in run}
+    solved, graphs = scores(row), {}
+    if row[0][0].written:
+        of_runs = [graph_metrics(run) for run in zip(*row, strict=True)]
+        graphs = {name: fmean(run[name] for run in of_runs) for name in of_runs[0]}
     replies = [reply for group in row for run in group for reply in run.replies]
     return {
         "problems": len(row),
         "accuracy": summarize_scores(solved, trials=set(solved) <= {0.0, 1.0}),
         "against_single": paired_bootstrap(scores(single), solved),
-        **used,
+        **tokens(row),
         **graphs,
         "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
     }
@@ -291,7 +292,7 @@ def main(config: EvaluateConfig) -> int:
     problems = drop_long_prompts(problems, render, context_window(policy), limit)
     rows = make_rows(orchestrator, config.run[1:], problems, config.seed)
     judged = without_failures(rows)
-    single = judged["single agent"]
+    single = judged[SINGLE]
     metrics = {name: row_metrics(row, single) for name, row in judged.items()}
     title = f"{dataset}, {split}, n = {len(single)}; agents: {orchestrator.agents}"
     if len(config.run) > 1:

@@ -195,9 +195,13 @@ class Trajectory:
         """Whether a prompt contains the reference answer while the problem itself does not."""
         return is_leaked(self.problem, self.graph.texts)
 
-    def solved(self, zero_leaks: bool = False) -> bool:
-        """Return whether the answer is right and, with `zero_leaks`, no prompt contains it."""
-        return self.verdict.correct and not (zero_leaks and self.leak)
+    def reward(self, zero_leaks: bool) -> float | None:
+        """Return 1 if the answer is right and, with `zero_leaks`, no prompt contains it, else 0.
+
+        If an agent's API failed, return None.
+        """
+        solved = self.verdict.correct and not (zero_leaks and self.leak)
+        return None if self.error else float(solved)
 
     def next_call(self) -> Call | None:
         """Return the next agent's call, or None if all agents have replied or one has failed."""
@@ -307,9 +311,8 @@ class GraphReward:
 
     runner: Runner
     config: OrchestratorConfig
-    records: list[list[list[dict[str, Any]]]] = field(
-        default_factory=list
-    )  # one list of groups per call of the scorer
+    # One list of groups per call of the scorer.
+    records: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     _errors: set[str] = field(default_factory=set)  # errors that were printed
     _failed_calls: int = 0  # consecutive calls of the scorer in which every graph failed
 
@@ -322,7 +325,7 @@ class GraphReward:
     ) -> Scores:
         """Score each graph by its text alone.
 
-        `truncated` is not needed, because a truncated graph is not valid JSON.
+        `truncated` is not used, because hardly any truncated graph is valid JSON.
         """
         asked = [p for p, group in zip(problems, groups, strict=True) for _ in group]
         form = self.config.graph_form
@@ -332,7 +335,8 @@ class GraphReward:
         numbers = [number for group in groups for number in range(len(group))]
         runs = self.runner.run(asked, graphs, numbers, self.config.seed)
         self._report_failures(runs)
-        rows = iter([run.to_dict() | {"reward": verdict_of(run, self.config)} for run in runs])
+        zero = self.config.zero_leaks
+        rows = iter([run.to_dict() | {"reward": run.reward(zero)} for run in runs])
         records = [[next(rows) for _ in group] for group in groups]
         self.records.append(records)
         rewards = [[record["reward"] for record in group] for group in records]
@@ -352,11 +356,6 @@ class GraphReward:
             raise UsageError(f"the agents failed for every graph: {errors[0]}")
 
 
-def verdict_of(run: Trajectory, config: OrchestratorConfig) -> float | None:
-    """Return 1 if the run solved its problem, else 0; None if an agent's server failed."""
-    return None if run.error else float(run.solved(config.zero_leaks))
-
-
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute the metrics of graphs and agents over these trajectories.
 
@@ -373,7 +372,7 @@ def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         **{f"graph/{reason}": invalid[reason] / count for reason in REASONS},
         "graph/distinct": len({g.to_json() for g in graphs}) / len(graphs) if graphs else 0.0,
         "graph/leak_rate": sum(t.leak for t in trajectories) / count,
-        "agents/correct": sum(t.solved() for t in trajectories) / count,
+        "agents/correct": sum(t.verdict.correct for t in trajectories) / count,
         "agents/failed_rate": sum(t.error is not None for t in trajectories) / count,
         "agents/truncated_rate": fmean(r.truncated for r in replies) if replies else 0.0,
         "agents/length_max": max((r.completion_tokens for r in replies), default=0),

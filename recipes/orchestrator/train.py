@@ -32,7 +32,7 @@ from recipes.orchestrator.orchestrator import (
     identify_agents,
     render,
 )
-from recipes.orchestrator.runner import GraphReward, RemoteLLM, verdict_of
+from recipes.orchestrator.runner import GraphReward, RemoteLLM
 from rlm import GRPOTrainer
 from rlm.cli import Interrupted, UsageError, required, run_main, terminal
 from rlm.data import (
@@ -136,7 +136,7 @@ class OrchestratorTrainer(GRPOTrainer):
                 f"{failed} of {len(runs)} problems are left out of the accuracy: the agents' "
                 "server failed"
             )
-        return {"accuracy": [verdict_of(run, self.config) for run in runs]}
+        return {"accuracy": [run.reward(self.config.zero_leaks) for run in runs]}
 
     def log(
         self,

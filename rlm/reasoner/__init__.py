@@ -1,4 +1,4 @@
-"""Turns questions into reasoning and answers; shared by inference.py, server.py and the recipes."""
+"""Turns questions into reasoning and answers; shared by inference.py and server.py."""
 
 import lazy_loader
 

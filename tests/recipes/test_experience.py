@@ -19,7 +19,8 @@ from scripted_model import write_problems
 
 from recipes.experience import train
 from recipes.experience.agent import GENERATORS, PLACEHOLDERS, PROMPTS, load_prompts
-from recipes.experience.library import Library, count_tokens, reveals_gold, shorten
+from recipes.experience.answers import tokens_of
+from recipes.experience.library import Library, reveals_gold, shorten
 from recipes.experience.plan import (
     Plan,
     ReplyError,
@@ -42,7 +43,7 @@ from recipes.experience.rewards import (
 from recipes.experience.trainer import ROUNDING, group_statistics
 from rlm.api_client import APIError
 from rlm.cli.options import UsageError, parse
-from rlm.data.experiences import experience_block, load_experiences, with_experiences
+from rlm.data.experiences import load_experiences
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
 
@@ -212,32 +213,14 @@ def test_a_plan_whose_values_grow_without_limit_is_not_computed(rule, start, mon
 @pytest.mark.parametrize(
     ("question", "answer", "knowns", "score"),
     [
-        ("31 pens in each of 72 boxes?", "2232", {"pens": 31, "boxes": 72}, 1.0),
         ("31 pens in each of 72 boxes?", "2,232.0", {"pens": 31, "boxes": 72}, 1.0),
-        (
-            "31 pens in each of 72 boxes?",
-            "",
-            {"pens": 31, "boxes": 72},
-            1.0,
-        ),  # there is no answer to compare
-        (
-            "31 pens in each of 72 boxes?",
-            "2233",
-            {"pens": 31, "boxes": 72},
-            0.0,
-        ),  # differs from the plan's result
-        (
-            "A game for Ana and Bob.",
-            "204",
-            {"pens": 3, "boxes": 4},
-            0.0,
-        ),  # a plan that does not fit the problem
-        (
-            "A game for Ana and Bob.",
-            "12",
-            {"pens": 3, "boxes": 4},
-            0.75,
-        ),  # the answer follows from that plan
+        # There is no answer to compare.
+        ("31 pens in each of 72 boxes?", "", {"pens": 31, "boxes": 72}, 1.0),
+        # The answer differs from the plan's result.
+        ("31 pens in each of 72 boxes?", "2233", {"pens": 31, "boxes": 72}, 0.0),
+        # The plan's numbers are not in the problem; the second answer follows from the plan.
+        ("A game for Ana and Bob.", "204", {"pens": 3, "boxes": 4}, 0.0),
+        ("A game for Ana and Bob.", "12", {"pens": 3, "boxes": 4}, 0.75),
         # 0.125 rounded to two decimals; 2e-4 is not rounded to 4e-3.
         ("0.25 pens in each of 0.5 boxes?", "0.13", {"pens": 0.25, "boxes": 0.5}, 1.0),
         ("0.02 pens in each of 0.01 boxes?", "0.004", {"pens": 0.02, "boxes": 0.01}, 0.0),
@@ -277,7 +260,6 @@ def test_the_weighted_totals():
         weights = CRITIC_WEIGHTS if len(rewards) == 4 else GENERATOR_WEIGHTS
         return weighted_mean(dict(enumerate(rewards)), weights)
 
-    assert mean(0, 0.75, 0.80) == 0.3875
     assert mean(1, 0.85, 0.90, 0.75) == 0.875
     # Without r_logic, the weights are rescaled: (0.5 · 1 + 0.25 · 0.8) / 0.75.
     assert mean(1, None, 0.80) == pytest.approx(0.7 / 0.75)
@@ -430,7 +412,7 @@ def learn(library, *operations, problem=PENS):
     return [library.apply([operation], problem, NOW, TEMPLATE)[0] for operation in operations]
 
 
-def test_lessons_are_stored_in_the_format_of_the_seed(tmp_path):
+def test_lessons_are_stored_in_the_published_format(tmp_path):
     library = library_in(tmp_path)
     learn(library, add(LESSONS[0]))
     library.save()
@@ -500,11 +482,6 @@ def test_a_lesson_is_cut_at_a_sentence_or_refused(tmp_path):
     assert shorten("word " * 32) == ("word " * 32).strip()
 
 
-@given(st.text(max_size=400))
-def test_no_stored_lesson_has_more_than_32_words(text):
-    assert len((shorten(text) or "").split()) <= 32
-
-
 @pytest.mark.parametrize(
     ("lesson", "gold", "tolerance", "leaks"),
     [
@@ -548,7 +525,7 @@ def test_a_full_library_drops_what_helped_least(tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.experience.library.MAX_TOKENS", 30)
     small = library_in(tmp_path / "small")
     learn(small, *map(add, LESSONS))
-    assert count_tokens(small.items) <= 30
+    assert tokens_of(small.lessons, 4) <= 30
     assert small.lessons == [LESSONS[2]]
 
 
@@ -590,13 +567,6 @@ def test_a_file_that_is_no_library_is_refused(tmp_path, content):
             load_experiences(path)
     with pytest.raises(UsageError, match="cannot read"):
         load_experiences(tmp_path / "nowhere.json")
-
-
-def test_lessons_in_front_of_a_question():
-    assert with_experiences("2 + 2?", []) == "2 + 2?"
-    asked = with_experiences("2 + 2?", ["Add.", "Check\nit."])
-    assert asked == "Lessons from earlier problems:\n1. Add.\n2. Check it.\n\nProblem:\n2 + 2?"
-    assert experience_block([]) == ""
 
 
 # --- prompts --------------------------------------------------------------------------------
@@ -644,9 +614,8 @@ def test_the_physics_problems_recompute(tmp_path, monkeypatch):
         columns = problem.columns
         assert columns["unit"]
         assert 0 < columns["rel_tol"] <= 0.02
-        value = eval(
-            columns["expression"], {"__builtins__": {}}, vars(math)
-        )  # safe: the file is ours
+        # eval is safe, because the file is ours.
+        value = eval(columns["expression"], {"__builtins__": {}}, vars(math))
         stated = parse_number(problem.answer)
         assert math.isclose(value, stated, rel_tol=5.1e-4), problem.id  # four digits
         assert grade_answer(f"Final answer: {problem.answer} {columns['unit']}", problem)[0]

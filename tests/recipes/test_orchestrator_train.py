@@ -277,10 +277,8 @@ def test_a_failure_in_validation_is_told_or_ends_the_run(base, start, tmp_path, 
     trainer = make_trainer(options(base, tmp_path, sft_adapter=start), down)
     found = trainer.validation_scores(PROBLEMS[:4], 1, lambda: None)
     assert found == {"accuracy": [None] * 4}
-    assert (
-        "4 of 4 problems are left out of the accuracy: the agents' server"
-        in capsys.readouterr().out
-    )
+    says = "4 of 4 problems are left out of the accuracy: the agents' server"
+    assert says in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):
         train(options(base, tmp_path, "broken", sft_adapter=start), ScriptedLLM(broken))
 
@@ -493,6 +491,7 @@ def test_the_published_names_and_flags_touch_no_disk(tmp_path, monkeypatch):
         ("--plan", "--plan is an option of train_grpo.py"),
         ("--reward nope.py:f", "--reward is an option of train_grpo.py"),
         ("--reasoning-format simple", "--reasoning-format is an option of train_grpo.py"),
+        ("--system-prompt deepseek", "--system-prompt is an option of train_grpo.py"),
     ],
 )
 def test_contradictions_are_one_line(typed, message):
@@ -565,7 +564,7 @@ def test_a_default_agent_adapter_of_another_base_is_left_out(
         choose_agents(named)
 
 
-def test_the_seed_of_a_config_is_used(base, start, tmp_path, monkeypatch):
+def test_the_seed_of_a_config_is_used(monkeypatch):
     seeds = []
 
     def begun(config, *arguments, **loaded):
@@ -702,34 +701,43 @@ def test_a_start_adapter_of_the_other_graph_form_is_refused(start, base, tmp_pat
     says = f"was trained with --graph-form prompts, not questions: pass .*{start}_questions"
     with pytest.raises(UsageError, match=says):
         make_trainer(config)
-    recipe.check_graph_form(
-        dataclasses.replace(config, resume=True)
-    )  # a resumed run keeps its form
+    recipe.check_graph_form(dataclasses.replace(config, resume=True))  # keeps its form
+
+
+@pytest.fixture
+def splits(monkeypatch):
+    """Return a function that runs the command up to training, and returns the problems it loaded.
+
+    They are the training, validation and test problems.
+    """
+
+    def load(config):
+        found = []
+
+        def stop(self, *loaded):
+            found.extend(loaded)
+            raise KeyboardInterrupt
+
+        trainer = type("Trainer", (), {"__init__": lambda *_: None, "train_and_test": stop})
+        monkeypatch.setattr(recipe, "OrchestratorTrainer", trainer)
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(config)
+        return found
+
+    return load
 
 
 @pytest.mark.parametrize("first", ["", "word-problems:1+"])
-def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, first, base):
+def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, splits, first, base):
     """This holds for a single file and in a mixture, with the run's columns and rows."""
     dataset = f"{first}{write_rows(tmp_path / 'own.jsonl')}"
-    asked = {}
-
-    class Trainer:
-        def __init__(self, *_):
-            pass
-
-        def train_and_test(self, *splits):
-            asked.update(zip(("train", "validation", "test"), splits, strict=True))
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(recipe, "OrchestratorTrainer", Trainer)
     config = options(
         base, tmp_path, dataset=dataset, columns="question=task,answer=result", split="train[:20]",
         max_samples=40,
     )  # fmt: skip
-    with pytest.raises(KeyboardInterrupt):
-        recipe.main(config)
-    assert asked["test"] == []
-    trained = {problem.question for problem in asked["train"]}
+    train, _, test = splits(config)
+    assert test == []
+    trained = {problem.question for problem in train}
     chosen = evaluate.choose_split(evaluate.EvaluateConfig(), config, dataset)
     assert chosen[0] == "validation"
     found = {p.question for p in load_problems(dataset, chosen[0], max_samples=40, **chosen[1])}
@@ -745,32 +753,19 @@ def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, monkeypatch, fir
 
 
 def test_a_dataset_without_a_test_split_is_trained_on_and_not_tested(
-    base, start, tmp_path, monkeypatch, capsys
+    base, start, tmp_path, splits, capsys
 ):
     row = {"problem_id": "p", "generator_id": "g", "ground_truth": "2"}
     right = {"rollout_id": "1", "is_correct": True, "solution": "<think>1 + 1 = 2</think>2"}
     rows = [row | {"problem_text": f"Is {i} 2?", "problem_id": f"p{i}"} for i in range(20)]
     file = tmp_path / "kept.jsonl"
     file.write_text("".join(json.dumps(row | {"rollouts": [right]}) + "\n" for row in rows))
-    tested = []
-
-    class Trainer:
-        def __init__(self, *_):
-            pass
-
-        def train_and_test(self, train, validation, test):
-            tested.append(test)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(recipe, "OrchestratorTrainer", Trainer)
     dataset = f"rollouts:{file}"
     unused = f"--start-from {start} is not used: --sft-adapter"
     for given, why in (({}, "is none"), ({"sft_adapter": start}, f"{start} exists")):
         config = options(base, tmp_path, dataset=dataset, start_from=start, **given)
-        with pytest.raises(KeyboardInterrupt):
-            recipe.main(config)
+        assert splits(config)[2] == []
         assert f"{unused} {why}" in capsys.readouterr().out
-    assert tested == [[], []]
     assert evaluate.choose_split(evaluate.EvaluateConfig(), config, dataset)[0] == "validation"
 
 
