@@ -277,17 +277,17 @@ int attention_forward(const attention *a, number *out, int threads) {
     int64_t bytes = make_room(&(room){0}, blocks, NULL);
     element *keys = malloc(pairs * padded * D * sizeof *keys);
     element *values = malloc(pairs * padded * W * sizeof *values);
-    int failed = !keys || !values;
+    int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         room s;
         char *memory = malloc(bytes);
-        if (!memory) failed = 1;
+        failed = !memory || !keys || !values;
         make_room(&s, blocks, memory);
 #pragma omp for schedule(static)
         for (int64_t pair = 0; pair < pairs; pair++) {
             int64_t b = pair / a->heads, head = pair % a->heads;
-            if (!keys || !values) continue;
+            if (failed) continue;
             copy_head(a, a->keys, b, head, keys + pair * padded * D, NULL);
             copy_head(a, a->values, b, head, NULL, values + pair * padded * W);
         }
@@ -295,7 +295,7 @@ int attention_forward(const attention *a, number *out, int threads) {
         for (int64_t turn = 0; turn < pairs * blocks; turn++) {
             int64_t pair = turn / blocks, block = turn % blocks;
             int64_t b = pair / a->heads, head = pair % a->heads;
-            if (!keys || !values || !memory) continue;
+            if (failed) continue;
             copy_queries(a, a->queries, b, head, block, s.queries, NULL);
             int64_t count = weigh(a, b, block, keys + pair * padded * D, &s);
             narrow(s.weights, count * TOKENS, s.narrow, s.pairs);
@@ -353,18 +353,17 @@ int attention_backward(const attention *a, const number *grad_out, number *grad_
     element *values = malloc(pairs * padded * D * sizeof *values);
     element *turned = malloc(pairs * size * sizeof *turned);
     float *sums = calloc(pairs * PARTS * 2 * size, sizeof *sums); /* for keys and for values */
-    int failed = !keys || !values || !turned || !sums;
+    int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         room s;
         char *memory = malloc(bytes);
-        int some = !memory || !keys || !values || !turned || !sums;
-        failed |= some;
+        failed = !memory || !keys || !values || !turned || !sums;
         make_room(&s, blocks, memory);
 #pragma omp for schedule(static)
         for (int64_t pair = 0; pair < pairs; pair++) {
             int64_t b = pair / a->heads, head = pair % a->heads;
-            if (some) continue;
+            if (failed) continue;
             copy_head(a, a->keys, b, head, keys + pair * padded * D, turned + pair * size);
             copy_head(a, a->values, b, head, values + pair * padded * D, NULL);
         }
@@ -372,7 +371,7 @@ int attention_backward(const attention *a, const number *grad_out, number *grad_
         for (int64_t turn = 0; turn < pairs * PARTS; turn++) {
             int64_t pair = turn / PARTS;
             float *mine = sums + turn * 2 * size;
-            for (int64_t block = turn % PARTS; block < blocks && !some; block += PARTS)
+            for (int64_t block = turn % PARTS; block < blocks && !failed; block += PARTS)
                 block_backward(a, grad_out, pair / a->heads, pair % a->heads, block,
                                keys + pair * padded * D, turned + pair * size,
                                values + pair * padded * D, &s, grad_queries, mine, mine + size);
@@ -381,7 +380,7 @@ int attention_backward(const attention *a, const number *grad_out, number *grad_
         for (int64_t turn = 0; turn < pairs * a->tokens; turn++) {
             int64_t pair = turn / a->tokens, t = turn % a->tokens;
             int64_t place = ((pair / a->heads * a->tokens + t) * a->heads + pair % a->heads) * D;
-            for (int d = 0; d < D && !some; d++) {
+            for (int d = 0; d < D && !failed; d++) {
                 float grad_key = 0, grad_value = 0;
                 for (int part = 0; part < PARTS; part++) {
                     const float *from = sums + (pair * PARTS + part) * 2 * size + t * W + d;

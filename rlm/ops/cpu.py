@@ -47,7 +47,7 @@ ROUNDS, SECONDS = 3, 0.04  # turns for each dtype, and minimum seconds per turn
 # Two timings agree if their speed ratios of bf16 to fp32 differ by less than a factor of AGREEMENT.
 # Other programs can make all timings disagree, so at most TIMINGS of them are made.
 AGREEMENT, TIMINGS = 1.2, 6
-# Environment variables that determine which instructions oneDNN, torch and our matmuls use.
+# Environment variables that determine which instructions oneDNN and torch use.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 

@@ -9,9 +9,9 @@
  * Rotary embedding takes one pass. torch needs half a dozen passes, each of which takes a few
  * microseconds to start. The norm is in learn.c.
  *
- * Every result is computed in fp32 and rounded once. kernels.py defines the macros QUERIES (query
- * heads per key-value head), WIDTH (of a head) and, for bf16, BF16. The code uses the vector types
- * of GCC and Clang; in loops of constant length, the compiler keeps arrays of vectors in registers.
+ * kernels.py defines the macros QUERIES (query heads per key-value head), WIDTH (of a head) and, for
+ * bf16, BF16. The code uses the vector types of GCC and Clang; in loops of constant length, the
+ * compiler keeps arrays of vectors in registers.
  */
 #include "numbers.h"
 

@@ -1,6 +1,6 @@
 /* Defines the dtype of all compiled code, and functions that several files use.
  *
- * Numbers are fp32, or bf16 with -DBF16. Every result is computed in fp32 and rounded once.
+ * Numbers are stored in fp32, or with -DBF16 in bf16. Arithmetic is in fp32 or wider.
  */
 #include <math.h>
 #include <stdint.h>

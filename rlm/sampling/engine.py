@@ -71,8 +71,8 @@ class Sampler:
             dtype: the dtype of the merged copy (None: the model's dtype); see `sampling_dtype`.
 
         Raises:
-            UsageError: a merged copy was requested but this architecture has no fast path, or the
-                tokenizer belongs to another model.
+            UsageError: the sampler does not support this architecture, or not with a merged copy
+                as requested; or the tokenizer belongs to another model.
         """
         rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
         if len(tokenizer) - len(_unused_tokens(tokenizer, rows)) > rows:
