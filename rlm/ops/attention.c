@@ -12,51 +12,14 @@
  */
 #include "numbers.h"
 
-/* In bf16, pairs of numbers are multiplied if the CPU has a fast instruction for pairs. This
- * instruction is slow on CPUs with AMX tiles. On these CPUs, and on CPUs without the instruction,
- * numbers are widened to fp32 before they are multiplied. */
-#if defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#include <immintrin.h>
-#define IN_PAIRS
-#endif
-
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 8
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
-#else
-#define LANES 4
-#define ROWS 8
-#endif
-
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#ifdef IN_PAIRS
-typedef number element;
-typedef __m512bh operand;
-
+#ifdef PAIRS
 static inline element as_element(number x) { return x; }
 static inline element narrowed(float x) { return rounded(x); }
-static inline operand same(const element *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (operand)_mm512_set1_epi32(pair);
-}
 static inline operand load(const element *x) { return (operand)_mm512_loadu_si512(x); }
-static inline floats multiply_add(floats sum, operand x, operand y) {
-    return _mm512_dpbf16_ps(sum, x, y);
-}
 #else
-typedef float element;
-typedef floats operand;
-
 static inline element as_element(number x) { return widened(x); }
 static inline element narrowed(float x) { return widened(rounded(x)); }
-static inline operand same(const element *x) { return *x - (floats){0}; }
-static inline operand load(const element *x) { return *(const floats *)x; }
-static inline floats multiply_add(floats sum, operand x, operand y) { return sum + x * y; }
+static inline operand load(const element *x) { return *(const stored_floats *)x; }
 #endif
 
 enum {
@@ -67,6 +30,7 @@ enum {
     W = (D + 15) / 16 * 16,    /* D, rounded up to whole vectors and padded with zeros */
     TOGETHER = 4 / sizeof(element), /* elements multiplied at a time */
     PARTS = 4,
+    ROWS = VECTOR_ROWS, /* rows multiplied at a time */
 };
 
 /* Maximum number of column vectors multiplied at a time: the sums of three vectors fill the
@@ -80,9 +44,9 @@ enum { MOST = 3 };
 static inline __attribute__((always_inline)) void
 tile(const int vectors, const element *left, int64_t stride, const int32_t *pieces, int64_t count,
      int64_t size, int64_t inner, const element *right, int64_t columns, float *sums) {
-    floats sum[ROWS][MOST]; /* in registers */
+    stored_floats sum[ROWS][MOST]; /* in registers */
     for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < vectors; j++) sum[i][j] = *(floats *)(sums + i * columns + j * LANES);
+        for (int j = 0; j < vectors; j++) sum[i][j] = *(stored_floats *)(sums + i * columns + j * LANES);
     for (int64_t p = 0; p < count; p++) {
         const element *from = left + pieces[p] * size;
         for (int64_t k = 0; k < inner; k += TOGETHER, right += columns * TOGETHER) {
@@ -95,7 +59,7 @@ tile(const int vectors, const element *left, int64_t stride, const int32_t *piec
         }
     }
     for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < vectors; j++) *(floats *)(sums + i * columns + j * LANES) = sum[i][j];
+        for (int j = 0; j < vectors; j++) *(stored_floats *)(sums + i * columns + j * LANES) = sum[i][j];
 }
 
 /* Does the same as `tile` for all columns and for `rows` rows, a multiple of ROWS. */
