@@ -169,7 +169,8 @@ class Sampler:
             new_tokens=max(request.params.max_new_tokens for request in requests),
         )
         self.allocate_cache(config, prefix)
-        ids = [self.add_request(request) for request in requests]  # 0, 1, …
+        for request in requests:
+            self.add_request(request)  # the ids are 0, 1, …
         # Long prompts go first, so that short prompts are left for the end of the batch, where no
         # waiting request refills a row.
         by_length = sorted(self._scheduler.waiting, key=lambda state: -len(state.request.prompt))
@@ -178,9 +179,7 @@ class Sampler:
             while self.has_unfinished_requests():
                 yield from self.step()
         finally:
-            for request_id in ids:
-                self.abort_request(request_id)
-            self._cache = None  # the trainer needs the memory until the next batch
+            self.reset()  # the trainer needs the memory until the next batch
 
     def _cache_config(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
         """Compute the cache size for a batch in which prompt i has n[i] completions."""

@@ -399,7 +399,7 @@ class FusedLayer:
 def sampling_dtype(
     model: PreTrainedModel | PeftModel, dtype: str = "auto"
 ) -> tuple[torch.dtype, str]:
-    """Choose the dtype of the sampler's merged copy of the weights, and return a short reason, too.
+    """Return the dtype for the sampler's merged copy of the weights, and a short reason.
 
     With "auto" on a CPU, a fused layer of this model is timed in each dtype, and the faster dtype
     is returned. In these cases nothing is timed, and the model's own dtype is returned: --dtype
