@@ -131,7 +131,7 @@ def evaluate_row(
     from rlm.sampling import Sampler, sampling_dtype
 
     started, results = time.monotonic(), {}
-    sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model), tool=tool)
+    sampler = Sampler(model, tokenizer, dtype=sampling_dtype(model)[0], tool=tool)
     if sampler.batch_note:
         terminal.line(f"{name}: {sampler.batch_note}")
     format = config.format

@@ -153,7 +153,7 @@ def main(config: StructuredOutputsConfig) -> int:
     if config.adapter:
         model = load_adapter(model, config.adapter, trainable=False)
     tokenizer = load_tokenizer(config.model)
-    sampler = Sampler(model, tokenizer, max_num_seqs=config.rows, dtype=sampling_dtype(model))
+    sampler = Sampler(model, tokenizer, max_num_seqs=config.rows, dtype=sampling_dtype(model)[0])
     problems = load_problems(config.dataset, split="test", max_samples=16, seed=config.seed)
     prompts = [render_prompt(tokenizer, problem.question, FORMAT) for problem in problems]
     compiler = GrammarCompiler(tokenizer, sampler.stop_ids, sampler.vocab_size)

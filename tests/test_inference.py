@@ -271,7 +271,7 @@ def test_what_is_shown_is_what_the_sampler_draws(ask, adapter, tokenizer):
     model, _ = inference.load_rlm_model(adapter)
     prompt = render_prompt(tokenizer, "hello", FORMAT)
     request = Request(prompt, SamplingParams(12, 1.0), prompt_seed(5), 3)
-    one_by_one = Sampler(model, tokenizer, max_num_seqs=1, dtype=sampling_dtype(model))
+    one_by_one = Sampler(model, tokenizer, max_num_seqs=1, dtype=sampling_dtype(model)[0])
     [group] = one_by_one.complete([request])
     likeliest = max(group, key=lambda c: sum(c.logprobs) / len(c.logprobs))
     assert reply["response"] == tokenizer.decode(likeliest.token_ids, skip_special_tokens=True)

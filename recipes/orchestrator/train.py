@@ -288,8 +288,7 @@ def load_agent_model(agent_id: str | None, adapter: Path | None = None) -> Agent
     """
     if agent_id is not None:
         return AgentModel(agent_id, adapter)
-    setup = default_setup()
-    return AgentModel(setup.model, adapter, setup.quantize)
+    return AgentModel(default_setup().model, adapter)
 
 
 def run_grpo_training(

@@ -138,11 +138,9 @@ class AdapterInfo:
         config = run.get("config", {})
         if not isinstance(config, dict):
             raise UsageError(f"{file}: config is {config!r:.60}, not a JSON object")
-        names = ("reasoning_format", "system_prompt", "tool")
-        said = {name: config.get(name) for name in names}
-        for name in ("base_model", "base_hash", "quantize", "dataset", "stage"):
-            said[name] = run.get(name)
-        said["base_model"] = said["base_model"] or made_for
+        said = {name: config.get(name) for name in ("reasoning_format", "system_prompt", "tool")}
+        said |= {name: run.get(name) for name in ("base_hash", "quantize", "dataset", "stage")}
+        said["base_model"] = run.get("base_model") or made_for
         for name, value in said.items():
             if not isinstance(value, str | None):
                 raise UsageError(f"{file}: {name} is {value!r:.60}, not a string")

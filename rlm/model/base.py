@@ -402,13 +402,13 @@ def base_model_hash(name: str, *, download: bool = True) -> str:
     Raises:
         UsageError: there are no weight files, or they cannot be downloaded.
     """
-    folder, pattern = Path(model_directory(name)), WEIGHTS
+    folder = Path(model_directory(name))
     if not folder.is_dir():
         if not download:
             return ""
         folder = _download_weights(name)
     # Some repositories contain a second copy of the weights under other file names.
-    files = sorted(folder.glob(pattern)) or sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob(WEIGHTS)) or sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"--model {name} has no safetensors files: convert its weights first")
     return f"sha256:{hashlib.sha256(b''.join(map(_sha256, files))).hexdigest()}"

@@ -13,19 +13,8 @@ from torch import nn
 from rlm.cli import UsageError, terminal
 from rlm.data import opened_reasoning, stop_token_ids
 from rlm.model.adapter_info import ADAPTER_FILES, HOW_TO_TRAIN, AdapterInfo, check_adapter
-from rlm.model.adapters import (
-    check_base,
-    load_adapter,
-    lora_layers,
-    merged_weight,
-)
-from rlm.model.base import (
-    base_model_hash,
-    load_base,
-    load_tokenizer,
-    save_model,
-    save_tokenizer,
-)
+from rlm.model.adapters import check_base, load_adapter, lora_layers, merged_weight
+from rlm.model.base import base_model_hash, load_base, load_tokenizer, save_model, save_tokenizer
 from rlm.model.hardware import Device
 from rlm.runs import (
     check_space,
@@ -48,7 +37,7 @@ def check_output(path: Path, option: str = "--output") -> None:
     """Check that an adapter can be written to this path, before hours of work depend on it.
 
     Raises:
-        UsageError: the path cannot be written, or it contains something other than an adapter.
+        UsageError: the path cannot be written, or an adapter must not replace what is there.
     """
     here = path.resolve()
     check_writable(option, here.parent)
@@ -105,11 +94,7 @@ def save_adapter(
             )
             save_tokenizer(tokenizer, scratch)
             replace_json(scratch / "run.json", run)
-            mode = (scratch / "run.json").stat().st_mode
-            for file in scratch.iterdir():
-                file.chmod(mode)  # safetensors makes files that only their owner can read
-                sync(file)
-            sync(scratch)
+            _sync_files(scratch)
             if path.exists():
                 shutil.rmtree(deleted, ignore_errors=True)  # a killed process may have left it
                 if keep_previous and not _same_weights(path, scratch):
@@ -126,6 +111,18 @@ def save_adapter(
             if moved and not path.exists():
                 previous.rename(path)
             raise
+
+
+def _sync_files(folder: Path) -> None:
+    """Give all files the mode of the tokenizer's config, and sync them to disk.
+
+    safetensors creates files that only their owner can read.
+    """
+    mode = (folder / "tokenizer_config.json").stat().st_mode
+    for file in folder.iterdir():
+        file.chmod(mode)
+        sync(file)
+    sync(folder)
 
 
 def _same_weights(path: Path, other: Path) -> bool:
@@ -204,10 +201,7 @@ def save_merged(
     with writing_beside(path) as scratch:
         save_model(merged, tokenizer, scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
-        mode = (scratch / "README.md").stat().st_mode
-        for file in scratch.iterdir():
-            file.chmod(mode)  # safetensors makes files that only their owner can read
-            sync(file)
+        _sync_files(scratch)
         if path.exists():  # an empty directory
             path.rmdir()
         scratch.rename(path)

@@ -26,8 +26,6 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
-FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 # Maps the steps of a pre-tokenizer to llama.cpp's name of it (`tokenizer.ggml.pre`).
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -70,7 +68,7 @@ def write_gguf(
     """Write the model, its tokenizer and its chat template to a file, completely or not at all.
 
     Args:
-        kind: type of the matrices, one of GGUF_TYPES; vectors are written in fp32.
+        kind: type of the matrices, "f16" or "q8_0"; vectors are written in fp32.
     """
     check_convertible(model, tokenizer)
     path = path.resolve()
@@ -78,7 +76,7 @@ def write_gguf(
     architecture = ARCHITECTURES[model.config.model_type]
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     _add_hyperparameters(writer, model)
-    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
     _add_tokenizer(writer, tokenizer, model.config.vocab_size)
     _add_tensors(writer, model, kind)
     with writing_beside(path) as scratch:
@@ -135,10 +133,7 @@ def _add_tokenizer(
 def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> None:
     config = model.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": num_key_value_heads(config),
-    }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": num_key_value_heads(config)}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -147,7 +142,7 @@ def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> 
             tensor = _interleave_rotary_halves(tensor, heads[layer])
         data, dtype = tensor.float().numpy(), gguf.GGMLQuantizationType.F32
         if data.ndim > 1:  # q8_0 quantizes blocks of 32 numbers
-            dtype = GGUF_TYPES[kind if data.shape[-1] % 32 == 0 else "f16"]
+            dtype = gguf.GGMLQuantizationType[kind.upper() if data.shape[-1] % 32 == 0 else "F16"]
         packed = gguf.quantize(data, dtype)
         known = names.get_name(name, (".weight", ".bias"))
         if known is None:

@@ -118,7 +118,6 @@ class Setup:
 
     model: str
     dataset: str
-    quantize: str
     reason: str
     about_model: str = ""
     about_dataset: str = ""
@@ -130,25 +129,19 @@ def default_setup() -> Setup:
     With a GPU and a reachable hub, these are GSM8K and the largest base model that fits the GPU.
     Otherwise they are the embedded model and word problems, which need no download.
     """
-
-    def embedded(reason: str) -> Setup:
-        came = "the 135M model came with the installation"
-        return Setup(
-            *(EMBEDDED_MODEL, "word-problems:1", "none", reason),
-            *(came, "word problems are made on this machine"),
-        )
-
-    if not torch.cuda.is_available():
-        return embedded(why_no_gpu() or "no GPU here")
-    gigabytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
-    fitting = [name for least, (name, *_) in GPU_MODELS.items() if gigabytes >= least]
-    if not fitting:
-        return embedded(f"a GPU with {gigabytes:.1f} GB")
-    if not hub_reachable():
-        return embedded("the hub is out of reach")
-    name = fitting[0]
-    reason = f"a GPU with {gigabytes:.0f} GB"
-    return Setup(name, "gsm8k", "none", reason, model_download(name))
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        gigabytes = torch.cuda.get_device_properties(device).total_memory / 2**30
+        fitting = [name for least, (name, *_) in GPU_MODELS.items() if gigabytes >= least]
+        if fitting and hub_reachable():
+            reason = f"a GPU with {gigabytes:.0f} GB"
+            return Setup(fitting[0], "gsm8k", reason, model_download(fitting[0]))
+        reason = "the hub is out of reach" if fitting else f"a GPU with {gigabytes:.1f} GB"
+    else:
+        reason = why_no_gpu() or "no GPU here"
+    came = "the 135M model came with the installation"
+    made = "word problems are made on this machine"
+    return Setup(EMBEDDED_MODEL, "word-problems:1", reason, came, made)
 
 
 def model_download(name: str) -> str:
@@ -206,15 +199,11 @@ def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[
     if values.keys() >= {"model", "dataset"}:
         return values
     setup = default_setup()
-    if start and not start.run:  # another tool made this adapter
-        start = None
-    if start:
+    if start and start.run:  # otherwise, another tool made this adapter
         model, dataset = start.base_model or setup.model, start.dataset or setup.dataset
-        setup = Setup(model, dataset, start.quantize, "taken from the initial adapter")
+        setup = Setup(model, dataset, "taken from the initial adapter")
     chosen = {"model": setup.model, "dataset": setup.dataset}
-    if "model" not in values or start:
-        chosen["quantize"] = setup.quantize
-    new = [name for name in ("model", "dataset") if name not in values]
+    new = [name for name in chosen if name not in values]
     named = ", ".join(f"{name} {chosen[name]}" for name in new)
     about = {"model": setup.about_model, "dataset": setup.about_dataset}
     reasons = filter(None, [setup.reason, *(about[name] for name in new)])
@@ -255,7 +244,7 @@ def hub_reachable() -> bool:
 
 
 def prepare_process() -> None:
-    """Silence libraries, and configure memory allocation. Every script calls this function first.
+    """Silence libraries, and configure memory and threads. Every script calls this function first.
 
     Every layer allocates temporary buffers of a few megabytes. If glibc mapped these buffers anew
     each time, page faults would take a tenth of a training step on a CPU. Therefore glibc is

@@ -12,51 +12,14 @@
  */
 #include "numbers.h"
 
-/* In bf16, pairs of numbers are multiplied if the CPU has a fast instruction for pairs. This
- * instruction is slow on CPUs with AMX tiles. On these CPUs, and on CPUs without the instruction,
- * numbers are widened to fp32 before they are multiplied. */
-#if defined(BF16) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#include <immintrin.h>
-#define IN_PAIRS
-#endif
-
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 8
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
-#else
-#define LANES 4
-#define ROWS 8
-#endif
-
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#ifdef IN_PAIRS
-typedef number element;
-typedef __m512bh operand;
-
+#ifdef PAIRS
 static inline element as_element(number x) { return x; }
 static inline element narrowed(float x) { return rounded(x); }
-static inline operand same(const element *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (operand)_mm512_set1_epi32(pair);
-}
 static inline operand load(const element *x) { return (operand)_mm512_loadu_si512(x); }
-static inline floats multiply_add(floats sum, operand x, operand y) {
-    return _mm512_dpbf16_ps(sum, x, y);
-}
 #else
-typedef float element;
-typedef floats operand;
-
 static inline element as_element(number x) { return widened(x); }
 static inline element narrowed(float x) { return widened(rounded(x)); }
-static inline operand same(const element *x) { return *x - (floats){0}; }
-static inline operand load(const element *x) { return *(const floats *)x; }
-static inline floats multiply_add(floats sum, operand x, operand y) { return sum + x * y; }
+static inline operand load(const element *x) { return *(const stored_floats *)x; }
 #endif
 
 enum {
@@ -67,6 +30,7 @@ enum {
     W = (D + 15) / 16 * 16,    /* D, rounded up to whole vectors and padded with zeros */
     TOGETHER = 4 / sizeof(element), /* elements multiplied at a time */
     PARTS = 4,
+    ROWS = VECTOR_ROWS, /* rows multiplied at a time */
 };
 
 /* Maximum number of column vectors multiplied at a time: the sums of three vectors fill the
@@ -80,9 +44,9 @@ enum { MOST = 3 };
 static inline __attribute__((always_inline)) void
 tile(const int vectors, const element *left, int64_t stride, const int32_t *pieces, int64_t count,
      int64_t size, int64_t inner, const element *right, int64_t columns, float *sums) {
-    floats sum[ROWS][MOST]; /* in registers */
+    stored_floats sum[ROWS][MOST]; /* in registers */
     for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < vectors; j++) sum[i][j] = *(floats *)(sums + i * columns + j * LANES);
+        for (int j = 0; j < vectors; j++) sum[i][j] = *(stored_floats *)(sums + i * columns + j * LANES);
     for (int64_t p = 0; p < count; p++) {
         const element *from = left + pieces[p] * size;
         for (int64_t k = 0; k < inner; k += TOGETHER, right += columns * TOGETHER) {
@@ -95,7 +59,7 @@ tile(const int vectors, const element *left, int64_t stride, const int32_t *piec
         }
     }
     for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < vectors; j++) *(floats *)(sums + i * columns + j * LANES) = sum[i][j];
+        for (int j = 0; j < vectors; j++) *(stored_floats *)(sums + i * columns + j * LANES) = sum[i][j];
 }
 
 /* Does the same as `tile` for all columns and for `rows` rows, a multiple of ROWS. */
@@ -277,17 +241,17 @@ int attention_forward(const attention *a, number *out, int threads) {
     int64_t bytes = make_room(&(room){0}, blocks, NULL);
     element *keys = malloc(pairs * padded * D * sizeof *keys);
     element *values = malloc(pairs * padded * W * sizeof *values);
-    int failed = !keys || !values;
+    int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         room s;
         char *memory = malloc(bytes);
-        if (!memory) failed = 1;
+        failed = !memory || !keys || !values;
         make_room(&s, blocks, memory);
 #pragma omp for schedule(static)
         for (int64_t pair = 0; pair < pairs; pair++) {
             int64_t b = pair / a->heads, head = pair % a->heads;
-            if (!keys || !values) continue;
+            if (failed) continue;
             copy_head(a, a->keys, b, head, keys + pair * padded * D, NULL);
             copy_head(a, a->values, b, head, NULL, values + pair * padded * W);
         }
@@ -295,7 +259,7 @@ int attention_forward(const attention *a, number *out, int threads) {
         for (int64_t turn = 0; turn < pairs * blocks; turn++) {
             int64_t pair = turn / blocks, block = turn % blocks;
             int64_t b = pair / a->heads, head = pair % a->heads;
-            if (!keys || !values || !memory) continue;
+            if (failed) continue;
             copy_queries(a, a->queries, b, head, block, s.queries, NULL);
             int64_t count = weigh(a, b, block, keys + pair * padded * D, &s);
             narrow(s.weights, count * TOKENS, s.narrow, s.pairs);
@@ -353,18 +317,17 @@ int attention_backward(const attention *a, const number *grad_out, number *grad_
     element *values = malloc(pairs * padded * D * sizeof *values);
     element *turned = malloc(pairs * size * sizeof *turned);
     float *sums = calloc(pairs * PARTS * 2 * size, sizeof *sums); /* for keys and for values */
-    int failed = !keys || !values || !turned || !sums;
+    int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
         room s;
         char *memory = malloc(bytes);
-        int some = !memory || !keys || !values || !turned || !sums;
-        failed |= some;
+        failed = !memory || !keys || !values || !turned || !sums;
         make_room(&s, blocks, memory);
 #pragma omp for schedule(static)
         for (int64_t pair = 0; pair < pairs; pair++) {
             int64_t b = pair / a->heads, head = pair % a->heads;
-            if (some) continue;
+            if (failed) continue;
             copy_head(a, a->keys, b, head, keys + pair * padded * D, turned + pair * size);
             copy_head(a, a->values, b, head, values + pair * padded * D, NULL);
         }
@@ -372,7 +335,7 @@ int attention_backward(const attention *a, const number *grad_out, number *grad_
         for (int64_t turn = 0; turn < pairs * PARTS; turn++) {
             int64_t pair = turn / PARTS;
             float *mine = sums + turn * 2 * size;
-            for (int64_t block = turn % PARTS; block < blocks && !some; block += PARTS)
+            for (int64_t block = turn % PARTS; block < blocks && !failed; block += PARTS)
                 block_backward(a, grad_out, pair / a->heads, pair % a->heads, block,
                                keys + pair * padded * D, turned + pair * size,
                                values + pair * padded * D, &s, grad_queries, mine, mine + size);
@@ -381,7 +344,7 @@ int attention_backward(const attention *a, const number *grad_out, number *grad_
         for (int64_t turn = 0; turn < pairs * a->tokens; turn++) {
             int64_t pair = turn / a->tokens, t = turn % a->tokens;
             int64_t place = ((pair / a->heads * a->tokens + t) * a->heads + pair % a->heads) * D;
-            for (int d = 0; d < D && !some; d++) {
+            for (int d = 0; d < D && !failed; d++) {
                 float grad_key = 0, grad_value = 0;
                 for (int part = 0; part < PARTS; part++) {
                     const float *from = sums + (pair * PARTS + part) * 2 * size + t * W + d;

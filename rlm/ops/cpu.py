@@ -33,9 +33,6 @@ SOURCES = [
 ]
 # The kernels read neither errno nor FP traps, so GCC may vectorize loops with conversions.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-# Without this option, GCC uses only 256-bit vectors on some CPUs with AVX-512. GCC for ARM rejects
-# the option.
-X86_FLAGS = ("-mprefer-vector-width=512",)
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines of CPU_INFO on which -march=native depends. Other lines change while the machine runs.
 CPU_FEATURES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
@@ -50,7 +47,7 @@ ROUNDS, SECONDS = 3, 0.04  # turns for each dtype, and minimum seconds per turn
 # Two timings agree if their speed ratios of bf16 to fp32 differ by less than a factor of AGREEMENT.
 # Other programs can make all timings disagree, so at most TIMINGS of them are made.
 AGREEMENT, TIMINGS = 1.2, 6
-# Environment variables that determine which instructions oneDNN, torch and our matmuls use.
+# Environment variables that determine which instructions oneDNN and torch use.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
@@ -68,7 +65,7 @@ def cache_folder() -> Path:
         raise UsageError("this user has no home directory: set RLM_CACHE to a folder") from error
 
 
-_failed: set[str] = set()  # digests of this process's failed builds
+_failed: set[str | None] = set()  # digests of this process's failed builds
 
 
 class BuildError(Exception):
@@ -103,8 +100,7 @@ def load_library(macros: Sequence[str]) -> ctypes.CDLL:
                 library.replace(kept)  # atomic: other processes see a complete file
             return loaded
     except (OSError, subprocess.SubprocessError) as error:
-        with suppress(OSError, subprocess.SubprocessError):
-            _failed.add(_digest(()))
+        _failed.add(_digest(()))
         reason = str(error)
         if isinstance(error, subprocess.CalledProcessError):
             lines = error.stderr.splitlines() or ["no reason given"]
@@ -119,11 +115,8 @@ def kernels_digest() -> str:
     The digest covers the sources, the compiler, its flags and the CPU. It is "none" without a
     compiler, or if a build has failed in this process.
     """
-    try:
-        digest = _digest(())
-        return "none" if digest in _failed else digest
-    except (OSError, subprocess.SubprocessError):
-        return "none"
+    digest = _digest(())
+    return "none" if digest is None or digest in _failed else digest
 
 
 def cpu_features() -> list[str]:
@@ -140,16 +133,21 @@ def _command(macros: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the compiler, and the command that compiles a library, without file names."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     flags = [*FLAGS, f"-march={os.environ.get('RLM_MARCH') or 'native'}"]
-    flags += X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()
+    if platform.machine() in ("x86_64", "AMD64"):  # GCC for ARM rejects this option
+        # Without it, GCC uses only 256-bit vectors on some CPUs with AVX-512.
+        flags.append("-mprefer-vector-width=512")
     return compiler, [*compiler, *flags, *(f"-D{macro}" for macro in macros), "-shared", "-fPIC"]
 
 
-def _digest(macros: Sequence[str]) -> str:
+def _digest(macros: Sequence[str]) -> str | None:
+    """Return a digest of a library's inputs; None if the compiler or the CPU is unknown."""
     compiler, command = _command(macros)
-    version = subprocess.run(
-        [*compiler, "--version"], check=True, capture_output=True, timeout=10
-    ).stdout
-    digest = hashlib.sha256(repr((command, version, cpu_features())).encode())
+    ask = [*compiler, "--version"]
+    try:
+        version = subprocess.run(ask, check=True, capture_output=True, timeout=10).stdout
+        digest = hashlib.sha256(repr((command, version, cpu_features())).encode())
+    except (OSError, subprocess.SubprocessError):
+        return None
     for file in (*SOURCES, FOLDER / "numbers.h"):
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -158,18 +156,17 @@ def _digest(macros: Sequence[str]) -> str:
 def _cached_file(macros: Sequence[str]) -> Path | None:
     """Return the path of the cached library for these macros, and this compiler, source and CPU.
 
-    The result is None if the path cannot be determined, or if another user could write to its
-    folder.
+    The result is None if there is no digest, or if the folder is missing or writable by others.
     """
     folder = cache_folder() / "kernels"
+    digest = _digest(macros)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
-        if about.st_uid != os.getuid() or about.st_mode & 0o022:
-            return None
-        return folder / f"{_digest(macros)}.so"
-    except (OSError, subprocess.SubprocessError):
+    except OSError:
         return None
+    is_own = about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return folder / f"{digest}.so" if digest and is_own else None
 
 
 def fast_dtype(

@@ -9,9 +9,9 @@
  * Rotary embedding takes one pass. torch needs half a dozen passes, each of which takes a few
  * microseconds to start. The norm is in learn.c.
  *
- * Every result is computed in fp32 and rounded once. kernels.py defines the macros QUERIES (query
- * heads per key-value head), WIDTH (of a head) and, for bf16, BF16. The code uses the vector types
- * of GCC and Clang; in loops of constant length, the compiler keeps arrays of vectors in registers.
+ * kernels.py defines the macros QUERIES (query heads per key-value head), WIDTH (of a head) and, for
+ * bf16, BF16. The code uses the vector types of GCC and Clang; in loops of constant length, the
+ * compiler keeps arrays of vectors in registers.
  */
 #include "numbers.h"
 
@@ -24,8 +24,8 @@ enum {
     WIDEST = 8,
 #endif
     HALF = (D & -D) / 2, /* half of the largest power of two in D */
-    LANES = HALF < WIDEST ? HALF : WIDEST,
-    PAIR = 2 * LANES,   /* numbers loaded at a time */
+    SIDE = HALF < WIDEST ? HALF : WIDEST, /* floats in each vector of a pair */
+    PAIR = 2 * SIDE,    /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
     LINE = 64 / sizeof(number), /* numbers in a cache line */
     FITTING = 12 * WIDEST / Q, /* dimensions of a head whose sums fit into the registers */
@@ -33,39 +33,39 @@ enum {
     PART = D <= FITTING ? D : 2 * PAIR <= FITTING && D % (2 * PAIR) == 0 ? 2 * PAIR : PAIR,
 };
 
-typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef float side __attribute__((vector_size(4 * SIDE)));
 
 /* PAIR numbers, widened to fp32. fp32 numbers stay in order. bf16 numbers are split into those with
  * even and those with odd indices, which takes a shift and a mask; widening the numbers in order
  * would take three times as many instructions. The types for unaligned memory are used instead of
  * memcpy, because GCC copies in halves of 32 bytes, and a load that waits for two stores is slow. */
 typedef struct {
-    floats one, other;
+    side one, other;
 } pair;
 
-typedef floats stored_floats __attribute__((aligned(4), may_alias));
+typedef side stored_side __attribute__((aligned(4), may_alias));
 
 #ifdef BF16
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * SIDE)));
 typedef words stored_words __attribute__((aligned(2), may_alias));
 
 static inline pair load(const number *from) {
     words both = *(const stored_words *)from;
-    return (pair){(floats)(both << 16), (floats)(both & 0xffff0000)};
+    return (pair){(side)(both << 16), (side)(both & 0xffff0000)};
 }
 static inline void store(float *to, pair sums) {
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < SIDE; i++) {
         to[2 * i] = sums.one[i];
         to[2 * i + 1] = sums.other[i];
     }
 }
 #else
 static inline pair load(const number *from) {
-    return (pair){*(const stored_floats *)from, *(const stored_floats *)(from + LANES)};
+    return (pair){*(const stored_side *)from, *(const stored_side *)(from + SIDE)};
 }
 static inline void store(float *to, pair sums) {
-    *(stored_floats *)to = sums.one;
-    *(stored_floats *)(to + LANES) = sums.other;
+    *(stored_side *)to = sums.one;
+    *(stored_side *)(to + SIDE) = sums.other;
 }
 #endif
 

@@ -56,44 +56,35 @@ _MATMULS = ("linear", "decode_layers")  # compiled only if products.c has matmul
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("slots", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("slot", ctypes.c_void_p),
-        ("length", ctypes.c_void_p),
+        *(("keys", _P), ("values", _P), ("slots", _I), ("tokens", _I)),
+        *(("slot", _P), ("length", _P)),
     )
 
 
 class _Step(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("parts", _Segment * 3),
-    )
+    _fields_ = (("rows", _I), ("heads", _I), ("parts", _Segment * 3))
 
 
 class _Attention(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "hidden", "seen")),
-        *((name, ctypes.c_int64) for name in ("batch", "tokens", "heads", "masks")),
-        ("scale", ctypes.c_float),
+        *((name, _P) for name in ("queries", "keys", "values", "hidden", "seen")),
+        *((name, _I) for name in ("batch", "tokens", "heads", "masks")),
+        ("scale", _F),
     )
 
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "residual", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "gated", "normed")),
-        ("epsilon", ctypes.c_float),
+        *((name, _P) for name in ("x", "weights", "bias", "residual", "out")),
+        *((name, _I) for name in ("rows", "inputs", "outputs", "gated", "normed")),
+        ("epsilon", _F),
     )
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Product) for name in ("qkv", "out", "gated", "down")),
-        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+        *(("query_norm", _P), ("key_norm", _P), ("epsilon", _F), ("scale", _F)),
     )
 
 

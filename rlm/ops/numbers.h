@@ -1,6 +1,6 @@
 /* Defines the dtype of all compiled code, and functions that several files use.
  *
- * Numbers are fp32, or bf16 with -DBF16. Every result is computed in fp32 and rounded once.
+ * Numbers are stored in fp32, or with -DBF16 in bf16. Arithmetic is in fp32 or wider.
  */
 #include <math.h>
 #include <stdint.h>
@@ -67,6 +67,47 @@ static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
 
 #if defined(TILES) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define MATMULS /* products.c contains matmuls for this CPU */
+#endif
+
+/* The vectors of attention.c and products.c. LANES is the number of floats in a vector, and
+ * VECTOR_ROWS the number of rows whose sums fit into the registers. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define VECTOR_ROWS 8
+#elif defined(__AVX__)
+#define LANES 8
+#define VECTOR_ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
+#else
+#define LANES 4
+#define VECTOR_ROWS 8
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef floats stored_floats __attribute__((aligned(4), may_alias));
+
+/* In bf16, pairs of numbers are multiplied if the CPU has a fast instruction for pairs. This
+ * instruction is slow on CPUs with AMX tiles. On these CPUs, and on CPUs without the instruction,
+ * numbers are widened to fp32 before they are multiplied. */
+#if defined(BF16) && defined(__AVX512BF16__) && !defined(TILES)
+#include <immintrin.h>
+#define PAIRS
+typedef number element;
+typedef __m512bh operand;
+
+static inline operand same(const element *x) { /* a vector of copies of one pair */
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (operand)_mm512_set1_epi32(pair);
+}
+static inline floats multiply_add(floats sum, operand x, operand y) {
+    return _mm512_dpbf16_ps(sum, x, y);
+}
+#else
+typedef float element;
+typedef stored_floats operand;
+
+static inline operand same(const element *x) { return *x - (floats){0}; }
+static inline floats multiply_add(floats sum, operand x, operand y) { return sum + x * y; }
 #endif
 
 /* One matmul of x (rows, inputs) and weights (blocks, inputs / TOGETHER, COLUMNS, TOGETHER), with

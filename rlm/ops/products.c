@@ -14,36 +14,16 @@
 
 #ifdef MATMULS
 
-#if defined(TILES)
-#define LANES 16
-#define ROWS 32
-#elif defined(__AVX512F__)
-#define LANES 16
-#define ROWS 8
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
-#else
-#define LANES 4
-#define ROWS 8
-#endif
-
-#if defined(BF16) && defined(__AVX512BF16__)
-#define PAIRS
-#endif
-
 enum {
 #ifdef TILES
+    ROWS = 32,    /* rows multiplied at a time */
     VECTORS = 2,  /* vectors of sums per row */
     DEPTH = 32,   /* inputs that are multiplied at a time */
     TOGETHER = 2, /* inputs whose weights are adjacent */
 #else
+    ROWS = VECTOR_ROWS,
     VECTORS = 3,
-#ifdef PAIRS
-    DEPTH = 2,
-#else
-    DEPTH = 1,
-#endif
+    DEPTH = 4 / sizeof(element),
     TOGETHER = DEPTH,
 #endif
     COLUMNS = LANES * VECTORS,
@@ -172,30 +152,10 @@ static inline void release_tiles(void) {}
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-typedef float floats __attribute__((vector_size(4 * LANES)));
-
+static inline operand weights_at(const void *weights) {
 #ifdef PAIRS
-typedef __m512bh operand;
-typedef number input; /* type of the rows in the inner loop */
-
-static inline operand same(const input *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (operand)_mm512_set1_epi32(pair);
-}
-static inline operand weights_at(const void *weights) {
     return (operand)_mm512_loadu_si512(weights);
-}
-static inline floats multiply_add(floats sum, operand x, operand weights) {
-    return _mm512_dpbf16_ps(sum, x, weights);
-}
-#else
-typedef floats operand;
-typedef float input;
-
-static inline operand same(const input *x) { return *x - (floats){0}; }
-static inline operand weights_at(const void *weights) {
-#if defined(BF16) && defined(__AVX512F__)
+#elif defined(BF16) && defined(__AVX512F__)
     return (operand)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(weights)), 16);
 #elif defined(BF16) && defined(__AVX2__) /* GCC's own code needs five instructions */
     return (operand)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(weights)), 16);
@@ -205,20 +165,14 @@ static inline operand weights_at(const void *weights) {
     typedef uint32_t words __attribute__((vector_size(4 * LANES)));
     return (operand)(__builtin_convertvector(*(const stored_numbers *)weights, words) << 16);
 #else
-    typedef floats stored_weights __attribute__((aligned(4), may_alias));
-    return *(const stored_weights *)weights;
+    return *(const stored_floats *)weights;
 #endif
 }
-static inline floats multiply_add(floats sum, operand x, operand weights) {
-    return sum + x * weights;
-}
-#endif
-typedef floats stored_floats __attribute__((aligned(4), may_alias));
 
 /* Computes sums[i][j] = x[i] · weights[:, j] for the first `rows` rows (a constant). The weights
  * are (inputs / TOGETHER, COLUMNS, TOGETHER). */
 static inline __attribute__((always_inline)) void
-tile(const int rows, const input *x, const number *weights, int64_t inputs, request *next,
+tile(const int rows, const element *x, const number *weights, int64_t inputs, request *next,
      float sums[ROWS][COLUMNS]) {
     floats sum[ROWS][VECTORS]; /* in registers */
     for (int i = 0; i < rows; i++)
@@ -239,18 +193,18 @@ tile(const int rows, const input *x, const number *weights, int64_t inputs, requ
 
 static void multiply_tile(int64_t rows, const number *x, const number *weights, int64_t inputs,
                           request *next, float sums[ROWS][COLUMNS]) {
-    const input *read = (const input *)x;
-    float wide[sizeof(input) > sizeof(number) ? ROWS * inputs : 1];
-    if (sizeof(input) > sizeof(number)) {
+    const element *read = (const element *)x;
+    float wide[sizeof(element) > sizeof(number) ? ROWS * inputs : 1];
+    if (sizeof(element) > sizeof(number)) {
 #pragma omp simd
         for (int64_t i = 0; i < rows * inputs; i++) wide[i] = widened(x[i]);
-        read = (const input *)wide;
+        read = (const element *)wide;
     }
     switch (rows) { /* a constant number of rows keeps the sums in registers */
     case 1: return tile(1, read, weights, inputs, next, sums);
     case 2: return tile(2, read, weights, inputs, next, sums);
     case 3: return tile(3, read, weights, inputs, next, sums);
-#if ROWS > 4
+#if VECTOR_ROWS > 4
     case 4: return tile(4, read, weights, inputs, next, sums);
     case 5: return tile(5, read, weights, inputs, next, sums);
     case 6: return tile(6, read, weights, inputs, next, sums);

@@ -247,8 +247,7 @@ class TorchOps:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    Rounding limits the number of different shapes: oneDNN caches its code for up to a thousand
-    shapes, with about a megabyte per shape.
+    Rounding limits the number of different shapes, because oneDNN generates code for each shape.
     """
     return min(-(-length // multiple) * multiple, at_most)
 

@@ -79,7 +79,7 @@ def load_rlm_model(
     if not base:
         check_base(adapter, model, base_model_hash(model))
         loaded = load_adapter(loaded, adapter, trainable=False)
-    tokenizer, dtype = load_tokenizer(model), sampling_dtype(loaded)
+    tokenizer, dtype = load_tokenizer(model), sampling_dtype(loaded)[0]
     made = cast("ReasoningModel", loaded)
     made.rlm_format = info.format
     sampler = Sampler(loaded, tokenizer, max_num_seqs=MAX_NUM_SEQS, dtype=dtype, tool=used)

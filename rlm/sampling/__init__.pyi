@@ -14,7 +14,6 @@ from .requests import tool_spans as tool_spans
 from .tinker import TinkerEngine as TinkerEngine
 from .vllm import VLLMSampler as VLLMSampler
 from .weights import check_architecture as check_architecture
-from .weights import choose_sampling_dtype as choose_sampling_dtype
 from .weights import sampling_dtype as sampling_dtype
 
 RolloutSampler = Sampler | VLLMSampler | TinkerEngine  # only for type checkers

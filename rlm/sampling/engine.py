@@ -8,6 +8,7 @@ number of rows; `batch_note` reports when these matmuls are used.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -70,8 +71,8 @@ class Sampler:
             dtype: the dtype of the merged copy (None: the model's dtype); see `sampling_dtype`.
 
         Raises:
-            UsageError: a merged copy was requested but this architecture has no fast path, or the
-                tokenizer belongs to another model.
+            UsageError: the sampler does not support this architecture, or not with a merged copy
+                as requested; or the tokenizer belongs to another model.
         """
         rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
         if len(tokenizer) - len(_unused_tokens(tokenizer, rows)) > rows:
@@ -90,20 +91,17 @@ class Sampler:
         self.dtype = self._weights.dtype
         if self.dtype != wanted:
             self._ops = ops_for(model)
-        self.batch_note = self._batch_note()
+        reason = self._ops.batch_note
+        if isinstance(self._weights, UnmergedWeights) and model.device.type == "cpu":
+            reason = "unmerged weights use torch's matmuls"
+        # Why a completion may depend on the rest of its batch; None if it does not.
+        self.batch_note = reason and f"a completion may depend on its batch: {reason}"
         parts = f"{weights}, {self._ops.description}", self.batch_note
         self.description = "; ".join(filter(None, parts))
         self._cache: KVCache | None = None
         self._scheduler = Scheduler(0, 0)
         self._prefix: tuple[int, ...] = ()
         self._next_id = 0
-
-    def _batch_note(self) -> str | None:
-        """Return why a completion may depend on the rest of its batch; None if it does not."""
-        reason = self._ops.batch_note
-        if isinstance(self._weights, UnmergedWeights) and self.model.device.type == "cpu":
-            reason = "unmerged weights use torch's matmuls"
-        return reason and f"a completion may depend on its batch: {reason}"
 
     @property
     def vocab_size(self) -> int:
@@ -143,12 +141,12 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Generate the group of completions of each request."""
         groups = [[Completion([], []) for _ in range(request.n)] for request in requests]
-        with closing(self._tokens(requests)) as tokens:
-            for place, token in tokens:
-                completion = groups[place][token.row]
+        with closing(self.stream(requests)) as tokens:
+            for token in tokens:
+                completion = groups[token.request][token.row]
                 completion.token_ids.append(token.id)
                 completion.logprobs.append(token.logprob)
-                if requests[place].force_tokens:
+                if requests[token.request].force_tokens:
                     completion.tool_mask.append(not token.forced)
                 completion.finish_reason = token.finish_reason
                 if token.finish_reason:
@@ -158,17 +156,8 @@ class Sampler:
     def stream(self, requests: Sequence[Request]) -> Generator[Token, None, None]:
         """Generate completions as `complete` does, but yield each token as soon as it is sampled.
 
-        The field `request` of each token is an index into `requests`.
-        """
-        with closing(self._tokens(requests)) as tokens:
-            for place, token in tokens:
-                yield replace(token, request=place)
-
-    def _tokens(self, requests: Sequence[Request]) -> Generator[tuple[int, Token], None, None]:
-        """Yield each token as soon as it is sampled, with the index of its request.
-
-        When the generator ends or is closed, the requests that are still running are dropped and
-        the cache is freed.
+        The field `request` of each token is an index into `requests`. When the generator ends or
+        is closed, the requests that are still running are dropped and the cache is freed.
         """
         if not requests:
             return
@@ -180,18 +169,17 @@ class Sampler:
             new_tokens=max(request.params.max_new_tokens for request in requests),
         )
         self.allocate_cache(config, prefix)
+        for request in requests:
+            self.add_request(request)  # the ids are 0, 1, …
         # Long prompts go first, so that short prompts are left for the end of the batch, where no
         # waiting request refills a row.
-        order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
-        places = {self.add_request(requests[i]): i for i in order}
+        by_length = sorted(self._scheduler.waiting, key=lambda state: -len(state.request.prompt))
+        self._scheduler.waiting = deque(by_length)
         try:
             while self.has_unfinished_requests():
-                for token in self.step():
-                    yield places[token.request], token
+                yield from self.step()
         finally:
-            for request_id in places:
-                self.abort_request(request_id)
-            self._cache = None  # the trainer needs the memory until the next batch
+            self.reset()  # the trainer needs the memory until the next batch
 
     def _cache_config(self, n: Sequence[int], prompt_tokens: int, new_tokens: int) -> CacheConfig:
         """Compute the cache size for a batch in which prompt i has n[i] completions."""
@@ -257,7 +245,7 @@ class Sampler:
         config = self._fit_memory(config)
         model = self.model
         self._cache = KVCache(self._config, config, self.dtype, model.device, self._ops)
-        self._scheduler = Scheduler(config.max_num_seqs, config.prompt_slots)
+        self._scheduler, self._next_id = Scheduler(config.max_num_seqs, config.prompt_slots), 0
         self._prefix = tuple(prefix)
         if prefix:
             self._forward_prompts([prefix], 0, self._cache.prefill_prefix(), len(prefix))
@@ -271,7 +259,7 @@ class Sampler:
         return self._scheduler.has_unfinished
 
     def add_request(self, request: Request) -> int:
-        """Add a request to the queue and return its id.
+        """Add a request to the queue, and return its id; `allocate_cache` restarts the ids at 0.
 
         Raises:
             ValueError: the request is longer than the cache allows.

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from rlm.data import encode_inserted_text
@@ -134,8 +135,8 @@ class Completion:
     def tool_calls(self) -> list[tuple[int, int]]:
         """The spans of tokens that a tool wrote, as (start, end) pairs.
 
-        >>> Completion([5] * 6, [], tool_mask=[True, False, False, True, True, False]).tool_calls
-        [(1, 3), (5, 6)]
+        >>> Completion([5] * 5, [], tool_mask=[False, True, True, False, False]).tool_calls
+        [(0, 1), (3, 5)]
         """
         mask = [True, *self.tool_mask, True]
         firsts = [i for i in range(len(mask) - 1) if mask[i] and not mask[i + 1]]
@@ -169,7 +170,7 @@ class ToolTokens:
 
     def __init__(self, tool: Tool, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tool, self._tokenizer = tool, tokenizer
-        self._ends: dict[int, str] = {}  # token id → its text
+        self._text_of = cache(lambda token: str(tokenizer.decode([token])))
 
     def __call__(self, row: int, ids: Sequence[int], token: int) -> list[int] | None:
         """Return the token ids that the tool inserts after `ids`, or None (see `ForceTokens`)."""
@@ -181,11 +182,6 @@ class ToolTokens:
         text = str(self._tokenizer.decode(list(ids[-TOOL_WINDOW:]), skip_special_tokens=True))
         inserted = self.tool(text) if text.endswith(trigger) else None
         return encode_inserted_text(self._tokenizer, inserted) if inserted else None
-
-    def _text_of(self, token: int) -> str:
-        if token not in self._ends:
-            self._ends[token] = str(self._tokenizer.decode([token]))
-        return self._ends[token]
 
 
 def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[tuple[int, int]]:

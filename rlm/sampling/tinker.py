@@ -46,21 +46,6 @@ class Batch(Protocol):
     def sequences(self) -> Sequences: ...
 
 
-def token_advantages(gradient: Tensor, divided_by: int = 1) -> list[float]:
-    """Convert the gradient of a loss into advantages for the `importance_sampling` loss.
-
-    With these advantages, the `importance_sampling` loss has the same gradient at the current
-    weights as the given loss.
-
-    Args:
-        gradient: the gradient with respect to the log-probabilities, (tokens,).
-        divided_by: the number by which the server divides the loss of a token. Tinker's loss is a
-            sum over tokens. SkyRL's loss is a mean over the tokens of a sequence, and then a mean
-            over the sequences of an update.
-    """
-    return (-gradient * divided_by).tolist()
-
-
 def served_name(model: str, served: Collection[str], where: str) -> str:
     """Return the server's name for a base model: an equal hub id, or a folder of the same name.
 
@@ -292,13 +277,20 @@ class TinkerEngine:
             rows = zip(sequences, logprobs.detach(), logprobs.grad, strict=True)
             for (prompt, completion), old, gradient in rows:
                 n, tokens = len(completion), len(prompt) + len(completion) - 1
-                advantages = token_advantages(gradient[:n], tokens * count if self._is_skyrl else 1)
-                inputs = {"logprobs": old[:n].tolist(), "advantages": advantages}
+                # Tinker's loss is a sum over tokens. SkyRL's loss is a mean over the tokens of a
+                # sequence, and then a mean over the sequences of an update.
+                advantages = -gradient[:n] * (tokens * count if self._is_skyrl else 1)
+                inputs = {"logprobs": old[:n].tolist(), "advantages": advantages.tolist()}
                 data.append(self._datum(prompt, completion, **inputs))
-        (beta1, beta2), decay = adam["betas"], adam["weight_decay"]
-        rates = {"learning_rate": adam["lr"], "eps": adam["eps"], "weight_decay": decay}
-        rates |= {"beta1": beta1, "beta2": beta2, "grad_clip_norm": self._max_grad_norm}
-        params = self._sdk.types.AdamParams(**rates)
+        beta1, beta2 = adam["betas"]
+        params = self._sdk.types.AdamParams(
+            learning_rate=adam["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=adam["eps"],
+            weight_decay=adam["weight_decay"],
+            grad_clip_norm=self._max_grad_norm,
+        )
         gradient = self._client().forward_backward(data, "importance_sampling")
         step = self._client().optim_step(params)  # sent before the gradient is awaited
         self._ask("compute a gradient", gradient.result)

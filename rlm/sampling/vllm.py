@@ -13,10 +13,6 @@ from rlm.api_client import APIClient, APIError
 from rlm.cli import UsageError
 from rlm.sampling.requests import Completion, SamplingParams
 
-# Neutral sampling parameters, which are sent with each request because vLLM would otherwise use the
-# values in the model's generation_config.json.
-NEUTRAL = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}
-NEUTRAL |= {"presence_penalty": 0, "frequency_penalty": 0}
 LOAD_TIMEOUT = 300.0  # seconds to wait until the main process has loaded an adapter
 
 
@@ -224,7 +220,12 @@ class VLLMSampler:
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": 0,  # return the log-probabilities of the sampled tokens only
             "return_token_ids": True,
-            **NEUTRAL,
+            # Without these, vLLM would use the values in the model's generation_config.json.
+            "top_k": 0,
+            "min_p": 0,
+            "repetition_penalty": 1,
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
         }
         choices = client.post("completions", body).get("choices", [])
         if len(choices) != body["n"]:

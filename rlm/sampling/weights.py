@@ -260,7 +260,7 @@ def choose_weights(
     merged: bool | None,
     ops: Ops,
     dtype: torch.dtype,
-    share: float = 1.0,
+    share: float,
 ) -> tuple[UnmergedWeights | MergedWeights, str]:
     """Choose the weights to sample with; return the weights, and a description with the reason.
 
@@ -396,21 +396,16 @@ class FusedLayer:
         return self.ops.rms_norm(x.reshape(-1, self.width), weight, epsilon).view(x.shape)
 
 
-def sampling_dtype(model: PreTrainedModel | PeftModel, dtype: str = "auto") -> torch.dtype:
-    """Choose the dtype in which the sampler keeps its merged copy of the weights.
+def sampling_dtype(
+    model: PreTrainedModel | PeftModel, dtype: str = "auto"
+) -> tuple[torch.dtype, str]:
+    """Return the dtype for the sampler's merged copy of the weights, and a short reason.
 
     With "auto" on a CPU, a fused layer of this model is timed in each dtype, and the faster dtype
     is returned. In these cases nothing is timed, and the model's own dtype is returned: --dtype
     names a dtype; the model is on a GPU or has no fast path; or the caller has loaded the model in
     another dtype than "auto" selects for training.
     """
-    return choose_sampling_dtype(model, dtype)[0]
-
-
-def choose_sampling_dtype(
-    model: PreTrainedModel | PeftModel, dtype: str
-) -> tuple[torch.dtype, str]:
-    """Return the dtype that `sampling_dtype` returns, and a short reason."""
     if dtype != "auto":
         return model.dtype, f"--dtype {dtype}"
     if model.device.type != "cpu" or why_not_fused(model) or model.dtype != learning_dtype()[0]:

@@ -220,7 +220,7 @@ def load_samplers(
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()
-        options = {"max_num_seqs": max_num_seqs, "dtype": sampling_dtype(model), "share": share}
+        options = {"max_num_seqs": max_num_seqs, "dtype": sampling_dtype(model)[0], "share": share}
         sampler = Sampler(model, tokenizer, **options)
         samplers[name] = AdapterSampler(sampler, activate, prompt_prefix(tokenizer, adapter.format))
     return samplers

@@ -20,7 +20,7 @@ import torch
 from rlm.cli import required, terminal
 from rlm.data import Problem
 from rlm.model import Device, model_download, pick_device
-from rlm.sampling import Request, Sampler, SamplingParams, choose_sampling_dtype
+from rlm.sampling import Request, Sampler, SamplingParams, sampling_dtype
 from rlm.training.batches import MicroBatch, Rollout, make_micro_batches, problems_for_step
 from rlm.training.config import GRPOConfig
 from rlm.training.logprobs import reference_logprobs, token_logprobs
@@ -63,7 +63,7 @@ def show_plan(trainer: Trainer, data: TrainingData) -> None:
     evaluated = len(shard(data.eval_problems)) * config.eval_group_size_for(count)
     a_step, validation = sampling + learning, speed.of(evaluated, tokens)
     steps, seconds = remaining(config, 0, a_step, validation, seconds=validation)
-    place, (dtype, why) = policy.device.type, choose_sampling_dtype(policy, config.dtype)
+    place, (dtype, why) = policy.device.type, sampling_dtype(policy, config.dtype)
     if dtype != sampler.dtype:
         dtype, why = policy.dtype, "as in learning: no merged copy"
     limit, model = "", required(config.model, "--model")

@@ -248,7 +248,7 @@ def make_engine(
         tokenizer,
         max_num_seqs=config.max_num_seqs,
         merged={"merged": True, "unmerged": False}.get(config.sampler),
-        dtype=sampling_dtype(policy, config.dtype),
+        dtype=sampling_dtype(policy, config.dtype)[0],
         tool=tool,
     )
 

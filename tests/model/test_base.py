@@ -134,10 +134,8 @@ def text_with(**change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # If such parts were ignored, another model than the trained one would be evaluated.
+        # If this were ignored, another model than the trained one would be evaluated.
         (text_with(peft_type="LOHA"), "has peft_type LOHA, but only LoRA"),
-        (text_with(modules_to_save=["lm_head"]), "modules_to_save"),
-        (text_with(trainable_token_indices=[1]), "trainable_token_indices"),
         (text_with(target_modules="(q"), r"fit this base model: .*unterminated subpattern"),
         (text_with(rank_pattern=[1]), "fit this base model: "),
         (lambda file: file.write_text("{"), BROKEN),

@@ -251,10 +251,8 @@ def test_nothing_is_taken_from_an_adapter_of_another_base(
         ({}, ("huggingface.co", 443)),
         ({"HF_ENDPOINT": "https://mirror.example"}, ("mirror.example", 443)),
         ({"HF_ENDPOINT": "http://mirror.example:8080"}, ("mirror.example", 8080)),
-        (
-            {"HTTPS_PROXY": "http://proxy.example:3128"},
-            None,
-        ),  # only the hub's libraries can use a proxy
+        # Only the hub's libraries can use a proxy.
+        ({"HTTPS_PROXY": "http://proxy.example:3128"}, None),
     ],
 )
 def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment, asked):
@@ -271,23 +269,6 @@ def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment
     monkeypatch.setattr("socket.create_connection", connect)
     assert machine.hub_reachable()
     assert tried == ([asked] if asked else [])
-
-
-@pytest.mark.parametrize(
-    ("held_down", "dtype"),
-    [(None, "bfloat16"), ("DEFAULT", "bfloat16"), ("AVX512_CORE_BF16", "bfloat16"),
-     ("avx2", "float32"), ("AVX512_CORE_VNNI", "float32")],
-)  # fmt: skip
-def test_bf16_where_the_cpu_computes_it_and_is_let(monkeypatch, tmp_path, held_down, dtype):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    seconds = {"float32": 2.0, "bfloat16": 1.0}
-    monkeypatch.setattr("rlm.ops.cpu._time_in_turns", lambda _: seconds)
-    monkeypatch.setenv("RLM_CACHE", str(tmp_path))
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if held_down:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_down)
-    assert str(machine.pick_device().dtype) == f"torch.{dtype}"
 
 
 def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):

@@ -1,11 +1,14 @@
-"""Attention of the training pass: it equals torch's, and is used only where it is supported."""
+"""Attention of the training pass in torch: it equals torch's, and is used where it is supported.
+
+The compiled attention is tested in test_kernels.py and in training/test_logprobs.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import kernels, tiny_model
+from conftest import tiny_model
 
 from rlm.cli.options import UsageError
 from rlm.model.base import load_base
@@ -24,24 +27,15 @@ def inputs(dtype, heads, shared, width=8):
     return [part.requires_grad_() for part in made]
 
 
-# Other test files compile the same shapes, because each further build takes seconds.
 @pytest.mark.parametrize(("heads", "shared", "width"), [(6, 2, 64), (2, 2, 8), (3, 1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 128])  # per block; with 3, the last block has two rows
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_attention_and_its_gradients_equal_torchs(
-    heads, shared, width, dtype, rows, is_compiled, monkeypatch
-):
+def test_attention_and_its_gradients_equal_torchs(heads, shared, width, dtype, rows, monkeypatch):
     monkeypatch.setattr(fused_layers, "QUERY_BLOCK", rows)
-    made = kernels(dtype, heads // shared, width) if is_compiled else None
     ours = inputs(dtype, heads, shared, width)
     exact = [part.detach().float().requires_grad_() for part in ours]
     mask, scale = attention_mask(SEGMENTS, dtype), 0.6 * width**-0.5
-    if is_compiled:
-        by_token = [part.transpose(1, 2) for part in ours]
-        out = fused_layers._CompiledAttention.apply(*by_token, mask, scale, made).transpose(1, 2)
-    else:
-        out = fused_layers._BlockAttention.apply(*ours, mask, scale)
+    out = fused_layers._BlockAttention.apply(*ours, mask, scale)
     # The results of padding are never read, so they are not compared.
     seen = (SEGMENTS >= 0)[:, None, :, None]
     wanted = F.scaled_dot_product_attention(
@@ -93,13 +87,11 @@ def test_a_model_scores_the_same_with_it(family, tmp_path):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_is_chosen_on_a_cpu(model_dir, dtype):
-    model = load_base(str(model_dir), Device("cpu", dtype, ""), attn="auto")
-    assert model.config._attn_implementation == fused_layers.ATTN_IMPLEMENTATION
-    for name in ("sdpa", "eager"):
-        named = load_base(str(model_dir), Device("cpu", dtype, ""), attn=name)
-        assert named.config._attn_implementation == name
+def test_it_is_chosen_on_a_cpu(model_dir):
+    device = Device("cpu", torch.float32, "")
+    for named, used in (("auto", fused_layers.ATTN_IMPLEMENTATION), ("eager", "eager")):
+        model = load_base(str(model_dir), device, attn=named)
+        assert model.config._attn_implementation == used
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])

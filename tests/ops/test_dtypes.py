@@ -43,7 +43,22 @@ def test_the_faster_type_is_taken_and_fp32_where_they_are_alike(cpu, fp32, bf16,
     device = pick_device()
     assert device.dtype == dtype
     assert f"bf16 is {fp32 / bf16:.2g} times as fast as fp32" in str(device)
-    assert sampling_dtype(tiny_model().to(dtype)) == dtype
+    assert sampling_dtype(tiny_model().to(dtype))[0] == dtype
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype"),
+    [
+        ("DEFAULT", torch.bfloat16),
+        ("AVX512_CORE_BF16", torch.bfloat16),
+        ("avx2", torch.float32),
+        ("AVX512_CORE_VNNI", torch.float32),
+    ],
+)
+def test_a_limit_of_the_instructions_may_disable_bf16(cpu, monkeypatch, limit, dtype):
+    cpu(4.0, 1.0)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert pick_device().dtype == dtype
 
 
 def test_each_kind_of_work_is_measured_once_on_a_machine(cpu, tmp_path):
@@ -115,16 +130,16 @@ def test_sampling_and_learning_may_differ(cpu):
     cpu(1.0, 2.0)
     assert pick_device().dtype == torch.float32
     cpu(2.0, 1.0)
-    assert sampling_dtype(tiny_model()) == torch.bfloat16
+    assert sampling_dtype(tiny_model())[0] == torch.bfloat16
 
 
 def test_a_type_that_somebody_chose_is_not_measured(cpu):
     timed = cpu(4.0, 1.0)
     assert pick_device("float32").dtype == torch.float32
-    assert sampling_dtype(tiny_model(), "float32") == torch.float32
-    assert sampling_dtype(tiny_model().bfloat16(), "bfloat16") == torch.bfloat16
+    assert sampling_dtype(tiny_model(), "float32")[0] == torch.float32
+    assert sampling_dtype(tiny_model().bfloat16(), "bfloat16")[0] == torch.bfloat16
     assert not timed
-    assert sampling_dtype(tiny_model()) == torch.float32  # the model is not in the fast dtype
+    assert sampling_dtype(tiny_model())[0] == torch.float32  # the model is not in the fast dtype
 
 
 def test_the_clock_takes_the_faster_for_faster():

@@ -26,9 +26,7 @@ CPUS = {
 
 def results(folder: Path, compiler: str, flag: str, runner: tuple[str, ...], dtype: str):
     """Compile and run the test program; return the results of each function by name."""
-    flags = [part for part in this_cpu.FLAGS if not part.startswith("-march")]
-    if dtype == "bf16":
-        flags.append("-DBF16")
+    flags = [*this_cpu.FLAGS, "-DBF16"] if dtype == "bf16" else this_cpu.FLAGS
     sources = [Path(__file__).with_name("other_cpus.c"), *this_cpu.SOURCES]
     program = folder / "program"
     command = [compiler, flag, *flags, *MACROS, "-static", "-o", program, *sources, "-lm"]

@@ -974,7 +974,7 @@ def test_the_published_block_runs(base, tmp_path, monkeypatch, source, capsys):
 
     names = vars(recipe) | {"Config": SmallConfig}
     # Without an id, the default model of the machine is used.
-    setup = Setup(str(base), "gsm8k", "none", "test")
+    setup = Setup(str(base), "gsm8k", "test")
     monkeypatch.setattr(recipe, "default_setup", lambda: setup)
     if source == "README":  # its imports are of this project
         exec(block.partition("cfg =")[0], {})

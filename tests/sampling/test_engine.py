@@ -249,13 +249,6 @@ def test_an_end_token_ends_a_row_and_belongs_to_it(tokenizer):
     assert min(reasons["stop"], reasons["length"]) > 0
 
 
-def test_every_end_token_counts(tokenizer):
-    """The tokenizer, the generation config and the template may name different end tokens."""
-    model = tiny_model()
-    model.generation_config.eos_token_id = [7, 9]
-    assert Sampler(model, tokenizer).stop_ids == {7, 9, 257}
-
-
 def test_the_merged_copy_follows_the_adapter_and_leaves_the_model_alone(tokenizer):
     policy = new_adapter(tiny_model(), r=4, alpha=8).eval()
     before = {name: tensor.clone() for name, tensor in policy.named_parameters()}

@@ -91,18 +91,6 @@ def tensors_apart(one: Path, other: Path) -> float:
 # --- what needs no server -------------------------------------------------------------------------
 
 
-def test_advantages_give_the_gradient_back():
-    """This must hold for a loss that is a sum over tokens and for a loss that is a mean."""
-    gradient, old = torch.tensor([-0.5, 0.25]), torch.tensor([-1.0, -2.0])
-    assert engine.token_advantages(gradient) == [0.5, -0.25]
-    assert engine.token_advantages(gradient, divided_by=6) == [3.0, -1.5]
-    for divided_by in (1, 6):
-        logprobs = old.clone().requires_grad_()
-        advantages = torch.tensor(engine.token_advantages(gradient, divided_by))
-        (-((logprobs - old).exp() * advantages).sum() / divided_by).backward()
-        assert logprobs.grad.tolist() == gradient.tolist()
-
-
 def test_the_servers_name_of_a_base():
     assert engine.served_name("Qwen/Qwen3-8B", ["a", "/data/Qwen3-8B"], "it") == "/data/Qwen3-8B"
     assert engine.served_name("b/X", ["a/X", "b/X"], "it") == "b/X"

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from rlm.data import encode_inserted_text
 from rlm.model.adapters import new_adapter
 from rlm.sampling import (
-    Completion,
     Request,
     Sampler,
     SamplingParams,
@@ -182,8 +181,3 @@ def test_a_tool_can_not_forge_a_special_token(tokenizer):
     ids = ToolTokens(Forger(), tokenizer)(0, tokenizer.encode("a"), 0)
     assert 257 not in ids
     assert tokenizer.decode(ids) == "<|im_end|>"
-
-
-def test_stretches_of_a_mask():
-    mask = [False, True, False, False]
-    assert Completion([5] * 4, [], tool_mask=mask).tool_calls == [(0, 1), (2, 4)]
