@@ -213,10 +213,7 @@ async def _serve(
     config: ServerConfig, service: Service, keys: Keys, listening: socket.socket
 ) -> int:
     """Serve until a signal is received or the engine stops, and return the exit code."""
-    import uvicorn
-
     from rlm.serving import (
-        UVICORN,
         AllowedHosts,
         GracefulServer,
         SecuritySettings,
@@ -234,9 +231,7 @@ async def _serve(
         public=config.public,
         allowed_origins=read_origins(config.allow_origin),
     )
-    app = create_app(service, settings)
-    options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
-    server = GracefulServer(options, service, DRAIN_SECONDS)
+    server = GracefulServer(create_app(service, settings), service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
     # The server has to stop when this task ends, because nothing else monitors the engine.
     watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -246,8 +241,8 @@ async def _serve(
         await watching
     if service.engine.state != "dead":
         return 0
-    if isinstance(service.engine.error, UsageError) and not service.engine.was_ready:
-        raise service.engine.error
+    if isinstance(service.engine.load_error, UsageError):
+        raise service.engine.load_error
     terminal.line("the engine stopped with an error; see the log")
     return 1
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx2
-import uvicorn
 from conftest import tiny_model
 from scripted_sampler import Script, ScriptedSampler
 
@@ -18,7 +17,7 @@ from rlm.data.prompts import FORMATS
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine, Limits
-from rlm.serving.http_server import UVICORN, GracefulServer
+from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import AdapterSampler, ServedAdapter, ServedModels, prompt_prefix
 from rlm.serving.service import Service
@@ -90,15 +89,15 @@ def live(
     keys = keys or Keys([])
     hosts = AllowedHosts({"127.0.0.1"})
     settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
-    app = create_app(service, settings)
-    config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
-    server = GracefulServer(config, service, drain_seconds)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    server = GracefulServer(create_app(service, settings), service, drain_seconds)
+    listening = listen("127.0.0.1", 0)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True
+    )
     thread.start()
     wait_until(lambda: server.started and service.engine.state != "loading")
-    port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Live(f"http://127.0.0.1:{port}", service, server, thread)
+        yield Live(local_url(listening), service, server, thread)
     finally:
         server.should_exit = True
         thread.join(15)

@@ -380,7 +380,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     usual, settings = served_by(monkeypatch, tokenizer)
     assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
     assert not settings.allowed_hosts.numeric
-    assert usual._seconds == 25  # the time limit for draining in docs/reference/serving.md
+    assert usual._drain_seconds == 25  # the time limit for draining in docs/reference/serving.md
     named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
     _, settings = served_by(monkeypatch, tokenizer, *named)
     assert settings.allowed_hosts == here | {"my.machine", "other"}
@@ -407,7 +407,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
 
 def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
     def die(self, name):
-        raise MemoryError
+        raise UsageError  # code 2 is only for an error at the start
 
     monkeypatch.setattr(Engine, "_step", die)
     service, _ = make_service(tokenizer, {})

@@ -73,7 +73,7 @@ class Service:
         # The tokens of each accepted, unfinished request. This includes requests in preparation.
         self._reserved: dict[str, int] = {}
         # A future for each request in preparation. Setting it to a problem ends the request.
-        self._preparing: dict[str, asyncio.Future[HTTPProblem]] = {}
+        self._preparing: set[asyncio.Future[HTTPProblem]] = set()
         # A slow schema must not hold up the requests without a schema.
         self._compiling, self._rendering = _Preparation(), _Preparation()
 
@@ -114,19 +114,18 @@ class Service:
             HTTPProblem: the request exceeds a limit, the queue is full, or the engine is not ready.
         """
         started = time.monotonic()
-        self._admit()
+        deadline = started + self.limits.seconds
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
         format, structured = adapter.format, structured_outputs(asked)
         kind = structured.answer_type if structured else format.answer_type
         format = format.with_answer_type(asked.answer_type or kind)
         id, new_tokens = f"rsn_{secrets.token_hex(12)}", asked.n * params.max_new_tokens
-        self._admit(new_tokens, id)
+        self._admit(id, new_tokens)
         try:
-            deadline = started + self.limits.seconds
             preparing = self._prepare(asked, format, structured, turns, system, deadline)
-            grammar, prompt, used = await self._unless_failed(id, preparing)
-            self._admit(len(prompt) + new_tokens, id)
+            grammar, prompt, used = await self._unless_failed(preparing)
+            self._admit(id, len(prompt) + new_tokens)
             running = RunningRequest(
                 id=id,
                 api=api,
@@ -145,9 +144,9 @@ class Service:
                     tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
                     grammar=grammar,
                 ),
-                timeout=self.limits.seconds,
-                experiences=used,
                 started=started,
+                deadline=deadline,
+                experiences=used,
             )
         except BaseException as error:
             del self._reserved[id]
@@ -177,7 +176,7 @@ class Service:
         This is used when the engine hangs or is dead, and when the time limit for draining has
         passed.
         """
-        for failed in self._preparing.values():
+        for failed in self._preparing:
             if not failed.done():
                 failed.set_result(problem)
         for running in self._running.values():
@@ -205,11 +204,10 @@ class Service:
         """The maximum number of tokens that all accepted, unfinished requests can occupy."""
         return sum(self._reserved.values())
 
-    def _admit(self, tokens: int = 0, id: str = "") -> None:
-        """Check that a request with this number of tokens fits into the queue.
+    def _admit(self, id: str, tokens: int) -> None:
+        """Give a request a place in the queue, or change the number of tokens of its place.
 
-        With an `id`, the request gets a place in the queue, or its number of tokens changes. A
-        request that already has a place continues while the server drains.
+        A request that already has a place continues while the server drains.
         """
         accepted = id in self._reserved
         if problem := self.engine_problem() if accepted else self.not_ready():
@@ -221,8 +219,7 @@ class Service:
         if full or sum(others) + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
             raise HTTPProblem(503, "queue_full", "the queue is full", retry_after=5)
-        if id:
-            self._reserved[id] = tokens
+        self._reserved[id] = tokens
 
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
@@ -247,21 +244,19 @@ class Service:
             raise _invalid("n", "n above 1 requires a temperature above 0")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
-    async def _unless_failed(self, id: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for the preparation of a request, unless `fail_all` ends the request first."""
-        failed = self._preparing[id] = asyncio.get_running_loop().create_future()
+        failed = asyncio.get_running_loop().create_future()
+        self._preparing.add(failed)
         task = asyncio.create_task(work)
         try:
             await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if failed.done():
                 raise failed.result()
-            result = task.result()
-            if failed.done():  # at the same time
-                raise failed.result()
-            return result
+            return task.result()
         finally:
             task.cancel()
-            del self._preparing[id]
+            self._preparing.remove(failed)
 
     async def _prepare(
         self,

@@ -519,8 +519,9 @@ def test_lengths_beyond_the_models_context_window_are_refused_at_the_start(token
     service, _ = make_service(tokenizer, {"": "5"}, limits=limits)
     service.engine.start()
     wait_until(lambda: service.engine.state == "dead")
-    assert "up to 1025 tokens, but the model supports only 1024" in str(service.engine.error)
-    assert not service.engine.was_ready  # so server.py ends with exit code 2
+    assert isinstance(service.engine.load_error, UsageError)  # server.py ends with exit code 2
+    assert "up to 1025 tokens, but the model supports only 1024" in str(service.engine.load_error)
+    assert service.not_ready().code == "engine_down"
 
 
 SLOW = TWO | {"structured_outputs": {"regex": "slow"}}
@@ -914,15 +915,6 @@ def test_a_hung_step_is_noticed_and_recovered_from(tokenizer, monkeypatch):
         wait_until(lambda: server.get("/ready").status_code == 200)
         monkeypatch.undo()  # a machine that pauses does not hang
         assert server.post({"prompt": "two and three"}).json()["final_answer"] == "5"
-
-
-def test_what_cannot_be_loaded_is_said(tokenizer):
-    service, _ = make_service(tokenizer, SCRIPT)
-    service.engine._load = lambda: (_ for _ in ()).throw(ValueError("no weights"))
-    service.engine.start()
-    wait_until(lambda: service.engine.state == "dead")
-    assert str(service.engine.error) == "no weights"
-    assert service.not_ready().code == "engine_down"
 
 
 # --- lessons in front of questions ----------------------------------------------------------------
