@@ -60,7 +60,11 @@ FREE = Price()
 
 @dataclass
 class Usage:
-    """The tokens and cost of a request: upper bounds before the reply, actual values after it."""
+    """The cost and tokens of a request.
+
+    Before the reply, these are the maximum cost and an estimate of the tokens. Then they are
+    replaced by the actual values.
+    """
 
     cost: float = 0.0
     tokens: int = 0

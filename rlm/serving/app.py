@@ -1,7 +1,7 @@
 """Build the HTTP application: routes, lifespan, and error responses.
 
-Nothing is loaded before the application starts. The engine thread then loads the model; in the
-meantime `/health` returns 200 and `/ready` returns 503.
+The engine thread loads the model after the application has started. In the meantime `/health`
+returns 200 and `/ready` returns 503.
 """
 
 from __future__ import annotations

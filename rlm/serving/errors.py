@@ -1,8 +1,4 @@
-"""Error responses, which combine the problem details of RFC 9457 with OpenAI's `error` object.
-
-Error responses do not repeat the values of a request's fields: an echoed value could inject text
-into a log or a web page, and it could contain a lone surrogate, which cannot be encoded.
-"""
+"""Error responses, which combine the problem details of RFC 9457 with OpenAI's `error` object."""
 
 from __future__ import annotations
 
@@ -128,10 +124,11 @@ def as_problem(error: Exception) -> HTTPProblem:
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
-    """Return the 422 response for pydantic's `errors()`, without the values that were sent.
+    """Return the 422 response for pydantic's `errors()`.
 
-    The response contains the locations and messages of the first errors. A location may contain a
-    field name from the client, which is replaced by "?" unless it is a valid identifier.
+    The response contains the locations and messages of the first errors, but not the values that
+    were sent: an echoed value could be long, or inject text into a web page. A location may contain
+    a field name from the client, which is replaced by "?" unless it is a valid identifier.
     """
     found = list(islice(errors, _MAX_ERRORS))
     kept = [{"loc": _location(error["loc"]), "msg": _said(error)} for error in found]

@@ -51,7 +51,7 @@ class ServedAdapter:
     name: str
     path: Path | None
     sha256: str | None  # hash of the tensor file
-    stage: str  # base | sft | grpo | unknown
+    stage: str  # "base", or AdapterInfo.stage
     format: Format
     tool: Tool | None = None
     answer_types: tuple[AnswerType, ...] = ("number",)  # as in training; `format`'s type is first
