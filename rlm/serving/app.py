@@ -30,7 +30,6 @@ SEND_KEY = [
     Security(HTTPBearer(auto_error=False)),
     Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
 ]
-WATCH_SECONDS = 0.5  # seconds between checks of the engine
 PAGE = files("rlm.serving").joinpath("page")
 PAGE_POLICY = (  # allows only the page's own files and this server, and no HTML created by a script
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -84,7 +83,7 @@ def create_routes(service: Service, *, needs_key: bool = False) -> FastAPI:
 async def _watch(service: Service) -> None:
     """Fail all waiting requests when the engine hangs or is dead."""
     while True:
-        await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(0.5)
         if problem := service.engine_problem():  # while the model loads, none are waiting
             service.fail_all(problem)
 

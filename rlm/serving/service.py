@@ -284,11 +284,21 @@ class Service:
             grammar = await self._compiling.run(compile, field, deadline)
         is_new = system.strip() not in ("", format.system_prompt.strip())
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
+
+        def render(question: str, examples: Sequence[tuple[str, str]]) -> list[int]:
+            # After an earlier reply without tags, the model often does not reason.
+            tag, _ = format.answer_tags
+            earlier = [
+                (user, answer if tag in answer else format.completion(reasoning, answer))
+                for user, reasoning, answer in turns
+            ]
+            options = {"examples": [*examples, *earlier], "system_prompt": system_prompt}
+            return render_prompt(self.tokenizer, question, format, **options)
+
         for most in range(self._nearest if self.experiences else 0, -1, -1):
             informed = apply_experiences(asked.prompt, self.experiences, most)
-            shown = informed.question, informed.examples, turns, system_prompt
-            render = partial(_prompt, self.tokenizer, format, *shown)
-            prompt = await self._rendering.run(render, "prompt", deadline)
+            call = partial(render, informed.question, informed.examples)
+            prompt = await self._rendering.run(call, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
                 return grammar, prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
@@ -359,27 +369,6 @@ def _in_thread(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="prepare", daemon=True).start()
     return done
-
-
-def _prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    format: Format,
-    question: str,
-    examples: Sequence[tuple[str, str]],
-    turns: Sequence[tuple[str, str, str]],
-    system_prompt: str | None,
-) -> list[int]:
-    """Render a prompt whose earlier replies have the form that the model was trained to write.
-
-    After a reply without the tags, the model often does not reason.
-    """
-    tag, _ = format.answer_tags
-    earlier = [
-        (asked, answer if tag in answer else format.completion(reasoning, answer))
-        for asked, reasoning, answer in turns
-    ]
-    options = {"examples": [*examples, *earlier], "system_prompt": system_prompt}
-    return render_prompt(tokenizer, question, format, **options)
 
 
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
