@@ -281,9 +281,9 @@ async def _watch(
             except TunnelError as error:
                 terminal.line(f"{error}\nno public URL; the local server continues")
         while service.engine.state != "dead":
-            if tunnel and service.public_url and not tunnel.is_up:
-                await tunnel.close()
-                service.public_url = None
+            if tunnel and not tunnel.is_up:
+                dead, tunnel, service.public_url = tunnel, None, None
+                await dead.close()
                 terminal.line("public: the tunnel is closed")
             await asyncio.sleep(0.2)
     finally:

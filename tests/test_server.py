@@ -82,12 +82,9 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
     nowhere = tmp_path / "none"
     assert find_models(nowhere, None, str(model_dir), base=True).default == "base"
     assert find_models(nowhere, weights, None, base=True).base_model == str(model_dir)
-    (tmp_path / "a" / "run.json").write_text(
-        json.dumps(run | {"base_model": "b", "base_hash": "b"})
-    )
-    models = find_models(
-        tmp_path / "a", weights, None, base=True
-    )  # a folder with an adapter of another base model
+    run |= {"base_model": "b", "base_hash": "b"}  # not the base model of the folder's adapters
+    (tmp_path / "a" / "run.json").write_text(json.dumps(run))
+    models = find_models(tmp_path / "a", weights, None, base=True)
     assert (models.base_model, models.quantize) == (str(model_dir), "none")
 
 
@@ -474,8 +471,8 @@ def test_the_tunnel_leads_to_the_address_that_is_bound():
             assert local_url(listening) == url + str(listening.getsockname()[1])
 
 
-def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
-    """The attendant watches the engine, so the server must not continue without it."""
+def test_an_error_in_the_watch_ends_the_server(tokenizer, monkeypatch):
+    """`_watch` monitors the engine, so the server must not continue without it."""
 
     async def broken(*_):
         raise ZeroDivisionError
@@ -516,9 +513,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
         assert "ready: " in rest
         key = re.search(r"shown once: (\S+)", said)[1]
         lines = iter(process.stdout.readline, "")  # a line may be about the batch
-        assert any(
-            "NGROK_AUTHTOKEN" in line for line in lines
-        )  # the server continues without a tunnel
+        assert any("NGROK_AUTHTOKEN" in line for line in lines)  # it continues without a tunnel
         with httpx2.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "What is 2 + 3?"}
             assert client.post("/phase1/reasoning", json=body).status_code == 401

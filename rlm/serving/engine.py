@@ -174,8 +174,7 @@ class Engine:
 
     def stop(self) -> None:
         self._commands.put(None)
-        if self._thread.is_alive():
-            self._thread.join(10.0)  # a step may hang
+        self._thread.join(10.0)  # a step may hang
 
     @property
     def alive(self) -> bool:
@@ -228,13 +227,11 @@ class Engine:
 
     def _loop(self) -> None:
         while True:
-            has_work = any(self._running.values())
-            with suppress(Empty):
-                while command := self._commands.get(block=not has_work):
+            with suppress(Empty):  # there is work, and no further command
+                while command := self._commands.get(block=not any(self._running.values())):
                     command()
-                    has_work = True
                 return
-            for name, running in list(self._running.items()):
+            for name, running in self._running.items():
                 if running:
                     self._step(name)
 

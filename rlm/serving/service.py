@@ -58,8 +58,8 @@ class Service:
     ) -> None:
         """
         Args:
-            experiences: lessons from earlier problems.
-            nearest: the maximum number of lessons that are added to a prompt, the most similar.
+            experiences: lessons from earlier problems. The most similar ones are added to a prompt.
+            nearest: the maximum number of lessons in a prompt.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
@@ -390,9 +390,7 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
             return StructuredOutputs(json=by_format.json_schema.json_schema)
         if by_name is None:
             return StructuredOutputs(json_object=True)
-        return StructuredOutputs(
-            by_name.json_schema, by_name.json_object, by_name.regex, by_name.choice
-        )
+        return StructuredOutputs(**by_name.model_dump(by_alias=True))
     except UsageError as error:
         field = "response_format" if by_format else "structured_outputs"
         raise _invalid(field, str(error)) from None

@@ -109,9 +109,7 @@ def test_without_a_seed_each_call_draws_anew():
     body = {"model": "tuned", "messages": [{"role": "user", "content": "2 + 3?"}]}
     asked = [reasoning_request(ChatRequest(**body)) for _ in range(5)]
     assert len({one.seed for one in asked}) == 5
-    assert {one.temperature for one in asked} == {
-        0.7
-    }  # at temperature 0, all completions would be equal
+    assert {one.temperature for one in asked} == {0.7}  # at 0, all completions would be equal
     assert reasoning_request(ChatRequest(**body, seed=0, temperature=0)).seed == 0
 
 
@@ -274,15 +272,12 @@ def last(content, **others):
             "send response_format or structured_outputs, not both",
         ),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "exactly one of json"),
-        ({"structured_outputs": {}}, "exactly one of json"),
         ({"structured_outputs": {"regex": "("}}, "regex: unclosed group"),
         ({"structured_outputs": {"json": 5}}, "json: must be a string or an object"),
         (
             {"structured_outputs": {"grammar": "a"}},
             "structured_outputs.grammar: this field does not",
         ),
-        ({"structured_outputs": {"json": SUM | {"not": {}}}}, 'Unimplemented keys: ["not"]'),
-        ({"structured_outputs": {"regex": "a" * 16_001}}, "16001 characters; the limit is 16000"),
         ({"guided_json": SUM}, "guided_json: this field does not exist"),
         ({"response_format": {}}, "response_format: its 'type' is missing"),
         (

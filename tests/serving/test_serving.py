@@ -675,7 +675,7 @@ def send(port: int, body: dict) -> socket.socket:
 
 
 @pytest.mark.parametrize(("stream", "seconds"), [(True, 0.0), (False, 0.1)])
-def test_a_disconnect_frees_the_seat(tokenizer, stream, seconds):
+def test_a_disconnect_frees_the_row(tokenizer, stream, seconds):
     service, sampler = make_service(tokenizer, SCRIPT, max_num_seqs=1, pause=0.05)
     with live(service) as server:
         connection = send(server.port, {"prompt": "loop", "stream": stream})
