@@ -335,8 +335,12 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(server, monkeypat
     with pytest.raises(UsageError) as caught:
         client.chat(HELLO, **ASK)
     assert "sk-" not in str(caught.value) + caplog.text
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):  # for another server
+        monkeypatch.setenv(name, "sk-secret")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Key: sk-secret")
     client_of(server).models()
     assert "authorization" not in server.requests[-1].headers
+    assert "sk-secret" not in str(server.requests[-1].headers)
 
 
 @pytest.mark.parametrize(
