@@ -188,11 +188,6 @@ def test_what_the_length_cuts_is_said(server):
 MARKED = "<think>\n2 + 3 = <<2+3=5>>5\n</think>\n<answer>5</answer>"
 
 
-class Broken(Calculator):
-    def __call__(self, text):
-        raise RuntimeError("a tool of the user's own")
-
-
 def test_what_a_tool_wrote_is_marked_in_answer_and_stream(tokenizer):
     service, _ = make_service(tokenizer, {"sum": MARKED, "plain": ADD}, tool=Calculator())
     with live(service) as server:
@@ -211,13 +206,6 @@ def test_what_a_tool_wrote_is_marked_in_answer_and_stream(tokenizer):
         chat = {"model": "tuned", "messages": [{"role": "user", "content": "sum"}]}
         choice = server.post(chat, "/v1/chat/completions").json()["choices"][0]
         assert "<<2+3=5>>5" in choice["message"]["reasoning_content"]
-
-
-def test_a_tool_that_fails_ends_its_own_request_alone(tokenizer, server_log):
-    service, _ = make_service(tokenizer, {"sum": MARKED, "plain": "4"}, tool=Broken())
-    with live(service) as server:
-        assert server.post({"prompt": "sum"}).json()["code"] == "internal"
-        assert server.post({"prompt": "plain"}).json()["response"] == "4"
 
 
 # --- open to everybody ----------------------------------------------------------------------------

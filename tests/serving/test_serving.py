@@ -757,39 +757,20 @@ def test_draining_finishes_what_is_being_prepared(tokenizer, slow_schema):
         assert accepted.result().json()["answer"] == "slow"
 
 
-def test_what_is_not_prepared_in_time_is_told_so(tokenizer, slow_schema):
-    service, _ = make_service(tokenizer, SCRIPT)
-    with live(service, drain_seconds=0.2) as server, ThreadPoolExecutor(2) as pool:
-        accepted = [pool.submit(server.post, SLOW) for _ in range(2)]  # the second one waits
-        wait_until(lambda: service.requests == 2 and slow_schema[1])
-        server.server.handle_exit(signal.SIGTERM, None)
-        for reply in accepted:
-            assert (reply.result().status_code, reply.result().json()["code"]) == (503, "draining")
-        wait_until(lambda: not service.requests)
-    assert (
-        'rlm_requests_total{api="phase1",outcome="draining"} 2.0' in service.metrics.text().decode()
-    )
-
-
-def test_a_dead_engine_ends_what_is_being_prepared(tokenizer, slow_schema):
-    service, _ = make_service(tokenizer, SCRIPT)
-    with live(service) as server, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(server.post, SLOW)
-        wait_until(lambda: slow_schema[1])
-        service.engine._commands.put(lambda: 1 / 0)
-        assert accepted.result().json()["code"] == "engine_down"
-        assert not slow_schema[0].is_set()
-
-
-def test_what_does_not_finish_in_time_is_told_so(tokenizer):
+def test_what_does_not_finish_in_time_is_told_so(tokenizer, slow_schema):
     service, _ = make_service(tokenizer, SCRIPT, pause=0.05)
-    with live(service, drain_seconds=0.2) as server, ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(server.post, {"prompt": "loop"})
+    with live(service, drain_seconds=0.2) as server, ThreadPoolExecutor(4) as pool:
         stream = pool.submit(server.post, {"prompt": "loop", "stream": True})
-        wait_until(lambda: service.requests == 2)
+        bodies = [{"prompt": "loop"}, SLOW, SLOW]  # the second schema waits for the first
+        whole = [pool.submit(server.post, body) for body in bodies]
+        wait_until(lambda: service.requests == 4 and slow_schema[1])
         server.server.handle_exit(signal.SIGTERM, None)
-        assert whole.result().json()["code"] == "draining"
+        for reply in whole:
+            assert (reply.result().status_code, reply.result().json()["code"]) == (503, "draining")
         assert json.loads(events(stream.result().text)[-1][1])["code"] == "draining"
+        wait_until(lambda: not service.requests)
+    counted = service.metrics.text().decode()
+    assert 'rlm_requests_total{api="phase1",outcome="draining"} 4.0' in counted
 
 
 def test_a_second_signal_does_not_wait(tokenizer):
@@ -863,14 +844,15 @@ def test_a_step_that_fails_ends_its_batch_and_nothing_else(tokenizer):
         assert service.requests == 0
 
 
-def test_a_dead_engine_is_told_to_all(tokenizer):
+def test_a_dead_engine_is_told_to_all(tokenizer, slow_schema):
     """After a failed step, the allocation of an empty cache fails, too."""
     service, sampler = make_service(tokenizer, SCRIPT, pause=0.01)
-    with live(service) as server, ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(server.post, {"prompt": "long", "seed": i}) for i in range(2)]
-        wait_until(lambda: service.requests == 2)
+    with live(service) as server, ThreadPoolExecutor(3) as pool:
+        bodies = [{"prompt": "long", "seed": 0}, {"prompt": "long", "seed": 1}, SLOW]
+        accepted = [pool.submit(server.post, body) for body in bodies]
+        wait_until(lambda: service.requests == 3 and slow_schema[1])
         sampler.allocate_cache = sampler.before_step = lambda *_: (_ for _ in ()).throw(MemoryError)
-        assert [r.result().json()["code"] for r in running] == ["engine_down"] * 2
+        assert [reply.result().json()["code"] for reply in accepted] == ["engine_down"] * 3
         assert service.engine.state == "dead"
         assert server.get("/ready").json()["code"] == "engine_down"
         assert server.post({"prompt": "x"}).json()["code"] == "engine_down"
