@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx2
 from conftest import tiny_model
 from scripted_sampler import Script, ScriptedSampler
 
 from rlm.data.prompts import FORMATS
+from rlm.model import AdapterInfo
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine, Limits
@@ -50,8 +52,8 @@ def make_service(
     served = {name: AdapterSampler(one, lambda: None, prefix) for name, one in samplers.items()}
     engine = Engine(lambda: served, limits)
     adapters = {
-        "base": ServedAdapter("base", None, None, "base", FORMAT),
-        "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT, tool),
+        "base": ServedAdapter("base", AdapterInfo(Path("base"), stage="base")),
+        "tuned": ServedAdapter("tuned", AdapterInfo(Path("tuned"), stage="grpo"), "ab" * 32, tool),
     }
     models = ServedModels("tiny", "sha256:0", "none", adapters, "tuned")
     return Service(engine, tokenizer, models, limits), samplers["tuned"]

@@ -117,7 +117,7 @@ class Service:
         deadline = started + self.limits.seconds
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
-        format, structured = adapter.format, structured_outputs(asked)
+        format, structured = adapter.info.format, structured_outputs(asked)
         kind = structured.answer_type if structured else format.answer_type
         format = format.with_answer_type(asked.answer_type or kind)
         id, new_tokens = f"rsn_{secrets.token_hex(12)}", asked.n * params.max_new_tokens
@@ -230,7 +230,7 @@ class Service:
 
     def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
         new_tokens = asked.max_new_tokens or self.limits.new_tokens
-        if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
+        if any(tag in stop for stop in asked.stop for tag in adapter.info.format.answer_tags):
             raise _invalid("stop", "stop: an answer tag cannot be a stop string; leave it out")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
