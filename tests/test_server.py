@@ -78,9 +78,8 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
         models = find_models(tmp_path / "a", None, None, base=base)
         assert (models.base_model, models.quantize) == (str(model_dir), "8bit")
         assert (list(models.adapters), models.default) == (offered, offered[-1])
-        assert (
-            models.adapters["base"].info.format == FORMATS["simple"]
-        )  # as with inference.py --base
+        alone = models.adapters["base"].info  # with the prompts of the adapter
+        assert (alone.format, alone.stage) == (FORMATS["simple"], "base")
     nowhere = tmp_path / "none"
     assert find_models(nowhere, None, str(model_dir), base=True).default == "base"
     assert find_models(nowhere, weights, None, base=True).base_model == str(model_dir)

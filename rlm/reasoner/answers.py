@@ -191,9 +191,9 @@ def length_warnings(stream: ReasoningStream, longest: int) -> list[str]:
     """
     n, limit = len(stream.completions), stream.max_new_tokens
     of = f" in {{}} of {n} answers" if n > 1 else ""
-    larger = f"max_new_tokens ({limit})"
-    larger += ", the server's limit (--max-new-tokens)" * (limit >= longest)
-    larger += ": send a larger one" * (limit < longest)
+    is_largest = limit >= longest
+    advice = ", the server's limit (--max-new-tokens)" if is_largest else ": send a larger one"
+    larger = f"max_new_tokens ({limit}){advice}"
     found = []
     if cut := [state for state in stream.completions if state.out_of_room]:
         fewest = min(state.reasoning_tokens for state in cut)

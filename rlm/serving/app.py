@@ -122,8 +122,7 @@ def _page_routes() -> APIRouter:
     def serve(path: str, name: str, media_type: str) -> None:
         text = PAGE.joinpath(name).read_text(encoding="utf-8")
 
-        @router.head(path)
-        @router.get(path)
+        @router.api_route(path, methods=["GET", "HEAD"])
         async def page_file() -> Response:
             return Response(text, media_type=media_type, headers=headers)
 

@@ -65,21 +65,16 @@ class _ReadableLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = _fields(record)
-        clock = f"{datetime.fromtimestamp(record.created):%H:%M:%S}"
-        if line.get("event") == "request":
-            said = f"{line['method']} {line['path']} {line['status']} in {line['ms'] / 1000:.1f} s"
-            return f"{clock}  {_printable(said)}"
         event, level = line.pop("event"), line.pop("level")
-        fields = "  ".join(f"{k} {v}" for k, v in line.items() if k not in ("time", "request_id"))
-        said = event.replace("_", " ") if event != "log" else ""
-        return _printable(
-            f"{clock}  {level.upper() + '  ' if level != 'info' else ''}{said}  {fields}"
-        )
-
-
-def _printable(text: str) -> str:
-    """Replace unprintable characters, such as terminal control codes, by "?"."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+        if event == "request":
+            said = f"{line['method']} {line['path']} {line['status']} in {line['ms'] / 1000:.1f} s"
+        else:
+            shown = [f"{k} {v}" for k, v in line.items() if k not in ("time", "request_id")]
+            said = "  ".join(["" if event == "log" else event.replace("_", " "), *shown])
+            said = said if level == "info" else f"{level.upper()}  {said}"
+        text = f"{datetime.fromtimestamp(record.created):%H:%M:%S}  {said}"
+        # A "?" replaces unprintable characters, such as terminal control codes.
+        return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 class _JsonLine(logging.Formatter):

@@ -172,8 +172,9 @@ def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
         and path.suffix != ".prev"
     )
     if not found:
-        itself = (folder / ADAPTER_FILES[0]).is_file()
-        hint = f"; it is an adapter: pass the folder that contains it, {folder.parent}" * itself
+        hint = ""
+        if (folder / ADAPTER_FILES[0]).is_file():
+            hint = f"; it is an adapter: pass the folder that contains it, {folder.parent}"
         raise UsageError(f"--adapters {folder}: no folder in it is an adapter{hint}")
     return [path for path in found if not (but and path.resolve() == but.resolve())]
 
