@@ -1,6 +1,6 @@
 """The client for OpenAI-compatible servers: for the LLM APIs of the recipes, and for vLLM.
 
-The retries are part of the client, because each attempt has to wait for the rate limit and count
+The client retries requests itself, because each attempt has to wait for the rate limit and count
 against the budget.
 """
 

@@ -54,13 +54,14 @@ class RunningRequest:
     params: SamplingParams
     seed: int
     stream: ReasoningStream
-    started: float  # time of acceptance, on the clock of `time.monotonic`, as the times below
+    experiences: Sequence[str]  # ids of the lessons in the prompt
+    # The following times are on the clock of `time.monotonic`.
+    started: float  # time of acceptance
     deadline: float
-    experiences: Sequence[str] = ()  # ids of the lessons in the prompt
-    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
     first_token: float | None = None  # time of the first token
     last_token: float | None = None  # time of the last token so far
     error: Exception | None = None  # raised by a function that `guard` wrapped
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
     outcome: str = "cancelled"  # at the end "finished" or the code of an HTTPProblem
 
     def __post_init__(self) -> None:

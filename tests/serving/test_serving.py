@@ -43,7 +43,6 @@ SIX = ADD.replace("5", "6")
 SCRIPT = {
     "two and three": ADD,
     "long": LONG,
-    "vote": [ADD, ADD, SIX, "no idea"],
     "marked": FORMAT.completion("total: <<4*6=24>>\n2 * 3 = <<2*3=6>>6", "24"),
     "overruled": [SIX, ADD, ADD],
     "loop": "<think>" + "again " * 100,
