@@ -220,10 +220,7 @@ async def _serve(
     config: ServerConfig, service: Service, keys: Keys, listening: socket.socket
 ) -> int:
     """Serve until a signal is received or the engine stops, and return the exit code."""
-    import uvicorn
-
     from rlm.serving import (
-        UVICORN,
         AllowedHosts,
         GracefulServer,
         SecuritySettings,
@@ -241,9 +238,7 @@ async def _serve(
         public=config.public,
         allowed_origins=read_origins(config.allow_origin),
     )
-    app = create_app(service, settings)
-    options = uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
-    server = GracefulServer(options, service, DRAIN_SECONDS)
+    server = GracefulServer(create_app(service, settings), service, DRAIN_SECONDS)
     watching = asyncio.create_task(_watch(config, service, hosts, listening))
     # The server has to stop when this task ends, because nothing else monitors the engine.
     watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -253,8 +248,8 @@ async def _serve(
         await watching
     if service.engine.state != "dead":
         return 0
-    if isinstance(service.engine.error, UsageError) and not service.engine.was_ready:
-        raise service.engine.error
+    if isinstance(service.engine.load_error, UsageError):
+        raise service.engine.load_error
     terminal.line("the engine stopped with an error; see the log")
     return 1
 
@@ -293,9 +288,9 @@ async def _watch(
             except TunnelError as error:
                 terminal.line(f"{error}\nno public URL; the local server continues")
         while service.engine.state != "dead":
-            if tunnel and service.public_url and not tunnel.is_up:
-                await tunnel.close()
-                service.public_url = None
+            if tunnel and not tunnel.is_up:
+                dead, tunnel, service.public_url = tunnel, None, None
+                await dead.close()
                 terminal.line("public: the tunnel is closed")
             await asyncio.sleep(0.2)
     finally:

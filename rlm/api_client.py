@@ -1,8 +1,7 @@
 """The client for OpenAI-compatible servers: for the LLM APIs of the recipes, and for vLLM.
 
-Requests are sent by the `openai` package. Its own retries are disabled, because each attempt has to
-wait for the rate limit and count against the budget. Importing `openai` takes a third of a second,
-so it is imported when the first client is created, not when this module is imported.
+The client retries requests itself, because each attempt has to wait for the rate limit and count
+against the budget.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import httpx2
 
 from rlm.cli import UsageError
-
-if TYPE_CHECKING:
-    import openai
 
 __all__ = [
     "FREE",
@@ -62,7 +60,11 @@ FREE = Price()
 
 @dataclass
 class Usage:
-    """The tokens and cost of a request: upper bounds before the reply, actual values after it."""
+    """The cost and tokens of a request.
+
+    Before the reply, these are the maximum cost and an estimate of the tokens. Then they are
+    replaced by the actual values.
+    """
 
     cost: float = 0.0
     tokens: int = 0
@@ -218,7 +220,7 @@ class APIClient:
         self._count = threading.Lock()
         self._attempts, self._backoff = attempts, backoff
         self._jitter = random.Random()  # separate from the run's seeded generator
-        self._client = _openai_client(self.url, concurrency, timeout)
+        self._client = _http_client(self.url, self._key, concurrency, timeout)
 
     def chat(
         self,
@@ -263,7 +265,7 @@ class APIClient:
         Raises:
             UsageError: the server does not answer, or it lists no models.
         """
-        models = self._send("get", "models", Usage()).get("data")
+        models = self._send("GET", "models", Usage()).get("data")
         if not models:
             raise UsageError(f"{self.url} lists no models; is it an OpenAI-compatible server?")
         return models
@@ -277,7 +279,7 @@ class APIClient:
         root = self.url.removesuffix("/v1")
         try:
             ours = [card for card in self.models() if card.get("owned_by") == "rlm"]
-            info = self._send("get", f"{root}/phase1/info", Usage()) if ours else {}
+            info = self._send("GET", f"{root}/phase1/info", Usage()) if ours else {}
         except UsageError:  # the server does not answer, or it does not list its models
             return {}
         about = info.get("model") or {}
@@ -300,7 +302,7 @@ class APIClient:
         """
         for attempt in range(1, self._attempts + 1):
             try:
-                return self._send("post", path, Usage(max_cost, tokens), body=body)
+                return self._send("POST", path, Usage(max_cost, tokens), body)
             except APIError as error:
                 if error.is_final:
                     raise
@@ -316,34 +318,27 @@ class APIClient:
             time.sleep(wait)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _send(self, method: str, path: str, usage: Usage, **body: Any) -> dict[str, Any]:
+    def _send(
+        self, method: str, path: str, usage: Usage, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Send a request once.
 
         A request costs nothing if the server rejects it or cannot be reached. A request without a
         reply is counted at its maximum cost.
         """
-        import httpx2
-        import openai
-
         self._rate_limit.wait(usage)
         with self.budget.reserve(usage):
             try:
-                send = getattr(self._client, method)
-                # Set explicitly: openai would send the value of OPENAI_API_KEY to any server.
-                key = f"Bearer {self._key}" if self._key else openai.Omit()
-                options = {"headers": {"Authorization": key}}
-                where = path if "://" in path else f"/{path}"
-                response = send(where, cast_to=httpx2.Response, options=options, **body)
-            except openai.APIStatusError as error:
-                usage.cost = 0.0
-                raise self._status_error(error) from None  # the cause would contain the key
-            except openai.APIConnectionError as error:
-                cause = error.__cause__
-                what = str(cause) or type(cause).__name__  # timeouts have no message
-                if isinstance(cause, httpx2.ConnectError | httpx2.ConnectTimeout):
+                response = self._client.request(method, path, json=body)
+            except httpx2.RequestError as error:
+                what = str(error) or type(error).__name__  # timeouts have no message
+                if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
                     usage.cost = 0.0
                     raise APIError(f"no server answers at {self.url}: {what}") from error
                 raise APIError(f"{self.url}/{path}: no reply: {what}") from error
+            if not response.is_success:
+                usage.cost = 0.0
+                raise self._status_error(response)
             if "json" not in response.headers.get("content-type", ""):
                 return {}
             try:
@@ -360,12 +355,16 @@ class APIClient:
                 raise APIError(f"{response.url}: invalid reply", 200) from error
             return answer
 
-    def _status_error(self, error: openai.APIStatusError) -> UsageError:
+    def _status_error(self, response: httpx2.Response) -> UsageError:
         """Return the exception for a response whose status is not 2xx."""
-        response, status = error.response, error.status_code
+        try:
+            said = response.json()
+        except ValueError:  # for example a proxy's page
+            said = response.text
+        status = response.status_code
         where = f"{response.url}: {status} {response.reason_phrase}"
         wait = _retry_after(response.headers.get("retry-after", "0"))
-        return self._refusal(where, self._message(error.body), status, wait)
+        return self._refusal(where, self._message(said), status, wait)
 
     def _refusal(self, url: str, message: str, status: int, wait: float = 0.0) -> UsageError:
         """Return the exception for an error; only an `APIError` may be retried."""
@@ -398,8 +397,6 @@ def _checked_key(variable: str | None, given: str, source: str) -> str:
 
 
 def _checked_url(url: str) -> str:
-    import httpx2
-
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -411,11 +408,10 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/") + ("/v1" if parsed.path == "/" else "")
 
 
-def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
-    import httpx2
-    import openai
-
-    http = httpx2.Client(
+def _http_client(url: str, key: str, concurrency: int, timeout: float) -> httpx2.Client:
+    return httpx2.Client(
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx2.Timeout(timeout, pool=None),
         # Servers close idle connections (commonly after 5 s). A request on a connection that is
         # being closed would look like a crash, so the client closes idle connections earlier.
@@ -425,7 +421,6 @@ def _openai_client(url: str, concurrency: int, timeout: float) -> openai.OpenAI:
         verify=httpx2.URL(url).scheme == "https",  # loading certificates takes a tenth of a second
         follow_redirects=False,  # a redirect could send the key to another server
     )
-    return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, http_client=http)
 
 
 def _token_counts(reply: dict[str, Any]) -> tuple[int, int]:

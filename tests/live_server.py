@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx2
-import uvicorn
 from conftest import tiny_model
 from scripted_sampler import Script, ScriptedSampler
 
 from rlm.data.prompts import FORMATS
+from rlm.model import AdapterInfo
 from rlm.serving.access import AllowedHosts, Keys
 from rlm.serving.app import create_app
 from rlm.serving.engine import Engine, Limits
-from rlm.serving.http_server import UVICORN, GracefulServer
+from rlm.serving.http_server import GracefulServer, listen, local_url
 from rlm.serving.middleware import SecuritySettings
 from rlm.serving.models import AdapterSampler, ServedAdapter, ServedModels, prompt_prefix
 from rlm.serving.service import Service
@@ -51,8 +52,8 @@ def make_service(
     served = {name: AdapterSampler(one, lambda: None, prefix) for name, one in samplers.items()}
     engine = Engine(lambda: served, limits)
     adapters = {
-        "base": ServedAdapter("base", None, None, "base", FORMAT),
-        "tuned": ServedAdapter("tuned", None, "ab" * 32, "grpo", FORMAT, tool),
+        "base": ServedAdapter("base", AdapterInfo(Path("base"), stage="base")),
+        "tuned": ServedAdapter("tuned", AdapterInfo(Path("tuned"), stage="grpo"), "ab" * 32, tool),
     }
     models = ServedModels("tiny", "sha256:0", "none", adapters, "tuned")
     return Service(engine, tokenizer, models, limits), samplers["tuned"]
@@ -90,15 +91,15 @@ def live(
     keys = keys or Keys([])
     hosts = AllowedHosts({"127.0.0.1"})
     settings = SecuritySettings(keys=keys, allowed_hosts=hosts, **security)
-    app = create_app(service, settings)
-    config = uvicorn.Config(app, port=0, lifespan="on", timeout_graceful_shutdown=5, **UVICORN)
-    server = GracefulServer(config, service, drain_seconds)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    server = GracefulServer(create_app(service, settings), service, drain_seconds)
+    listening = listen("127.0.0.1", 0)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True
+    )
     thread.start()
     wait_until(lambda: server.started and service.engine.state != "loading")
-    port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Live(f"http://127.0.0.1:{port}", service, server, thread)
+        yield Live(local_url(listening), service, server, thread)
     finally:
         server.should_exit = True
         thread.join(15)

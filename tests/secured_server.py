@@ -92,7 +92,7 @@ class SecuredServer:
         }
         self.settings = SecuritySettings(**{**defaults, **settings})
         wall = SecurityMiddleware(self.app, self.settings)
-        config = uvicorn.Config(wall, **UVICORN, lifespan="off")
+        config = uvicorn.Config(wall, **UVICORN | {"lifespan": "off"})
         self._server = uvicorn.Server(config)
         self._socket = listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]

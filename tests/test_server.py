@@ -78,16 +78,14 @@ def test_the_base_alone_is_that_of_the_adapter_left_out(weights, model_dir, tmp_
         models = find_models(tmp_path / "a", None, None, base=base)
         assert (models.base_model, models.quantize) == (str(model_dir), "8bit")
         assert (list(models.adapters), models.default) == (offered, offered[-1])
-        assert models.adapters["base"].format == FORMATS["simple"]  # as with inference.py --base
+        alone = models.adapters["base"].info  # with the prompts of the adapter
+        assert (alone.format, alone.stage) == (FORMATS["simple"], "base")
     nowhere = tmp_path / "none"
     assert find_models(nowhere, None, str(model_dir), base=True).default == "base"
     assert find_models(nowhere, weights, None, base=True).base_model == str(model_dir)
-    (tmp_path / "a" / "run.json").write_text(
-        json.dumps(run | {"base_model": "b", "base_hash": "b"})
-    )
-    models = find_models(
-        tmp_path / "a", weights, None, base=True
-    )  # a folder with an adapter of another base model
+    run |= {"base_model": "b", "base_hash": "b"}  # not the base model of the folder's adapters
+    (tmp_path / "a" / "run.json").write_text(json.dumps(run))
+    models = find_models(tmp_path / "a", weights, None, base=True)
     assert (models.base_model, models.quantize) == (str(model_dir), "none")
 
 
@@ -380,7 +378,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
     usual, settings = served_by(monkeypatch, tokenizer)
     assert (settings.allowed_hosts, settings.requests_per_minute) == (here, 120)
     assert not settings.allowed_hosts.numeric
-    assert usual._seconds == 25  # the time limit for draining in docs/reference/serving.md
+    assert usual._drain_seconds == 25  # the time limit for draining in docs/reference/serving.md
     named = ["--allow-host", "My.machine", "--allow-host", "other", "--requests-per-minute", 7]
     _, settings = served_by(monkeypatch, tokenizer, *named)
     assert settings.allowed_hosts == here | {"my.machine", "other"}
@@ -407,7 +405,7 @@ def test_who_may_ask_and_how_often_is_what_the_options_say(tokenizer, monkeypatc
 
 def test_a_dead_engine_ends_the_server_with_code_1(tokenizer, monkeypatch, capsys):
     def die(self, name):
-        raise MemoryError
+        raise UsageError  # code 2 is only for an error at the start
 
     monkeypatch.setattr(Engine, "_step", die)
     service, _ = make_service(tokenizer, {})
@@ -474,8 +472,8 @@ def test_the_tunnel_leads_to_the_address_that_is_bound():
             assert local_url(listening) == url + str(listening.getsockname()[1])
 
 
-def test_a_bug_in_the_attendant_ends_the_server(tokenizer, monkeypatch):
-    """The attendant watches the engine, so the server must not continue without it."""
+def test_an_error_in_the_watch_ends_the_server(tokenizer, monkeypatch):
+    """`_watch` monitors the engine, so the server must not continue without it."""
 
     async def broken(*_):
         raise ZeroDivisionError
@@ -516,9 +514,7 @@ def test_a_process_from_start_to_signal(weights, tmp_path):
         assert "ready: " in rest
         key = re.search(r"shown once: (\S+)", said)[1]
         lines = iter(process.stdout.readline, "")  # a line may be about the batch
-        assert any(
-            "NGROK_AUTHTOKEN" in line for line in lines
-        )  # the server continues without a tunnel
+        assert any("NGROK_AUTHTOKEN" in line for line in lines)  # it continues without a tunnel
         with httpx2.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "What is 2 + 3?"}
             assert client.post("/phase1/reasoning", json=body).status_code == 401

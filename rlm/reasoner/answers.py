@@ -107,22 +107,24 @@ class Answer:
         answers = [s.final_answer if s.format == "strict" else None for s in self.samples]
         return majority_vote(answers, READERS[self.answer_type])
 
+    @cached_property
+    def _shown(self) -> int:
+        logprobs = [sample.mean_logprob for sample in self.samples]
+        likely = [-math.inf if logprob is None else logprob for logprob in logprobs]
+        return max(self.vote.members or range(len(likely)), key=likely.__getitem__)
+
     @property
     def shown(self) -> Sample:
         """The sample with the highest mean log-probability among those with the winning answer.
 
         If no answer won, it is chosen among all samples.
         """
-        candidates = [self.samples[i] for i in self.vote.members] or self.samples
-        drawn = [sample.mean_logprob for sample in candidates]
-        likely = [-math.inf if logprob is None else logprob for logprob in drawn]
-        return candidates[likely.index(max(likely))]
+        return self.samples[self._shown]
 
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The tool calls of the shown sample."""
-        shown = self.shown
-        return next(c for s, c in zip(self.samples, self.calls, strict=True) if s is shown)
+        return self.calls[self._shown]
 
     @property
     def vote_counts(self) -> VoteCounts | None:
@@ -189,9 +191,9 @@ def length_warnings(stream: ReasoningStream, longest: int) -> list[str]:
     """
     n, limit = len(stream.completions), stream.max_new_tokens
     of = f" in {{}} of {n} answers" if n > 1 else ""
-    larger = f"max_new_tokens ({limit})"
-    larger += ", the server's limit (--max-new-tokens)" * (limit >= longest)
-    larger += ": send a larger one" * (limit < longest)
+    is_largest = limit >= longest
+    advice = ", the server's limit (--max-new-tokens)" if is_largest else ": send a larger one"
+    larger = f"max_new_tokens ({limit}){advice}"
     found = []
     if cut := [state for state in stream.completions if state.out_of_room]:
         fewest = min(state.reasoning_tokens for state in cut)

@@ -1,8 +1,8 @@
 """Parses the streamed completions of a request, and limits the length of their reasoning.
 
 A tag consists of several tokens. Therefore the parser works on text, and holds back text that may
-begin a tag. Only a block at the very beginning of the text is reasoning. Any later tags are part of
-the answer.
+begin a tag. Only a block at the very beginning of the text is reasoning. Later reasoning tags are
+part of the answer. Answer tags are removed; in a structured answer, only the outer ones are.
 """
 
 from __future__ import annotations
@@ -84,11 +84,9 @@ class ReasoningParser:
         elif self.phase == "answer":
             self._held = self._stripped(self._drop.sub("", self._held))
             unsure = max(_overlap(self._held, tag) for tag in self._format.answer_tags)
-            stopped = self._up_to_stop(len(self._held) - unsure)
-            if stopped is None:
+            answer = self._up_to_stop(len(self._held) - unsure)
+            if answer is None:
                 answer = self._certain(self._format.answer_tags, self._stop)
-            else:
-                answer = stopped
         if self.phase == "done":
             self._held = ""
         return reasoning, answer
@@ -115,10 +113,11 @@ class ReasoningParser:
 
     def _all_but_the_tags(self) -> str:
         opening, closing = self._format.answer_tags
-        if not self._begun and (rest := self._held.lstrip()).startswith(opening):
-            self._held, self._begun = rest[len(opening) :], True
         if not self._begun:
-            return ""
+            rest = self._held.lstrip()
+            if not rest.startswith(opening):
+                return ""
+            self._held, self._begun = rest[len(opening) :], True
         # The closing tag may still turn out to be part of the answer.
         ended = self._held.endswith(closing)
         end = len(self._held) - (len(closing) if ended else _overlap(self._held, closing))
@@ -136,12 +135,10 @@ class ReasoningParser:
             begun = tags.get(self.phase, self._format.answer_tags)
             self._held = self._held[: len(self._held) - max(_overlap(self._held, t) for t in begun)]
         if self.phase == "answer" and self._verbatim:
-            rest, self._held = self._held.removesuffix(self._format.answer_tags[1]), ""
-            return "", rest if self._begun else ""
+            return "", self._held.removesuffix(self._format.answer_tags[1]) if self._begun else ""
         if self.phase == "answer" and (stopped := self._up_to_stop(len(self._held))) is not None:
-            self._held = ""
             return "", stopped
-        rest, self._held = self._stripped(self._held).rstrip(), ""
+        rest = self._stripped(self._held).rstrip()
         return (rest, "") if self.phase == "reasoning" else ("", rest)
 
     @property

@@ -6,7 +6,6 @@ from .access import read_origins as read_origins
 from .app import create_app as create_app
 from .engine import Engine as Engine
 from .engine import Limits as Limits
-from .http_server import UVICORN as UVICORN
 from .http_server import GracefulServer as GracefulServer
 from .http_server import listen as listen
 from .http_server import local_url as local_url

@@ -1,7 +1,7 @@
 """Build the HTTP application: routes, lifespan, and error responses.
 
-Nothing is loaded before the application starts. The engine thread then loads the model; in the
-meantime `/health` returns 200 and `/ready` returns 503.
+The engine thread loads the model after the application has started. In the meantime `/health`
+returns 200 and `/ready` returns 503.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ SEND_KEY = [
     Security(HTTPBearer(auto_error=False)),
     Security(APIKeyHeader(name="X-API-Key", auto_error=False)),
 ]
-WATCH_SECONDS = 0.5  # seconds between checks of the engine
 PAGE = files("rlm.serving").joinpath("page")
 PAGE_POLICY = (  # allows only the page's own files and this server, and no HTML created by a script
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -84,7 +83,7 @@ def create_routes(service: Service, *, needs_key: bool = False) -> FastAPI:
 async def _watch(service: Service) -> None:
     """Fail all waiting requests when the engine hangs or is dead."""
     while True:
-        await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(0.5)
         if problem := service.engine_problem():  # while the model loads, none are waiting
             service.fail_all(problem)
 
@@ -123,8 +122,7 @@ def _page_routes() -> APIRouter:
     def serve(path: str, name: str, media_type: str) -> None:
         text = PAGE.joinpath(name).read_text(encoding="utf-8")
 
-        @router.head(path)
-        @router.get(path)
+        @router.api_route(path, methods=["GET", "HEAD"])
         async def page_file() -> Response:
             return Response(text, media_type=media_type, headers=headers)
 

@@ -54,13 +54,14 @@ class RunningRequest:
     params: SamplingParams
     seed: int
     stream: ReasoningStream
-    timeout: float  # seconds until the deadline
-    experiences: Sequence[str] = ()  # ids of the lessons in the prompt
-    created: int = field(default_factory=lambda: int(time.time()))
-    started: float = field(default_factory=time.monotonic)  # time of acceptance
+    experiences: Sequence[str]  # ids of the lessons in the prompt
+    # The following times are on the clock of `time.monotonic`.
+    started: float  # time of acceptance
+    deadline: float
     first_token: float | None = None  # time of the first token
     last_token: float | None = None  # time of the last token so far
     error: Exception | None = None  # raised by a function that `guard` wrapped
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
     outcome: str = "cancelled"  # at the end "finished" or the code of an HTTPProblem
 
     def __post_init__(self) -> None:
@@ -113,16 +114,16 @@ class RunningRequest:
         Raises:
             HTTPProblem: the request failed or its deadline passed.
         """
-        deadline = self.started + self.timeout
         while True:
-            wait = min(PING_SECONDS, deadline - time.monotonic())
+            wait = min(PING_SECONDS, self.deadline - time.monotonic())
             try:
                 async with asyncio.timeout(wait):
                     output = await self._outputs.get()
             except TimeoutError:
                 output = []
-                if time.monotonic() >= deadline:
-                    late = f"the request was not finished within {self.timeout:g} seconds"
+                if time.monotonic() >= self.deadline:
+                    seconds = self.deadline - self.started
+                    late = f"the request was not finished within {seconds:g} seconds"
                     output = HTTPProblem(504, "deadline", late)
             if output is None:
                 self.outcome = "finished"
@@ -155,8 +156,8 @@ class Engine:
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._running: dict[str, dict[int, RunningRequest]] = {}  # by adapter and handle
         self._step_began: float | None = None
-        self.state, self.was_ready = "loading", False
-        self.error: Exception | None = None  # the error that stopped the engine
+        self.state = "loading"
+        self.load_error: Exception | None = None
         self.tokens_drawn = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -174,8 +175,7 @@ class Engine:
 
     def stop(self) -> None:
         self._commands.put(None)
-        if self._thread.is_alive():
-            self._thread.join(10.0)  # a step may hang
+        self._thread.join(10.0)  # a step may hang
 
     @property
     def alive(self) -> bool:
@@ -207,11 +207,13 @@ class Engine:
             self._samplers = self._load()
             for name in self._samplers:
                 self._reset(name)
-            self.state, self.was_ready = "ready", True
+            self.state = "ready"
             self._loop()
         except Exception as error:
             log_error("engine_died", error)
-            self.error, self.state, self._step_began = error, "dead", None
+            if self.state == "loading":
+                self.load_error = error
+            self.state = "dead"
 
     def _reset(self, name: str) -> None:
         """Remove all requests of an adapter, and allocate the full KV cache of its sampler."""
@@ -226,13 +228,11 @@ class Engine:
 
     def _loop(self) -> None:
         while True:
-            has_work = any(self._running.values())
-            with suppress(Empty):
-                while command := self._commands.get(block=not has_work):
+            with suppress(Empty):  # there is work, and no further command
+                while command := self._commands.get(block=not any(self._running.values())):
                     command()
-                    has_work = True
                 return
-            for name, running in list(self._running.items()):
+            for name, running in self._running.items():
                 if running:
                     self._step(name)
 

@@ -1,8 +1,4 @@
-"""Error responses, which combine the problem details of RFC 9457 with OpenAI's `error` object.
-
-Error responses do not repeat the values of a request's fields: an echoed value could inject text
-into a log or a web page, and it could contain a lone surrogate, which cannot be encoded.
-"""
+"""Error responses, which combine the problem details of RFC 9457 with OpenAI's `error` object."""
 
 from __future__ import annotations
 
@@ -128,32 +124,33 @@ def as_problem(error: Exception) -> HTTPProblem:
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:
-    """Return the 422 response for pydantic's `errors()`, without the values that were sent.
+    """Return the 422 response for pydantic's `errors()`.
 
-    The response contains the locations and messages of the first errors. A location may contain a
-    field name from the client, which is replaced by "?" unless it is a valid identifier.
+    The response contains the locations and messages of the first errors, but not the values that
+    were sent: an echoed value could be long, or inject text into a web page. A location may contain
+    a field name from the client, which is replaced by "?" unless it is a valid identifier.
     """
     found = list(islice(errors, _MAX_ERRORS))
     kept = [{"loc": _location(error["loc"]), "msg": _said(error)} for error in found]
     # pydantic reports an error for each type of a union; show the error of the type that was sent.
     same = [i for i, error in enumerate(found) if error["loc"][:2] == found[0]["loc"][:2]]
-    shown = next((i for i in same if not found[i].get("type", "").endswith("_type")), 0)
+    shown = next((i for i in same if not found[i]["type"].endswith("_type")), 0)
     param = ".".join(str(part) for part in kept[shown]["loc"] if part not in ("body", "?"))
     said = kept[shown]["msg"]
-    if found[shown].get("type", "").endswith("_type"):  # no type of the union fits
+    if found[shown]["type"].endswith("_type"):  # no type of the union fits
         types = [e["msg"].removeprefix("must be ") for e in kept if e["loc"] == kept[shown]["loc"]]
         types = [
             t for t in dict.fromkeys(types) if t != "a whole number" or "a number" not in types
         ]
         said = f"must be {' or '.join(types)}"
-    if not param and found[shown].get("type") in _SAID:
+    if not param and found[shown]["type"] in _SAID:
         said = f"the body {said}"
     detail = f"{param}: {said}" if param else said
     return HTTPProblem(422, "validation", detail, param=param or None, errors=kept)
 
 
 def _said(error: Mapping[str, Any]) -> str:
-    if said := _SAID.get(error.get("type", "")):
+    if said := _SAID.get(error["type"]):
         return said.format_map(error["ctx"]) if "{" in said else said
     return error["msg"].removeprefix("Value error, ")
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from rlm.cli import UsageError
 from rlm.serving.service import Service
@@ -19,6 +20,8 @@ from rlm.serving.service import Service
 # Options of uvicorn. X-Forwarded-For is ignored, because clients can forge the header.
 UVICORN: dict[str, Any] = {
     "http": "h11",
+    "lifespan": "on",
+    "timeout_graceful_shutdown": 5,  # seconds after draining until open responses are cut off
     "limit_concurrency": 500,  # connections; further connections get a 503
     "ws": "none",
     "access_log": False,
@@ -67,9 +70,9 @@ def local_url(listening: socket.socket) -> str:
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that drains the service at the first signal and exits at the second."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
-        super().__init__(config)
-        self._service, self._seconds = service, seconds
+    def __init__(self, app: ASGIApp, service: Service, drain_seconds: float) -> None:
+        super().__init__(uvicorn.Config(app, **UVICORN))
+        self._service, self._drain_seconds = service, drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's handler would raise the signal again at exit, so the exit code would not be 0.
@@ -77,7 +80,7 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._service.engine.state != "dead":
-            draining = asyncio.create_task(self._service.drain(self._seconds))
+            draining = asyncio.create_task(self._service.drain(self._drain_seconds))
             while not (draining.done() or self.force_exit):
                 await asyncio.sleep(0.05)
             draining.cancel()

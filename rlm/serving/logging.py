@@ -64,41 +64,40 @@ class _ReadableLine(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        line = json.loads(_JsonLine().format(record))
-        clock = f"{datetime.fromtimestamp(record.created):%H:%M:%S}"
-        if line.get("event") == "request":
-            said = f"{line['method']} {line['path']} {line['status']} in {line['ms'] / 1000:.1f} s"
-            return f"{clock}  {_printable(said)}"
+        line = _fields(record)
         event, level = line.pop("event"), line.pop("level")
-        fields = "  ".join(f"{k} {v}" for k, v in line.items() if k not in ("time", "request_id"))
-        said = event.replace("_", " ") if event != "log" else ""
-        return _printable(
-            f"{clock}  {level.upper() + '  ' if level != 'info' else ''}{said}  {fields}"
-        )
-
-
-def _printable(text: str) -> str:
-    """Replace unprintable characters, such as terminal control codes, by "?"."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+        if event == "request":
+            said = f"{line['method']} {line['path']} {line['status']} in {line['ms'] / 1000:.1f} s"
+        else:
+            shown = [f"{k} {v}" for k, v in line.items() if k not in ("time", "request_id")]
+            said = "  ".join(["" if event == "log" else event.replace("_", " "), *shown])
+            said = said if level == "info" else f"{level.upper()}  {said}"
+        text = f"{datetime.fromtimestamp(record.created):%H:%M:%S}  {said}"
+        # A "?" replaces unprintable characters, such as terminal control codes.
+        return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 class _JsonLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        now = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line: dict[str, Any] = {"time": now, "level": record.levelname.lower()}
-        if record.name == _logger.name:
-            line["event"] = record.msg
-        else:
-            message = record.getMessage().partition("\n")[0]  # asyncio appends tracebacks
-            line |= {"event": "log", "logger": record.name, "message": _plain(message)}
-        line["request_id"] = request_id.get()
-        line |= {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}
-        if record.exc_info and record.exc_info[1] is not None:
-            error = record.exc_info[1]
-            line["error"] = type(error).__name__
-            frames = extract_tb(error.__traceback__)[-8:]
-            line["at"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-        return json.dumps({k: v for k, v in line.items() if v is not None}, allow_nan=False)
+        return json.dumps(_fields(record), allow_nan=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    now = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    line: dict[str, Any] = {"time": now, "level": record.levelname.lower()}
+    if record.name == _logger.name:
+        line["event"] = record.msg
+    else:
+        message = record.getMessage().partition("\n")[0]  # asyncio appends tracebacks
+        line |= {"event": "log", "logger": record.name, "message": _plain(message)}
+    line["request_id"] = request_id.get()
+    line |= {name: _plain(value) for name, value in getattr(record, "fields", {}).items()}
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        line["error"] = type(error).__name__
+        frames = extract_tb(error.__traceback__)[-8:]
+        line["at"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    return {name: value for name, value in line.items() if value is not None}
 
 
 def _plain(value: object) -> object:

@@ -56,7 +56,7 @@ class Metrics:
         self.finished.labels(api, outcome).inc()
 
     def count_response(self, status: int) -> None:
-        """Count an HTTP response, whatever its path, and also if the request was rejected."""
+        """Count an HTTP response, including those to rejected requests."""
         self.responses.labels(str(status)).inc()
 
     def text(self) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlm.cli import UsageError, terminal
 from rlm.data import Format, render_prompt
-from rlm.grading import AnswerType
 from rlm.model import (
     ADAPTER_FILES,
     EMBEDDED_MODEL,
@@ -29,7 +28,6 @@ from rlm.model import (
     load_base,
     lora_layers,
     pick_device,
-    public_dataset,
 )
 from rlm.reasoner import TRAIN_OR_BASE
 from rlm.runs import file_hash
@@ -46,17 +44,12 @@ _CAN_EXECUTE = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A named adapter; BASE has no path."""
+    """A named adapter, or the base model without an adapter (BASE)."""
 
     name: str
-    path: Path | None
-    sha256: str | None  # hash of the tensor file
-    stage: str  # base | sft | grpo | unknown
-    format: Format
+    info: AdapterInfo  # BASE has the settings of the default adapter, but the stage "base"
+    sha256: str | None = None  # hash of the tensor file
     tool: Tool | None = None
-    answer_types: tuple[AnswerType, ...] = ("number",)  # as in training; `format`'s type is first
-    dataset: str | None = None  # name of the training data, without local paths
-    questions: tuple[str, ...] = ()  # example questions for the page, from the training data
 
 
 @dataclass(frozen=True)
@@ -122,9 +115,8 @@ def find_models(
             terminal.line(f"warning: {missing}")
     model_hash = base_model_hash(model)
     load = cache(load_tool)  # the file of a tool is executed once
-    # The base model alone has the format and the tool of the adapter.
-    asked = own.format, load(own.resolve_tool(tool)), own.answer_types, None, own.questions
-    adapters = {BASE: ServedAdapter(BASE, None, None, "base", *asked)}
+    alone = replace(own, stage="base", dataset=None)
+    adapters = {BASE: ServedAdapter(BASE, alone, tool=load(own.resolve_tool(tool)))}
     for path, info in zip(paths, infos, strict=True):
         with _adding("" if path == adapter else f"; or {_without(path)}"):
             check_base(path, model, model_hash)
@@ -132,9 +124,7 @@ def find_models(
         if path.name in adapters:
             raise UsageError(f"{path}: another adapter already has the name {path.name}")
         digest = file_hash(path / ADAPTER_FILES[1])
-        learned = public_dataset(info.dataset) if info.dataset else None
-        asked = info.format, own_tool, info.answer_types, learned, info.questions
-        adapters[path.name] = ServedAdapter(path.name, path, digest, info.stage, *asked)
+        adapters[path.name] = ServedAdapter(path.name, info, digest, own_tool)
     return ServedModels(model, model_hash, quantize, adapters, BASE if base else adapter.name)
 
 
@@ -182,8 +172,9 @@ def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
         and path.suffix != ".prev"
     )
     if not found:
-        itself = (folder / ADAPTER_FILES[0]).is_file()
-        hint = f"; it is an adapter: pass the folder that contains it, {folder.parent}" * itself
+        hint = ""
+        if (folder / ADAPTER_FILES[0]).is_file():
+            hint = f"; it is an adapter: pass the folder that contains it, {folder.parent}"
         raise UsageError(f"--adapters {folder}: no folder in it is an adapter{hint}")
     return [path for path in found if not (but and path.resolve() == but.resolve())]
 
@@ -211,10 +202,10 @@ def load_samplers(
     model = load_base(models.base_model, pick_device(), quantize=models.quantize)
     inner = {name: f"served_{i}" for i, name in enumerate(models.adapters)}  # PEFT forbids dots
     for name, adapter in models.adapters.items():
-        if adapter.path is not None:
-            is_default = name == models.default
-            with _adding(f"; {TRAIN_OR_BASE if is_default else _without(adapter.path)}"):
-                model = load_adapter(model, adapter.path, trainable=False, name=inner[name])
+        if name != BASE:
+            path, is_default = adapter.info.path, name == models.default
+            with _adding(f"; {TRAIN_OR_BASE if is_default else _without(path)}"):
+                model = load_adapter(model, path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
     samplers, share = {}, 1 / len(models.adapters)  # memory fraction of each sampler
     for name, adapter in models.adapters.items():
@@ -222,7 +213,8 @@ def load_samplers(
         activate()
         options = {"max_num_seqs": max_num_seqs, "dtype": sampling_dtype(model)[0], "share": share}
         sampler = Sampler(model, tokenizer, **options)
-        samplers[name] = AdapterSampler(sampler, activate, prompt_prefix(tokenizer, adapter.format))
+        prefix = prompt_prefix(tokenizer, adapter.info.format)
+        samplers[name] = AdapterSampler(sampler, activate, prefix)
     return samplers
 
 

@@ -95,7 +95,7 @@ class Message(Strict):
     # The reasoning of an earlier answer.
     reasoning: str | None = None
     reasoning_content: str | None = None
-    # Other fields of earlier answers, which are ignored.
+    # Other fields of earlier answers. They are ignored, or accepted only if they are empty.
     refusal: None = None
     reasoning_details: Any = None
     id: str | None = None

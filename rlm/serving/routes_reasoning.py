@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rlm.grading import READERS, AnswerType
+from rlm.model import public_dataset
 from rlm.reasoner import (
     TEMPERATURE_OF_SEVERAL,
     Answer,
@@ -137,7 +138,7 @@ def _details(
     """
     shown = answer.shown
     ours: dict[str, Any] = {
-        "stage": adapter.stage,
+        "stage": adapter.info.stage,
         "format": shown.format,
         "reasoning_tokens": shown.thinking.tokens,
         "completion_tokens": shown.completion_tokens,
@@ -228,17 +229,17 @@ def _info(service: Service, needs_key: bool) -> dict[str, Any]:
             "base_hash": models.base_hash,
             "adapter": default.name,
             "adapter_sha256": default.sha256,
-            "stage": default.stage,
+            "stage": default.info.stage,
         },
         "adapters": list(models.adapters),
         "default_adapter": models.default,
-        "answer_types": {name: one.answer_types for name, one in models.adapters.items()},
+        "answer_types": {name: one.info.answer_types for name, one in models.adapters.items()},
         "about": {
             name: {
-                "stage": one.stage,
+                "stage": one.info.stage,
                 "sha256": one.sha256,
-                "dataset": one.dataset,
-                "questions": one.questions,
+                "dataset": one.info.dataset and public_dataset(one.info.dataset),
+                "questions": one.info.questions,
             }
             for name, one in models.adapters.items()
         },

@@ -15,9 +15,8 @@ from rlm.reasoner import Confidence, Sample, Thinking, Usage, Verification, Vote
 
 PROMPT_CHARS = 8000
 MAX_SAMPLES = 16
-STOP_CHARS = 64
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARS)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class Strict(BaseModel):

@@ -58,8 +58,8 @@ class Service:
     ) -> None:
         """
         Args:
-            experiences: lessons from earlier problems.
-            nearest: the maximum number of lessons that are added to a prompt, the most similar.
+            experiences: lessons from earlier problems. The most similar ones are added to a prompt.
+            nearest: the maximum number of lessons in a prompt.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.limits, self.metrics = limits, Metrics(engine)
@@ -73,7 +73,7 @@ class Service:
         # The tokens of each accepted, unfinished request. This includes requests in preparation.
         self._reserved: dict[str, int] = {}
         # A future for each request in preparation. Setting it to a problem ends the request.
-        self._preparing: dict[str, asyncio.Future[HTTPProblem]] = {}
+        self._preparing: set[asyncio.Future[HTTPProblem]] = set()
         # A slow schema must not hold up the requests without a schema.
         self._compiling, self._rendering = _Preparation(), _Preparation()
 
@@ -114,19 +114,18 @@ class Service:
             HTTPProblem: the request exceeds a limit, the queue is full, or the engine is not ready.
         """
         started = time.monotonic()
-        self._admit()
+        deadline = started + self.limits.seconds
         adapter = self._adapter(asked.adapter)
         params = self._params(asked, adapter)
-        format, structured = adapter.format, structured_outputs(asked)
+        format, structured = adapter.info.format, structured_outputs(asked)
         kind = structured.answer_type if structured else format.answer_type
         format = format.with_answer_type(asked.answer_type or kind)
         id, new_tokens = f"rsn_{secrets.token_hex(12)}", asked.n * params.max_new_tokens
-        self._admit(new_tokens, id)
+        self._admit(id, new_tokens)
         try:
-            deadline = started + self.limits.seconds
             preparing = self._prepare(asked, format, structured, turns, system, deadline)
-            grammar, prompt, used = await self._unless_failed(id, preparing)
-            self._admit(len(prompt) + new_tokens, id)
+            grammar, prompt, used = await self._unless_failed(preparing)
+            self._admit(id, len(prompt) + new_tokens)
             running = RunningRequest(
                 id=id,
                 api=api,
@@ -145,9 +144,9 @@ class Service:
                     tool_tokens=ToolTokens(adapter.tool, self.tokenizer) if adapter.tool else None,
                     grammar=grammar,
                 ),
-                timeout=self.limits.seconds,
-                experiences=used,
                 started=started,
+                deadline=deadline,
+                experiences=used,
             )
         except BaseException as error:
             del self._reserved[id]
@@ -177,7 +176,7 @@ class Service:
         This is used when the engine hangs or is dead, and when the time limit for draining has
         passed.
         """
-        for failed in self._preparing.values():
+        for failed in self._preparing:
             if not failed.done():
                 failed.set_result(problem)
         for running in self._running.values():
@@ -205,11 +204,10 @@ class Service:
         """The maximum number of tokens that all accepted, unfinished requests can occupy."""
         return sum(self._reserved.values())
 
-    def _admit(self, tokens: int = 0, id: str = "") -> None:
-        """Check that a request with this number of tokens fits into the queue.
+    def _admit(self, id: str, tokens: int) -> None:
+        """Give a request a place in the queue, or change the number of tokens of its place.
 
-        With an `id`, the request gets a place in the queue, or its number of tokens changes. A
-        request that already has a place continues while the server drains.
+        A request that already has a place continues while the server drains.
         """
         accepted = id in self._reserved
         if problem := self.engine_problem() if accepted else self.not_ready():
@@ -221,8 +219,7 @@ class Service:
         if full or sum(others) + tokens > self.limits.tokens:
             self.metrics.rejected.labels("queue_full").inc()
             raise HTTPProblem(503, "queue_full", "the queue is full", retry_after=5)
-        if id:
-            self._reserved[id] = tokens
+        self._reserved[id] = tokens
 
     def _adapter(self, name: str | None) -> ServedAdapter:
         adapter = self.models.adapters.get(name or self.models.default)
@@ -233,7 +230,7 @@ class Service:
 
     def _params(self, asked: ReasoningRequest, adapter: ServedAdapter) -> SamplingParams:
         new_tokens = asked.max_new_tokens or self.limits.new_tokens
-        if any(tag in stop for stop in asked.stop for tag in adapter.format.answer_tags):
+        if any(tag in stop for stop in asked.stop for tag in adapter.info.format.answer_tags):
             raise _invalid("stop", "stop: an answer tag cannot be a stop string; leave it out")
         if new_tokens > self.limits.new_tokens:
             raise _too_much("max_new_tokens", new_tokens, self.limits.new_tokens)
@@ -247,21 +244,19 @@ class Service:
             raise _invalid("n", "n above 1 requires a temperature above 0")
         return SamplingParams(new_tokens, temperature, asked.top_p)
 
-    async def _unless_failed(self, id: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for the preparation of a request, unless `fail_all` ends the request first."""
-        failed = self._preparing[id] = asyncio.get_running_loop().create_future()
+        failed = asyncio.get_running_loop().create_future()
+        self._preparing.add(failed)
         task = asyncio.create_task(work)
         try:
             await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if failed.done():
                 raise failed.result()
-            result = task.result()
-            if failed.done():  # at the same time
-                raise failed.result()
-            return result
+            return task.result()
         finally:
             task.cancel()
-            del self._preparing[id]
+            self._preparing.remove(failed)
 
     async def _prepare(
         self,
@@ -289,11 +284,21 @@ class Service:
             grammar = await self._compiling.run(compile, field, deadline)
         is_new = system.strip() not in ("", format.system_prompt.strip())
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
+
+        def render(question: str, examples: Sequence[tuple[str, str]]) -> list[int]:
+            # After an earlier reply without tags, the model often does not reason.
+            tag, _ = format.answer_tags
+            earlier = [
+                (user, answer if tag in answer else format.completion(reasoning, answer))
+                for user, reasoning, answer in turns
+            ]
+            options = {"examples": [*examples, *earlier], "system_prompt": system_prompt}
+            return render_prompt(self.tokenizer, question, format, **options)
+
         for most in range(self._nearest if self.experiences else 0, -1, -1):
             informed = apply_experiences(asked.prompt, self.experiences, most)
-            shown = informed.question, informed.examples, turns, system_prompt
-            render = partial(_prompt, self.tokenizer, format, *shown)
-            prompt = await self._rendering.run(render, "prompt", deadline)
+            call = partial(render, informed.question, informed.examples)
+            prompt = await self._rendering.run(call, "prompt", deadline)
             if len(prompt) <= self.limits.prompt_tokens:
                 return grammar, prompt, informed.used
         raise _too_much("prompt", len(prompt), self.limits.prompt_tokens, "tokens")
@@ -366,27 +371,6 @@ def _in_thread(call: Callable[[], T]) -> Future[T]:
     return done
 
 
-def _prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    format: Format,
-    question: str,
-    examples: Sequence[tuple[str, str]],
-    turns: Sequence[tuple[str, str, str]],
-    system_prompt: str | None,
-) -> list[int]:
-    """Render a prompt whose earlier replies have the form that the model was trained to write.
-
-    After a reply without the tags, the model often does not reason.
-    """
-    tag, _ = format.answer_tags
-    earlier = [
-        (asked, answer if tag in answer else format.completion(reasoning, answer))
-        for asked, reasoning, answer in turns
-    ]
-    options = {"examples": [*examples, *earlier], "system_prompt": system_prompt}
-    return render_prompt(tokenizer, question, format, **options)
-
-
 def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
     """Return the constraint on the answer, or None if the answer is free text.
 
@@ -406,9 +390,7 @@ def structured_outputs(asked: ReasoningRequest) -> StructuredOutputs | None:
             return StructuredOutputs(json=by_format.json_schema.json_schema)
         if by_name is None:
             return StructuredOutputs(json_object=True)
-        return StructuredOutputs(
-            by_name.json_schema, by_name.json_object, by_name.regex, by_name.choice
-        )
+        return StructuredOutputs(**by_name.model_dump(by_alias=True))
     except UsageError as error:
         field = "response_format" if by_format else "structured_outputs"
         raise _invalid(field, str(error)) from None

@@ -74,12 +74,11 @@ class EventStream(StreamingResponse):
         self._service, self._running = service, running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        running = self._running
-        seconds = running.started + running.timeout + SEND_SECONDS - time.monotonic()
+        seconds = self._running.deadline + SEND_SECONDS - time.monotonic()
         try:
             async with asyncio.timeout(seconds):
                 await super().__call__(scope, receive, send)
         except TimeoutError:  # sending waits for a client that does not read
-            running.outcome = "deadline"
+            self._running.outcome = "deadline"
         finally:
-            self._service.release(running)
+            self._service.release(self._running)

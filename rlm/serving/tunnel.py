@@ -37,11 +37,10 @@ class TunnelError(Exception):
 
 
 class Tunnel:
-    """An open tunnel. `public_url` is None after the tunnel is closed."""
+    """An open tunnel."""
 
     def __init__(self, agent: NgrokProcess, public_url: str, hosts: AllowedHosts) -> None:
-        self._agent = agent
-        self.public_url: str | None = public_url
+        self._agent, self.public_url = agent, public_url
         host = urlsplit(public_url).hostname or ""
         self._hosts, self._added = hosts, {host} - hosts  # close() removes only an added host
         hosts.add(host)
@@ -98,10 +97,7 @@ class Tunnel:
         return self._agent.proc.poll() is None
 
     async def close(self) -> None:
-        """Stop the agent, which closes the public URL. A second call has no effect."""
-        if self.public_url is None:
-            return
-        self.public_url = None
+        """Stop the agent, which closes the public URL."""
         self._hosts -= self._added
         exit_code = self._agent.proc.poll()
         await asyncio.to_thread(ngrok.kill, self._agent.pyngrok_config)

@@ -188,11 +188,6 @@ def test_what_the_length_cuts_is_said(server):
 MARKED = "<think>\n2 + 3 = <<2+3=5>>5\n</think>\n<answer>5</answer>"
 
 
-class Broken(Calculator):
-    def __call__(self, text):
-        raise RuntimeError("a tool of the user's own")
-
-
 def test_what_a_tool_wrote_is_marked_in_answer_and_stream(tokenizer):
     service, _ = make_service(tokenizer, {"sum": MARKED, "plain": ADD}, tool=Calculator())
     with live(service) as server:
@@ -213,54 +208,28 @@ def test_what_a_tool_wrote_is_marked_in_answer_and_stream(tokenizer):
         assert "<<2+3=5>>5" in choice["message"]["reasoning_content"]
 
 
-def test_a_tool_that_fails_ends_its_own_request_alone(tokenizer, server_log):
-    service, _ = make_service(tokenizer, {"sum": MARKED, "plain": "4"}, tool=Broken())
-    with live(service) as server:
-        assert server.post({"prompt": "sum"}).json()["code"] == "internal"
-        assert server.post({"prompt": "plain"}).json()["response"] == "4"
-
-
 # --- open to everybody ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("peer", "host", "forwarded", "client"),
+    ("peer", "forwarded", "client"),
     [
-        (
-            "127.0.0.1",
-            "localhost",
-            [],
-            "127.0.0.1",
-        ),  # a page on this machine, a proxy, or a TCP tunnel
-        ("127.0.0.1", "127.0.0.1:8000", [], "127.0.0.1"),
-        ("::1", "[::1]", [], "0"),
-        ("127.0.0.1", "my.ngrok.app", ["203.0.113.9"], "203.0.113.9"),
-        (
-            "127.0.0.1",
-            "my.ngrok.app",
-            ["1.2.3.4, 203.0.113.9"],
-            "203.0.113.9",
-        ),  # the first is forged, the second is true
-        ("127.0.0.1", "my.ngrok.app", ["1.2.3.4", "203.0.113.9"], "203.0.113.9"),
-        ("127.0.0.1", "localhost", ["203.0.113.9"], "203.0.113.9"),
-        ("127.0.0.1", "my.ngrok.app", ["2001:db8:1:2:3::9"], "20010db800010002"),
-        ("127.0.0.1", "my.ngrok.app", ["2001:db8:1:2:ffff::1"], "20010db800010002"),
-        ("127.0.0.1", "my.ngrok.app", ["::ffff:203.0.113.9"], "203.0.113.9"),
-        ("127.0.0.1", "my.ngrok.app", ["::ffff:203.0.113.10"], "203.0.113.10"),
-        ("::ffff:10.0.0.7", "localhost", [], "10.0.0.7"),
-        ("127.0.0.1", "my.ngrok.app", [], "127.0.0.1"),
-        ("127.0.0.1", "my.ngrok.app", ["nonsense"], "unknown"),
-        (
-            "10.0.0.7",
-            "localhost",
-            ["203.0.113.9"],
-            "10.0.0.7",
-        ),  # the request does not come from our tunnel
+        ("127.0.0.1", [], "127.0.0.1"),  # a page on this machine, a proxy, or a TCP tunnel
+        ("::1", [], "0"),
+        ("::ffff:10.0.0.7", [], "10.0.0.7"),
+        ("127.0.0.1", ["203.0.113.9"], "203.0.113.9"),
+        ("127.0.0.1", ["1.2.3.4, 203.0.113.9"], "203.0.113.9"),  # the first is forged
+        ("127.0.0.1", ["1.2.3.4", "203.0.113.9"], "203.0.113.9"),
+        ("127.0.0.1", ["2001:db8:1:2:3::9"], "20010db800010002"),
+        ("127.0.0.1", ["2001:db8:1:2:ffff::1"], "20010db800010002"),
+        ("127.0.0.1", ["::ffff:203.0.113.9"], "203.0.113.9"),
+        ("127.0.0.1", ["::ffff:203.0.113.10"], "203.0.113.10"),
+        ("127.0.0.1", ["nonsense"], "unknown"),
+        ("10.0.0.7", ["203.0.113.9"], "10.0.0.7"),  # the request does not come from our tunnel
     ],
 )
-def test_whom_a_request_is_counted_under(peer, host, forwarded, client):
-    headers = [(b"host", host.encode())]
-    headers += [(b"x-forwarded-for", value.encode()) for value in forwarded]
+def test_whom_a_request_is_counted_under(peer, forwarded, client):
+    headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
     assert client_address(peer, Headers(raw=headers)) == client
 
 

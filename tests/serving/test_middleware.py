@@ -91,7 +91,7 @@ def test_validation_errors_repeat_no_value_and_no_made_up_name():
         {"loc": ("body", "stop", 3, "<script>"), "msg": "no such field"},
         {"loc": ("body", "a" * 65), "msg": "no such field"},
     ]
-    problem = invalid(errors)
+    problem = invalid(error | {"type": "value_error"} for error in errors)
     assert (problem.status, problem.code, problem.param) == (422, "validation", "n")
     assert problem.detail == "n: too large"
     assert [error["loc"] for error in problem.body("")["errors"]] == [
@@ -100,7 +100,7 @@ def test_validation_errors_repeat_no_value_and_no_made_up_name():
         ["body", "?"],
     ]
     assert "secret" not in json.dumps(problem.body(""))
-    whole = invalid([{"loc": ("body",), "msg": "should be an object"}])
+    whole = invalid([{"loc": ("body",), "msg": "should be an object", "type": "value_error"}])
     assert (whole.detail, whole.param) == ("should be an object", None)
     both = invalid({"loc": ("body", name), "type": "string_type"} for name in ("prompt", "adapter"))
     assert (both.detail, both.param) == ("prompt: must be a string", "prompt")

@@ -111,14 +111,10 @@ def test_reasoning_is_seen_before_the_answer(page, server):
     expect(page.locator("#result .final")).to_have_text("19")
     expect(page.locator("#result .answer")).to_be_hidden()  # the same text is not shown twice
     expect(page.locator("#result .thought")).to_have_text("Reasoning")
-    expect(page.locator("#result .reasoning")).to_have_text(
-        "12 + 7 = 19"
-    )  # the event `done` has the final text
+    expect(page.locator("#result .reasoning")).to_have_text("12 + 7 = 19")  # the text of `done`
     expect(page.locator("#result .facts")).to_contain_text("130")
     expect(page.locator("#stop")).to_be_hidden()
-    assert server.asked() == [
-        {"prompt": QUESTION, "stream": True}
-    ]  # defaults are left to the server
+    assert server.asked() == [{"prompt": QUESTION, "stream": True}]  # the server has defaults
 
 
 @browser_test
@@ -248,7 +244,7 @@ def test_a_field_that_is_not_right_is_pointed_at(page, server, field, value):
 
 @browser_test
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stop_keeps_the_text_and_frees_the_seat_and_one_can_ask_again(page, server, how):
+def test_stop_keeps_the_text_and_disconnects_and_one_can_ask_again(page, server, how):
     server.script(stream(start(), reasoning("twelve and "), Gate("never")))
     visit(page, server)
     ask(page)
@@ -346,9 +342,7 @@ def test_what_went_wrong_is_said(page, server, given, thought, place, said):
 def test_votes_of_eight_samples(page, server):
     finals = ["20", "19", "19", None, "19", "20", "19", "19"]
     samples = [sample(i, final) for i, final in enumerate(finals)]
-    samples[3] = sample(
-        3, "19", "text_outside"
-    )  # this answer is found, but does not count as a vote
+    samples[3] = sample(3, "19", "text_outside")  # found, but not counted as a vote
     samples[7] = sample(7, "19.0")  # the server knows that this is 19
     begun = (start(8), reasoning("12 + 7 = 20"), answer("20"), *samples[:3])
     ended = (Gate("rest"), *samples[3:], Gate("vote"), done("12 and 7 make 19", votes=finals))
@@ -365,9 +359,7 @@ def test_votes_of_eight_samples(page, server):
     expect(counts).to_have_text(["4 of 8", "2 of 8", "1 of 8", "1 of 8"])
     expect(page.locator(".winner")).to_have_count(0)
     server.open("vote")
-    expect(page.locator("#result .final")).to_have_text(
-        "19"
-    )  # the majority, although sample 0 is 20
+    expect(page.locator("#result .final")).to_have_text("19")  # the majority; sample 0 is 20
     expect(answers).to_have_text(["19", "20", "no answer"])
     expect(counts.nth(0).locator("progress")).to_have_class("winner")
     values = page.locator("progress").evaluate_all("bars => bars.map(bar => 8 * bar.value)")

@@ -47,9 +47,7 @@ def test_files_need_no_key_and_are_sent_with_type_caching_and_policy(server, pat
         assert reply.text == (PAGE.joinpath(name).read_text() if method == "GET" else "")
         assert reply.headers["content-type"] == f"{kind}; charset=utf-8"
         assert reply.headers["x-content-type-options"] == "nosniff"
-        assert (
-            reply.headers["cache-control"] == "no-store"
-        )  # so all three files have the same version
+        assert reply.headers["cache-control"] == "no-store"  # all files have the same version
         assert reply.headers["content-security-policy"] == PAGE_POLICY
     for other in (f"{path}x", f"/{name}/", f"/page/{name}", "/index.html"):
         assert server.get(other).status_code == 401
