@@ -476,27 +476,20 @@ def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) ->
     return shuffle_train(problems, split, selection.seed)
 
 
-def check_dataset(dataset: str) -> None:
-    """Check that `--dataset` names a known dataset or existing files, without reading the data.
+def check_dataset(
+    dataset: str, columns: str | None = None, rows: str | None = None
+) -> list[Problem]:
+    """Check the value of `--dataset` without the hub, and return the problems of the user's files.
+
+    Files of more than SMALL_FILE bytes are not read.
 
     Raises:
-        UsageError: the dataset is unknown or a file does not exist; the message suggests similar
-            names.
-    """
-    for part in parse_dataset(dataset):
-        part.check()
-
-
-def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
-    """Return the problems of the user's own files, so that they are checked before torch is loaded.
-
-    Large files and other datasets are skipped.
-
-    Raises:
-        UsageError: a file contains too many invalid rows.
+        UsageError: a dataset is unknown, a file does not exist (the message suggests similar
+            names), or a file contains too many invalid rows.
     """
     problems: list[Problem] = []
     for part in parse_dataset(dataset):
+        part.check()
         if isinstance(part, OwnFile) and part.path.stat().st_size <= SMALL_FILE:
             problems += part.read(columns, split_slice(rows or "train")[1], quiet=True)
     return problems
@@ -549,18 +542,6 @@ def load_gsm8k(
     spec = "gsm8k" if path is None else f"gsm8k:{path}"
     split = PUBLISHED_TRAIN if split == "train" else split
     return load_problems(spec, split, max_samples=max_samples)
-
-
-def load_jsonl(path: str | Path) -> list[Problem]:
-    """Load the problems of a UTF-8 file with one JSON object per line, in the order of the file.
-
-    Invalid lines are left out, and a warning lists them. A line with a repeated id is invalid,
-    because ids determine seeds and identify samples. A line without an id gets the id FILE-LINE.
-
-    Raises:
-        UsageError: the file cannot be read, has no valid line, or has more than 5 % invalid lines.
-    """
-    return OwnFile(Path(path)).read()
 
 
 def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:

@@ -26,7 +26,6 @@ from rlm.data.loaders import (
     HubDataset,
     OwnFile,
     check_dataset,
-    load_jsonl,
     load_problems,
     parse_dataset,
 )
@@ -672,7 +671,7 @@ REPLY = {"role": "assistant", "content": TRACE}
     ],
 )
 def test_chat_rows_become_a_question_with_a_solution(row, tmp_path):
-    [problem] = load_jsonl(write_jsonl(tmp_path / "chat.jsonl", [row]))
+    [problem] = load(tmp_path, [row])
     assert (problem.question, problem.answer) == ("2 + 3?", "5")
     assert problem.solution == "Two and three are five."
     assert as_problems([row])[0].solution == problem.solution
@@ -748,7 +747,7 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     no_number = {"messages": [USER, {"role": "assistant", "content": "I do not know."}]}
     picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}
     path = write_jsonl(tmp_path / "chat.jsonl", [*good, several, several, no_number, picture])
-    assert len(load_jsonl(path)) == 30
+    assert len(load_problems(path, "test")) == 30
     assert caplog.records[0].message == (
         f"{path}: 30 of 34 rows used, 4 left out: 2 with several turns, or none; "
         "1 with a completion that does not end with a number; 1 with a message that is not text; "
