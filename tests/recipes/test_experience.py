@@ -42,7 +42,7 @@ from recipes.experience.rewards import (
 from recipes.experience.trainer import ROUNDING, group_statistics
 from rlm.api_client import APIError
 from rlm.cli.options import UsageError, parse
-from rlm.data.experiences import experience_block, load_experiences, with_experiences
+from rlm.data.experiences import Experience, apply_experiences, load_experiences
 from rlm.data.problem import Problem
 from rlm.grading.numbers import parse_number
 
@@ -593,10 +593,11 @@ def test_a_file_that_is_no_library_is_refused(tmp_path, content):
 
 
 def test_lessons_in_front_of_a_question():
-    assert with_experiences("2 + 2?", []) == "2 + 2?"
-    asked = with_experiences("2 + 2?", ["Add.", "Check\nit."])
-    assert asked == "Lessons from earlier problems:\n1. Add.\n2. Check it.\n\nProblem:\n2 + 2?"
-    assert experience_block([]) == ""
+    assert apply_experiences("2 + 2?", []).question == "2 + 2?"
+    lessons = Experience("Add."), Experience("Check\nit.")
+    assert apply_experiences("2 + 2?", lessons).question == (
+        "Lessons from earlier problems:\n1. Add.\n2. Check it.\n\nProblem:\n2 + 2?"
+    )
 
 
 # --- prompts --------------------------------------------------------------------------------
