@@ -199,7 +199,7 @@ class Verdict:
 
 
 def normalize_answer(answer: str) -> Fraction | str | None:
-    """Return a key for votes that is the same for equal answers, whatever their answer type.
+    """Return a key that is the same for equal answers, whatever their answer type.
 
     The key is a number if the answer is a number, else the normalised text.
 
@@ -501,22 +501,20 @@ class Vote:
         return {str(self.answers[voters[0]]): len(voters) for voters in self.ranked}
 
 
-def majority_vote(
-    answers: Sequence[str | None], key: Callable[[str], Hashable | None] = normalize_answer
-) -> Vote:
+def majority_vote(answers: Sequence[str | None], kind: AnswerType) -> Vote:
     """Find the most frequent answer.
 
     Args:
         answers: the votes; None is an abstention.
-        key: a function that maps equal answers to the same key, such as a function of `READERS`.
-            By default, equal numbers (0.5 and 1/2) and equal texts count as the same answer.
+        kind: the answer type, which determines which answers are equal.
 
-    >>> vote = majority_vote(["8", "7", "8.0", None])
+    >>> vote = majority_vote(["8", "7", "8.0", None], "number")
     >>> vote.winner, vote.counts, vote.agreement, vote.members
     ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
     """
     # Keys are wrapped in tuples, because a key may be None, and None would count as an abstention.
-    return _count([None if answer is None else (key(answer),) for answer in answers], answers)
+    read = READERS[kind]
+    return _count([None if answer is None else (read(answer),) for answer in answers], answers)
 
 
 def _count(keys: Sequence[Hashable | None], answers: Sequence[str | None]) -> Vote:
