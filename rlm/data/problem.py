@@ -143,7 +143,7 @@ def parse_rows(
         parse, seen = partial(parse, first=first), _SeenColumns(columns, from_1=first == 1)
     problems: dict[str, Problem] = {}
     unwanted, bad, used = Counter[str](), list[tuple[int, Exception]](), 0
-    row: bytes | Row | Problem = {}
+    first_bad: bytes | Row | Problem = {}
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
@@ -159,13 +159,14 @@ def parse_rows(
         except LeftOut as kind:
             unwanted[str(kind)] += 1
         except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
+            first_bad = first_bad if bad else row
             bad.append((number, error))
         if len(problems) == limit:
             break
     left_out = len(bad) + unwanted.total()
     total = used + left_out
     if len(bad) > MAX_BAD_SHARE * total:
-        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", remedy, row))
+        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", remedy, first_bad))
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
         empty = "it is empty; write a row for each problem, with a question and an answer"

@@ -110,8 +110,9 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(tmp_path):
         f"{path}: line 1: no column 'reply' (30 of 30 lines are invalid: fix them); the columns "
         "are ask, target: name yours with --columns question=COLUMN,answer=COLUMN"
     )
+    (tmp_path / "mine.jsonl").write_text('{"ask": "1?", "target": "1"}\noops')
     said = refusal(path)
-    assert "no field answer or response" in said
+    assert "no field answer or response (2 of 2" in said
     assert "the columns are ask, target: name yours with --columns" in said
 
 
