@@ -161,17 +161,17 @@ def column_names(row: Row) -> list[str]:
     return names
 
 
-def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
-    """Describe from which columns of a row the question, answer, solution and choices are read.
+def find_layout(row: Row, columns: Mapping[str, str]) -> dict[str, str]:
+    """Return from which columns of a row the question, answer, solution and choices are read.
 
-    >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
-    'question from prompt, answer from target'
+    >>> find_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
+    {'question': 'prompt', 'answer': 'target'}
     """
     names = {**{column: column for column in row}, **columns}  # maps our fields to columns
     solution = names.get("solution")
     renamed = rename_columns(row, columns)
     chat = next((name for name in CHAT_FIELDS if renamed.get(name) is not None), None)
-    question = chat or question_column(names)
+    question = chat or _first(names, QUESTION_FIELDS)
     if chat is None and _reply(renamed) is not None:
         chat = question
     worked = chat or names.get("completion", solution)
@@ -183,16 +183,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
         "solution": solution or worked,
         "choices": choices,
     }
-    return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
-
-
-def question_column(columns: Mapping[str, str]) -> str | None:
-    """Return the column that contains the question.
-
-    Args:
-        columns: a map from our fields to columns, and from each other column to itself.
-    """
-    return _first(columns, QUESTION_FIELDS)
+    return {field: column for field, column in taken.items() if column}
 
 
 def unread_texts(row: Row, renamed: Row) -> list[str]:
@@ -293,7 +284,7 @@ def read_answer(row: Row) -> Row:
         LeftOut: the list contains different answers.
         ValueError: the object has neither of these keys.
     """
-    name = _first({name: name for name, value in row.items() if value is not None}, ANSWER_FIELDS)
+    name = next((name for name in ANSWER_FIELDS if row.get(name) is not None), None)
     value = row[name] if name else None
     if isinstance(value, str) and value.lstrip().startswith("{"):  # "[0, 1]" is an interval
         value = _parsed(value)

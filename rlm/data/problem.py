@@ -25,10 +25,9 @@ from rlm.data.columns import (
     MissingColumn,
     Row,
     column_names,
-    describe_layout,
+    find_layout,
     first_number,
     has_system_message,
-    question_column,
     read_answer,
     read_chat,
     read_choices,
@@ -186,26 +185,26 @@ class _SeenColumns:
     """Collects which columns of a user's rows are used, for the report of `parse_rows`."""
 
     def __init__(self, columns: Mapping[str, str], from_1: bool) -> None:
-        self.columns, self.from_1 = columns, from_1
-        self.layout, self.with_system, self.asked = "", 0, "question"
+        self.columns, self.from_1, self.with_system = columns, from_1, 0
+        self.layout: dict[str, str] = {}
         self.unread: dict[str, None] = {}
 
     def add(self, row: Row, renamed: Row) -> None:
         """Record the columns of a row; `renamed` is the same row with its columns renamed."""
-        self.layout = self.layout or describe_layout(row, self.columns)
+        self.layout = self.layout or find_layout(row, self.columns)
         self.unread |= dict.fromkeys(unread_texts(row, renamed))
-        self.asked = question_column({**{name: name for name in row}, **self.columns}) or self.asked
         self.with_system += has_system_message(renamed)
 
     def lines(self) -> list[str]:
         """Return the parts of the report."""
         lines = [f"{self.with_system} {UNUSED}"] if self.with_system else []
         if self.layout:
-            lines.append(self.layout + "; choices are numbered from 1" * self.from_1)
+            layout = ", ".join(f"{field} from {column}" for field, column in self.layout.items())
+            lines.append(layout + "; choices are numbered from 1" * self.from_1)
         if self.unread:
             lines.append(
                 f"the model does not see {', '.join(self.unread)} (--columns "
-                f"question=COLUMN+{self.asked} puts a column into the question)"
+                f"question=COLUMN+{self.layout['question']} puts a column into the question)"
             )
         return lines
 
