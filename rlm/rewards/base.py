@@ -241,7 +241,8 @@ def adapt_reward(reward: Any) -> RewardFunction:
     if "completions" in named:
         return PlainReward(reward)
     if isinstance(reward, RewardFunction) and _takes_two(signature):
-        if not _has_own_call(type(reward)):
+        cls, base = type(reward), RewardFunction
+        if cls.__call__ is base.__call__ and cls.batch_call is base.batch_call:
             raise TypeError(f"{name} has no __call__(self, completion, reference_answer)")
         return reward
     if "completion" in named:
@@ -259,12 +260,6 @@ def _takes_two(signature: inspect.Signature) -> bool:
     kinds = [p.kind for p in signature.parameters.values()]
     places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in places for k in kinds) >= 2
-
-
-def _has_own_call(cls: type[RewardFunction]) -> bool:
-    return any(
-        getattr(cls, n) is not getattr(RewardFunction, n) for n in ("__call__", "batch_call")
-    )
 
 
 def _make(cls: type) -> Any:
