@@ -359,6 +359,7 @@ CHOICES = {
         "B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B.",
         "B) But I like it", "B) Paris, but I am not sure", "B. B is right.", "B) Perhaps A dog",
         "B) rate = k[A]", "B. The symbol is C", "B - Paris", "**B** – Paris", "（Ｂ）",
+        "**Option B**", "B) Hepatitis B", "B. Plan A",
     ],
     None: [
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
@@ -366,6 +367,8 @@ CHOICES = {
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
         "[B] [C] [D]", "B - C", "B - not B", "A-B", "A - rock, B - water",
         "B) Paris? The answer is C", "B) No wait, it is C", "B. Or rather C", "B) I choose C",
+        "B. C", "B. or option C", "B) or else C", "B) unless C", "B. or maybe C", "B) x, C",
+        "B. It could also be C", "B) Paris\nC", "B) or C)", "A, B, C, D", "Because",
     ],
 }
 # lenient reason: texts; the gold is B
@@ -422,7 +425,8 @@ def test_a_closing_tag_that_is_cut_off_is_not_part_of_the_answer() -> None:
 def test_tags_and_boxes_with_different_texts_are_wrong() -> None:
     for text in ("<answer>Rome</answer><answer>Paris</answer>", r"\boxed{Rome} \boxed{Paris}"):
         assert grade(text, "Paris", strict=False, kind="text").reason == "repeated_answer"
-    for text in (r"\boxed{\text{Paris}}", "I write <answer> tags: <answer>Paris</answer>"):
+    tagged = "I write <answer> tags: <answer>Paris</answer>"
+    for text in (r"\boxed{\text{Paris}}", tagged, "So the answer is Paris."):
         assert grade(text, "Paris", strict=False, kind="text").correct
     assert grade("<answer>a</answer><answer>b</answer>", None, strict=False, kind="open").is_answer
 
