@@ -264,7 +264,7 @@ class OwnFile:
         bounds = cut if selection.rows else bounds
         problems = self.read(selection.columns, bounds, quiet=role == "validation")
         problems = hold_out(problems, role, str(self))
-        return shuffle_train(problems, split, selection.seed)[: selection.max_samples]
+        return shuffle_train(problems, role, selection.seed)[: selection.max_samples]
 
     def read(
         self, columns: str | None = None, bounds: Bounds = WHOLE, quiet: bool = False
@@ -352,7 +352,7 @@ class HubDataset:
             if role == "train" and name in names and name != stored:
                 problems = self._without_split(problems, columns, name)
         problems = problems if is_carved else hold_out(problems, "test", str(self))
-        return shuffle_train(problems, split, selection.seed)[:max_samples]
+        return shuffle_train(problems, role, selection.seed)[:max_samples]
 
     def _rows(self, split: str, bounds: Bounds = WHOLE) -> Iterable[tuple[int, Row]]:
         arguments = {"path": self.path, "name": self.config, "split": split}
@@ -473,7 +473,7 @@ def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) ->
         raise UsageError(
             f"{repeated} ids are in more than one of the datasets: rename the files or the ids"
         )
-    return shuffle_train(problems, split, selection.seed)
+    return shuffle_train(problems, role, selection.seed)
 
 
 def check_dataset(

@@ -608,6 +608,7 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
     train, validation = (load_problems(path, s, **choice) for s in ("train", "validation"))
     assert (len(train), len(validation)) == (36, 4)
     assert {*answers(train), *answers(validation)} == {*range(40)}
+    assert load_problems(path, "train[:40]", columns=COLUMNS) == train  # shuffled, too
     # The same slice has the same held-out problems.
     assert load_problems(path, "validation[:40]", columns=COLUMNS) == validation
     assert sorted(answers(load_problems(path, "test[90:]", columns=COLUMNS))) == [*range(90, 100)]
