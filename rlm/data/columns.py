@@ -218,9 +218,9 @@ def read_chat(row: Row) -> Row:
 
     A chat row has the column `messages` (or ShareGPT's `conversations`), or a question (a text or
     messages) and a `completion`. The solution is the `<think>` block of the last assistant message,
-    or else this message without its final line. If the row has no `answer`, the answer is the final
-    number of the message. In a row with a `solution` but no answer, the solution is read like a
-    completion. In verl's rows, the answer is in `reward_model`. System messages are ignored,
+    or else this message without an answer at its end. If the row has no `answer`, the answer is the
+    final number of the message. In a row with a `solution` but no answer, the solution is read like
+    a completion. In verl's rows, the answer is in `reward_model`. System messages are ignored,
     because all rows use the same system prompt. Other rows are returned unchanged.
 
     Raises:

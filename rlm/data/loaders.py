@@ -16,9 +16,9 @@
     DIRECTORY, DIRECTORY:CONFIG                   a local copy of a hub dataset in the same layout
     elementary+gsm8k:PATH                         several datasets; max_samples is per dataset
 
-Train, validation and test have no question in common, except that the test split of your own file
-is the whole file. If a dataset is published without a validation split, a fixed part of train is
-held out for validation. `seed` shuffles train, and `max_samples` selects the first problems. The
+Train has no question in common with validation and test, except that the test split of your own
+file is the whole file. If a dataset is published without a validation split, a fixed part of train
+is held out for validation. `seed` shuffles train, and `max_samples` selects the first problems. The
 other splits do not depend on `seed`, so that the scores of runs with different seeds are
 comparable.
 """

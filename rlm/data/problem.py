@@ -70,8 +70,8 @@ UNUSED = "with a system message, which is not used"
 class Problem:
     """A question and its reference answer.
 
-    `rlm.grading.READERS[answer_type]` parses the reference answer. The reference answer of an open
-    question is not used.
+    `rlm.grading.READERS[answer_type]` parses the reference answer. Only the user's own reward reads
+    the reference answer of an open question.
     """
 
     id: str  # unique within the dataset; the seed of the problem's samples depends on the id
@@ -424,7 +424,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
             raise ValueError("is_correct of a rollout is neither true nor false")
         if rollout["is_correct"]:
             reasoning, text = split_completion(_text(rollout, "solution"))
-            # The solution is the reasoning block, or else the text without its last line.
+            # The solution is the reasoning block, or else the text without an answer at its end.
             solution = (reasoning or FINAL_LINE.sub("", text)).strip()
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []

@@ -161,8 +161,8 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
 
     Raises:
         ValueError, csv.Error: the encoding is another one, a row has more cells than the first
-            line, two columns have the same name, or a quote is misplaced. Otherwise, a part of an
-            answer, a column or whole rows would be lost.
+            line, two columns have the same name, or a quote is misplaced (in a tab-separated file,
+            quotes are then plain text). Otherwise, a part of an answer or whole rows would be lost.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:

@@ -20,9 +20,9 @@ FILE_SPLITS = ("train", "validation", "test")  # of a file
 # Maximum number of questions in a held-out validation split, which gets a tenth of all questions
 # and at least one.
 HELD_OUT = 200
-# Number of problems that are read from OpenMathInstruct-1, which has a size of gigabytes, or from a
-# larger split of any dataset on the hub, unless --max-samples is larger. Train is a sample of these
-# problems, and a validation split that is not published is held out of them.
+# If --max-samples is set, this many problems (or --max-samples, if that is more) are read from a
+# larger split of OpenMathInstruct-1 (gigabytes) or of any other dataset on the hub. Train is a
+# sample of these problems. A validation split that is not published is held out of the first POOL.
 POOL = 5000
 
 Bounds = tuple[str | None, str | None]  # the first row and the end of a slice

@@ -4,11 +4,15 @@ There are two gradings. The *strict* grading determines the default training rew
 must consist of exactly one non-empty `<think>` block followed by one `<answer>` block that contains
 only the answer. The *lenient* grading accepts the right answer in any common form and is only
 reported. In both, `rlm.grading.numbers` reads numbers, `read_choice` reads letters, and `read_text`
-reads words. Both accept at most one value, so a text that lists guesses is wrong (but 10/3 ≈ 3.33
-is right for 10/3 and for 3.33). In the lenient grading, the last statement "the answer is …" or
-"#### …" counts, because it corrects the earlier ones; answer tags or boxes with different values
-are wrong. Both ignore everything inside the reasoning block. Patterns run in linear time or on
-texts of bounded length, so hostile text takes only milliseconds, and no text raises an error.
+reads words. Neither reads an answer from the reasoning block. Both accept at most one value, so a
+text that lists guesses is wrong.
+
+In the lenient grading, the last statement "the answer is …" (or "#### …" for a number) counts,
+because it corrects the earlier ones. Answer tags or boxes with different values are wrong, but
+10/3 ≈ 3.33 is right for 10/3 and for 3.33.
+
+Patterns run in linear time or on texts of bounded length, so hostile text takes only milliseconds,
+and no text raises an error.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from rlm.cli import UsageError, terminal
 
 # None means no verdict: the rollout is left out of the group statistics and of the loss.
 Reward = float | None
-# These arguments are passed to a function with TRL's signature only if it names them, because the
-# **kwargs of TRL's rewards contain only the columns of the dataset.
+# These arguments are passed to a function with TRL's signature only if it names them, because most
+# of them are not in the **kwargs that TRL passes.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("question", "solution", "completion_ids")
 # Neither exit() nor a cancelled task in a reward may end the run.
