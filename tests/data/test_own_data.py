@@ -449,11 +449,6 @@ def test_nan_is_a_missing_value(tmp_path):
         as_problems([row | {"question": math.nan}])
 
 
-def test_lists_reach_a_reward_as_columns():
-    [problem] = as_problems([{"question": "Make 25.", "answer": "25", "nums": [44, 19], "x": None}])
-    assert problem.columns == {"nums": [44, 19], "x": None}
-
-
 def test_the_columns_that_are_used_and_odd_rows_are_reported(tmp_path, caplog):
     rows = [{"prompt": f"{i}?", "target": str(i), "level": 1} for i in range(20)]
     chat = {"prompt": [{"role": "developer", "content": "Be brief."}, USER], "target": "5"}
