@@ -506,13 +506,13 @@ def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
 
 
 def without_tags(solution: str) -> str:
-    """Return the text inside the reasoning tags of a solution, or else the whole solution.
+    """Return the text inside the reasoning tags of a solution; without such text, the rest of it.
 
     The answer at its end, in `<answer>` tags or in a last line of the form `#### 5`, is left out.
     """
     for tag in REASONING_TAGS:
-        reasoning, _ = split_completion(solution, tag)
-        solution = solution if reasoning is None else reasoning
+        reasoning, rest = split_completion(solution, tag)
+        solution = reasoning if reasoning and reasoning.strip() else rest
     return _STATED_AT_END.sub("", solution).strip()
 
 

@@ -42,7 +42,6 @@ from rlm.grading import (
     gold_from_gsm8k,
     normalize_answer,
     parse_number,
-    split_completion,
 )
 
 logger = logging.getLogger(__name__)
@@ -423,9 +422,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
         if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
             raise ValueError("is_correct of a rollout is neither true nor false")
         if rollout["is_correct"]:
-            reasoning, text = split_completion(_text(rollout, "solution"))
-            # The solution is the reasoning block, or else the text without an answer at its end.
-            solution = (reasoning or FINAL_LINE.sub("", text)).strip()
+            solution = without_tags(FINAL_LINE.sub("", _text(rollout, "solution")))
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []
     if not problems:

@@ -680,6 +680,11 @@ def test_chat_rows_become_a_question_with_a_solution(row, tmp_path):
         ("2 + 3 = 5\nFinal answer: 5", "5", "2 + 3 = 5"),
         ("2 + 3 = 5\n<answer>5</answer>", "5", "2 + 3 = 5"),
         ("First 2, then 3 more.\n#### 5", "5", "First 2, then 3 more."),
+        (
+            "<think>\n\n</think>\n\n2 + 3 = 5, so 5",
+            "5",
+            "2 + 3 = 5, so 5",
+        ),  # Qwen3 without thinking
         (r"Half of it is \boxed{1/2}", "1/2", r"Half of it is \boxed{1/2}"),
         ("5", "5", ""),  # nothing to learn from
     ],
