@@ -62,6 +62,7 @@ from rlm.data.splits import (
     cut_rows,
     hold_out,
     shuffle_train,
+    sort_by_hash,
     split_slice,
     without_questions,
 )
@@ -351,7 +352,7 @@ class HubDataset:
         for name in ("test",) if is_carved else ("validation", "test"):
             if role == "train" and name in names and name != stored:
                 problems = self._without_split(problems, columns, name)
-        problems = problems if is_carved else hold_out(problems, "test", str(self))
+        problems = problems if is_carved else sort_by_hash(problems)
         return shuffle_train(problems, role, selection.seed)[:max_samples]
 
     def _rows(self, split: str, bounds: Bounds = WHOLE) -> Iterable[tuple[int, Row]]:

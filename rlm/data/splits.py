@@ -70,6 +70,11 @@ def choose_rows(count: int, bounds: Bounds) -> Sequence[int]:
     return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
 
 
+def sort_by_hash(problems: list[Problem]) -> list[Problem]:
+    """Sort problems by a hash of their questions, because many files are sorted by topic."""
+    return sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
+
+
 def hold_out(
     problems: list[Problem], split: str, source: str, *, in_order: bool = False
 ) -> list[Problem]:
@@ -77,13 +82,9 @@ def hold_out(
 
     Train and validation have no question in common. Validation contains the questions with the
     smallest hashes, or the first questions if `in_order` is true. Without `in_order`, validation
-    and test are sorted by hash, because many files are sorted by topic or difficulty.
+    and test are sorted by hash.
     """
-    ordered = (
-        problems
-        if in_order
-        else sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
-    )
+    ordered = problems if in_order else sort_by_hash(problems)
     if split in ("test", PUBLISHED_TRAIN):
         return ordered
     questions = list(dict.fromkeys(plain_question(problem.question) for problem in ordered))
