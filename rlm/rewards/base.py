@@ -65,7 +65,7 @@ class RewardFunction:
 
 
 class FunctionReward(RewardFunction):
-    """Calls a plain or `async` function with the arguments that its signature names.
+    """Calls a plain or `async` function or object with the arguments that its signature names.
 
     TRL passes strings, or lists of messages if the dataset's prompts are conversations. A function
     that fails on strings but succeeds on messages receives messages in all later calls.
@@ -74,11 +74,12 @@ class FunctionReward(RewardFunction):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "weight", None))
         self.function = function
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
         self.takes_messages: bool | None = None  # None until a first call succeeds
 
     def _call(self, given: Mapping[str, Any]) -> Any:
         given = named_columns(self.function, given)
-        if inspect.iscoroutinefunction(self.function):
+        if self.is_async:
             return self._call_async(given)
         if self.takes_messages:
             return self.function(**as_messages(given))

@@ -671,14 +671,19 @@ def test_an_async_reward_waits_for_all_at_once():
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
     assert (asked, most) == (6, 6)
-    asked = waiting = most = 0
     judge = Judge().__call__  # a function of one completion
 
     async def function(completion, reference_answer):
         return await judge(completion, reference_answer)
 
-    assert Scorer(function)(PROBLEMS, [["good"] * 2] * 2).rewards == [[1.0] * 2] * 2
-    assert most == 4
+    class Plain:
+        async def __call__(self, completion, reference_answer):
+            return await judge(completion, reference_answer)
+
+    for reward in (function, Plain()):
+        asked = waiting = most = 0
+        assert Scorer(reward)(PROBLEMS, [["good"] * 2] * 2).rewards == [[1.0] * 2] * 2
+        assert most == 4
     combined = Scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
     assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
 
