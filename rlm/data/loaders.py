@@ -92,7 +92,7 @@ OTHER_ROWS = (
 # The default levels, and the word in --dataset that requests solutions in sentences.
 ALL_LEVELS, SENTENCES = "1-4", "sentences"
 # Default numbers of generated problems, for train by dataset and for the other splits.
-TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
+TRAIN_SIZES, OTHER_SIZE = {"word-problems": 2000, "elementary": 8000}, 500
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
@@ -204,7 +204,7 @@ class NamedDataset:
         if not all(re.fullmatch(r"\d(-\d)?", part, re.ASCII) for part in parts):
             raise UsageError(f"{self}: write levels as 2, 1-2 or 1,3, or {SENTENCES}")
         levels = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
-        size = TRAIN_SIZES[self.name] if split == "train" else WORD_PROBLEMS
+        size = TRAIN_SIZES[self.name] if split == "train" else OTHER_SIZE
         try:
             return word_problems.generate_word_problems(
                 split,

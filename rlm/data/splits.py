@@ -16,7 +16,7 @@ from rlm.cli import UsageError
 from rlm.data.problem import Problem, plain_question
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in the order of the file
-FILE_SPLITS = ("train", "validation", "test")  # of a file
+FILE_SPLITS = ("train", "validation", "test")
 # Maximum number of questions in a held-out validation split, which gets a tenth of all questions
 # and at least one.
 HELD_OUT = 200
