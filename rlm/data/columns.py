@@ -231,11 +231,13 @@ def read_chat(row: Row) -> Row:
         row = {**row, "answer": answer}
     asked = _given(row, QUESTION_FIELDS)
     chat, completion = _chat(row), row.get("completion")
+    if not isinstance(completion, str | list):  # it is not worked steps
+        completion = None
     if chat is not None:
         prompt = _messages(chat)
         is_answered = completion is None and prompt[-1:] and prompt[-1][0] == "assistant"
         last = prompt.pop()[1] if is_answered else _last_text(completion)
-    elif isinstance(completion, str | list) and asked is not None:
+    elif completion is not None and asked is not None:
         prompt, last = [("user", str(asked))], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and _given(row, ANSWER_FIELDS) is None:
         return {**row, **_read_completion(solution, row, str(asked))}

@@ -728,7 +728,9 @@ def test_blank_lines_cost_nothing(blank):
 
 
 def test_a_prompt_without_an_assistant_needs_an_answer():
-    assert read_chat({"messages": [USER], "answer": "5"}) == {"question": "2 + 3?", "answer": "5"}
+    row = {"messages": [USER], "answer": "5"}
+    for more in ({}, {"completion": 5}):
+        assert read_chat(row | more) == {"question": "2 + 3?", "answer": "5"}
     with pytest.raises(UsageError, match="no field answer or response"):
         as_problems([{"messages": [USER]}])
 
