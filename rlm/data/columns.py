@@ -231,7 +231,7 @@ def read_chat(row: Row) -> Row:
         row = {**row, "answer": answer}
     asked = _given(row, QUESTION_FIELDS)
     chat, completion = _chat(row), row.get("completion")
-    if not isinstance(completion, str | list):  # it is not worked steps
+    if not isinstance(completion, str | list):  # a number or an object
         completion = None
     if chat is not None:
         prompt = _messages(chat)
