@@ -23,7 +23,7 @@ HOSTILE = [
 
 def compute_prompts(tokenizer) -> dict:
     """Render prompts with plain and hostile texts in each place for user text, and SFT examples."""
-    from rlm.data.experiences import with_experiences
+    from rlm.data.experiences import Experience, apply_experiences
     from rlm.data.problem import Problem
     from rlm.data.prompts import FORMATS, render_problem, render_prompt
     from rlm.data.word_problems import generate_word_problems
@@ -44,8 +44,8 @@ def compute_prompts(tokenizer) -> dict:
                 for text in ("", "Be brief.", HOSTILE[0])
             ],
             f"{name} lessons": [
-                render_prompt(tokenizer, with_experiences(asked[0], lessons), tags)
-                for lessons in ([], ["Convert  units\nfirst.", HOSTILE[0]])
+                render_prompt(tokenizer, apply_experiences(asked[0], lessons).question, tags)
+                for lessons in ([], [Experience("Convert  units\nfirst."), Experience(HOSTILE[0])])
             ],
             f"{name} learned": [
                 {k: list(v) for k, v in to_example(tokenizer, problem, tags).items()}

@@ -23,7 +23,7 @@ from examples.gsm8k_equations import (
     vary,
 )
 from rlm.cli.options import UsageError
-from rlm.data.loaders import load_jsonl
+from rlm.data.loaders import OwnFile
 
 QUESTION = "Ann has 8 bags of 30 nuts, twice what Bob's bags hold. She eats 7. How many?"
 ANSWER = "She has 8*30=<<8*30=240>>240 nuts.\nShe keeps 240-7=<<240-7=233>>233.\n#### 233"
@@ -193,7 +193,7 @@ def test_the_file_trains_and_holds_out_what_gsm8k_validates_with(tmp_path: Path)
     source, output = tmp_path / "gsm8k_train.jsonl", tmp_path / "new" / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(EquationsConfig(source=tmp_path, output=output, variants=2)) == 0
-    problems = load_jsonl(output)
+    problems = OwnFile(output).read()
     rows_of = [p.question.split(":")[0].removeprefix("row ") for p in problems]
     assert rows_of == ["caa", "cab", "caa", "caa", "cab", "cab"]  # rows 200 and 201
     assert problems[0].solution == "8*30=240\n240-7=233"

@@ -38,14 +38,7 @@ from recipes.experience.rewards import relative_tolerance
 from recipes.experience.trainer import MAX_SHOWN, Task, Trainer, records_path, shown_summary
 from rlm.api_client import APIClient, Budget
 from rlm.cli import UsageError, check_values, flag, run_main, terminal
-from rlm.data import (
-    OwnFile,
-    Problem,
-    load_jsonl,
-    load_problems,
-    parse_dataset,
-    require_numeric_answers,
-)
+from rlm.data import OwnFile, Problem, load_problems, parse_dataset, require_numeric_answers
 from rlm.runs import Journal, check_writable, lock_file, read_lines, replace_json
 
 PHYSICS = Path(__file__).parents[2] / "data" / "physics.jsonl"
@@ -114,8 +107,8 @@ def load_problem_set(
         raise UsageError(
             f"--dataset {dataset}: pass one dataset, because this recipe does not mix them"
         )
-    if isinstance(parts[0], OwnFile):  # a local file is read in order
-        problems = load_jsonl(source)[:max_problems]
+    if isinstance(parts[0], OwnFile):
+        problems = parts[0].read()[:max_problems]  # in the order of the file
     else:
         chosen = "test" if [*parts[0].splits] == ["test"] else split
         problems = load_problems(source, chosen, max_samples=max_problems, seed=seed)

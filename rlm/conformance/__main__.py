@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlm.cli import flag, load_from_file, run_main, terminal
+from rlm.cli import UsageError, flag, load_from_file, run_main, terminal
 
 
 @dataclass
@@ -28,8 +28,12 @@ class ConformanceConfig:
 def main(config: ConformanceConfig) -> int:
     """Print the table. Return 1 if a formula of this trainer or the user's trainer differs."""
     from rlm.conformance.cases import load_cases, table
-    from rlm.runs import replace_json
+    from rlm.runs import check_writable, replace_json
 
+    if config.json:
+        check_writable("--json", config.json.parent)
+        if config.json.is_dir():
+            raise UsageError(f"--json {config.json} is a directory: name a file")
     user = load_from_file("--trainer", config.trainer) if config.trainer else None
     result = table(load_cases(), user)
     for line in markdown(result):

@@ -10,11 +10,9 @@ from .loaders import check_dataset as check_dataset
 from .loaders import data_files as data_files
 from .loaders import has_test as has_test
 from .loaders import load_gsm8k as load_gsm8k
-from .loaders import load_jsonl as load_jsonl
 from .loaders import load_problems as load_problems
 from .loaders import own_files as own_files
 from .loaders import parse_dataset as parse_dataset
-from .loaders import peek_problems as peek_problems
 from .loaders import require_numeric_answers as require_numeric_answers
 from .problem import Problem as Problem
 from .problem import answer_types as answer_types

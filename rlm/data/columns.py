@@ -161,17 +161,17 @@ def column_names(row: Row) -> list[str]:
     return names
 
 
-def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
-    """Describe from which columns of a row the question, answer, solution and choices are read.
+def find_layout(row: Row, columns: Mapping[str, str]) -> dict[str, str]:
+    """Return from which columns of a row the question, answer, solution and choices are read.
 
-    >>> describe_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
-    'question from prompt, answer from target'
+    >>> find_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
+    {'question': 'prompt', 'answer': 'target'}
     """
     names = {**{column: column for column in row}, **columns}  # maps our fields to columns
     solution = names.get("solution")
     renamed = rename_columns(row, columns)
     chat = next((name for name in CHAT_FIELDS if renamed.get(name) is not None), None)
-    question = chat or question_column(names)
+    question = chat or _first(names, QUESTION_FIELDS)
     if chat is None and _reply(renamed) is not None:
         chat = question
     worked = chat or names.get("completion", solution)
@@ -183,16 +183,7 @@ def describe_layout(row: Row, columns: Mapping[str, str]) -> str:
         "solution": solution or worked,
         "choices": choices,
     }
-    return ", ".join(f"{field} from {column}" for field, column in taken.items() if column)
-
-
-def question_column(columns: Mapping[str, str]) -> str | None:
-    """Return the column that contains the question.
-
-    Args:
-        columns: a map from our fields to columns, and from each other column to itself.
-    """
-    return _first(columns, QUESTION_FIELDS)
+    return {field: column for field, column in taken.items() if column}
 
 
 def unread_texts(row: Row, renamed: Row) -> list[str]:
@@ -227,9 +218,9 @@ def read_chat(row: Row) -> Row:
 
     A chat row has the column `messages` (or ShareGPT's `conversations`), or a question (a text or
     messages) and a `completion`. The solution is the `<think>` block of the last assistant message,
-    or else this message without its final line. If the row has no `answer`, the answer is the final
-    number of the message. In a row with a `solution` but no answer, the solution is read like a
-    completion. In verl's rows, the answer is in `reward_model`. System messages are ignored,
+    or else this message without an answer at its end. If the row has no `answer`, the answer is the
+    final number of the message. In a row with a `solution` but no answer, the solution is read like
+    a completion. In verl's rows, the answer is in `reward_model`. System messages are ignored,
     because all rows use the same system prompt. Other rows are returned unchanged.
 
     Raises:
@@ -240,11 +231,13 @@ def read_chat(row: Row) -> Row:
         row = {**row, "answer": answer}
     asked = _given(row, QUESTION_FIELDS)
     chat, completion = _chat(row), row.get("completion")
+    if not isinstance(completion, str | list):  # a number or an object
+        completion = None
     if chat is not None:
         prompt = _messages(chat)
         is_answered = completion is None and prompt[-1:] and prompt[-1][0] == "assistant"
         last = prompt.pop()[1] if is_answered else _last_text(completion)
-    elif isinstance(completion, str | list) and asked is not None:
+    elif completion is not None and asked is not None:
         prompt, last = [("user", str(asked))], _last_text(completion)
     elif isinstance(solution := row.get("solution"), str) and _given(row, ANSWER_FIELDS) is None:
         return {**row, **_read_completion(solution, row, str(asked))}
@@ -293,7 +286,7 @@ def read_answer(row: Row) -> Row:
         LeftOut: the list contains different answers.
         ValueError: the object has neither of these keys.
     """
-    name = _first({name: name for name, value in row.items() if value is not None}, ANSWER_FIELDS)
+    name = next((name for name in ANSWER_FIELDS if row.get(name) is not None), None)
     value = row[name] if name else None
     if isinstance(value, str) and value.lstrip().startswith("{"):  # "[0, 1]" is an interval
         value = _parsed(value)
@@ -515,13 +508,13 @@ def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
 
 
 def without_tags(solution: str) -> str:
-    """Return the text inside the reasoning tags of a solution, or else the whole solution.
+    """Return the text inside the reasoning tags of a solution; without such text, the rest of it.
 
     The answer at its end, in `<answer>` tags or in a last line of the form `#### 5`, is left out.
     """
     for tag in REASONING_TAGS:
-        reasoning, _ = split_completion(solution, tag)
-        solution = solution if reasoning is None else reasoning
+        reasoning, rest = split_completion(solution, tag)
+        solution = reasoning if reasoning and reasoning.strip() else rest
     return _STATED_AT_END.sub("", solution).strip()
 
 

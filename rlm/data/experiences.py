@@ -50,7 +50,7 @@ def load_experiences(path: str | Path) -> tuple[Experience, ...]:
         items = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(items, list):
             raise TypeError
-        lessons = tuple(map(_experience, items, range(1, len(items) + 1)))
+        lessons = tuple(_experience(item, number) for number, item in enumerate(items, 1))
     except OSError as error:
         raise UsageError(f"cannot read the library {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -91,12 +91,6 @@ def experience_block(lessons: Sequence[str]) -> str:
     return "\n".join(["Lessons from earlier problems:", *lines]) if lines else ""
 
 
-def with_experiences(question: str, lessons: Sequence[str]) -> str:
-    """Put the lessons before a question; without lessons, return the question unchanged."""
-    block = experience_block(lessons)
-    return f"{block}\n\nProblem:\n{question.strip()}" if block else question
-
-
 def apply_experiences(
     question: str, library: Sequence[Experience], limit: int = NEAREST
 ) -> InformedQuestion:
@@ -106,12 +100,13 @@ def apply_experiences(
     most similar example last.
 
     Args:
-        limit: the maximum number of lessons. A lesson is used only if its `reach` allows it.
+        limit: the maximum number of lessons. A lesson whose similarity is below its `reach` is not
+            used.
     """
     found = [(similarity(question, lesson.about), lesson) for lesson in library]
     found = [pair for pair in found if pair[0] >= pair[1].reach]
     nearest = [lesson for _, lesson in sorted(found, key=lambda pair: -pair[0])[:limit]]
     examples = [(each.question, each.content) for each in reversed(nearest) if each.question]
-    words = [each.content for each in nearest if not each.question]
-    used = tuple(each.id for each in nearest)
-    return InformedQuestion(with_experiences(question, words), tuple(examples), used)
+    if block := experience_block([each.content for each in nearest if not each.question]):
+        question = f"{block}\n\nProblem:\n{question.strip()}"
+    return InformedQuestion(question, tuple(examples), tuple(each.id for each in nearest))

@@ -16,9 +16,9 @@
     DIRECTORY, DIRECTORY:CONFIG                   a local copy of a hub dataset in the same layout
     elementary+gsm8k:PATH                         several datasets; max_samples is per dataset
 
-Train, validation and test have no question in common, except that the test split of your own file
-is the whole file. If a dataset is published without a validation split, a fixed part of train is
-held out for validation. `seed` shuffles train, and `max_samples` selects the first problems. The
+Train has no question in common with validation and test, except that the test split of your own
+file is the whole file. If a dataset is published without a validation split, a fixed part of train
+is held out for validation. `seed` shuffles train, and `max_samples` selects the first problems. The
 other splits do not depend on `seed`, so that the scores of runs with different seeds are
 comparable.
 """
@@ -62,6 +62,7 @@ from rlm.data.splits import (
     cut_rows,
     hold_out,
     shuffle_train,
+    sort_by_hash,
     split_slice,
     without_questions,
 )
@@ -91,7 +92,7 @@ OTHER_ROWS = (
 # The default levels, and the word in --dataset that requests solutions in sentences.
 ALL_LEVELS, SENTENCES = "1-4", "sentences"
 # Default numbers of generated problems, for train by dataset and for the other splits.
-TRAIN_SIZES, WORD_PROBLEMS = {"word-problems": 2000, "elementary": 8000}, 500
+TRAIN_SIZES, OTHER_SIZE = {"word-problems": 2000, "elementary": 8000}, 500
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
@@ -203,7 +204,7 @@ class NamedDataset:
         if not all(re.fullmatch(r"\d(-\d)?", part, re.ASCII) for part in parts):
             raise UsageError(f"{self}: write levels as 2, 1-2 or 1,3, or {SENTENCES}")
         levels = [level for part in parts for level in range(int(part[0]), int(part[-1]) + 1)]
-        size = TRAIN_SIZES[self.name] if split == "train" else WORD_PROBLEMS
+        size = TRAIN_SIZES[self.name] if split == "train" else OTHER_SIZE
         try:
             return word_problems.generate_word_problems(
                 split,
@@ -264,7 +265,7 @@ class OwnFile:
         bounds = cut if selection.rows else bounds
         problems = self.read(selection.columns, bounds, quiet=role == "validation")
         problems = hold_out(problems, role, str(self))
-        return shuffle_train(problems, split, selection.seed)[: selection.max_samples]
+        return shuffle_train(problems, role, selection.seed)[: selection.max_samples]
 
     def read(
         self, columns: str | None = None, bounds: Bounds = WHOLE, quiet: bool = False
@@ -351,8 +352,8 @@ class HubDataset:
         for name in ("test",) if is_carved else ("validation", "test"):
             if role == "train" and name in names and name != stored:
                 problems = self._without_split(problems, columns, name)
-        problems = problems if is_carved else hold_out(problems, "test", str(self))
-        return shuffle_train(problems, split, selection.seed)[:max_samples]
+        problems = problems if is_carved else sort_by_hash(problems)
+        return shuffle_train(problems, role, selection.seed)[:max_samples]
 
     def _rows(self, split: str, bounds: Bounds = WHOLE) -> Iterable[tuple[int, Row]]:
         arguments = {"path": self.path, "name": self.config, "split": split}
@@ -473,30 +474,23 @@ def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) ->
         raise UsageError(
             f"{repeated} ids are in more than one of the datasets: rename the files or the ids"
         )
-    return shuffle_train(problems, split, selection.seed)
+    return shuffle_train(problems, role, selection.seed)
 
 
-def check_dataset(dataset: str) -> None:
-    """Check that `--dataset` names a known dataset or existing files, without reading the data.
+def check_dataset(
+    dataset: str, columns: str | None = None, rows: str | None = None
+) -> list[Problem]:
+    """Check the value of `--dataset` without the hub, and return the problems of the user's files.
 
-    Raises:
-        UsageError: the dataset is unknown or a file does not exist; the message suggests similar
-            names.
-    """
-    for part in parse_dataset(dataset):
-        part.check()
-
-
-def peek_problems(dataset: str, columns: str | None, rows: str | None) -> list[Problem]:
-    """Return the problems of the user's own files, so that they are checked before torch is loaded.
-
-    Large files and other datasets are skipped.
+    Files of more than SMALL_FILE bytes are not read.
 
     Raises:
-        UsageError: a file contains too many invalid rows.
+        UsageError: a dataset is unknown, a file does not exist (the message suggests similar
+            names), or a file contains too many invalid rows.
     """
     problems: list[Problem] = []
     for part in parse_dataset(dataset):
+        part.check()
         if isinstance(part, OwnFile) and part.path.stat().st_size <= SMALL_FILE:
             problems += part.read(columns, split_slice(rows or "train")[1], quiet=True)
     return problems
@@ -549,18 +543,6 @@ def load_gsm8k(
     spec = "gsm8k" if path is None else f"gsm8k:{path}"
     split = PUBLISHED_TRAIN if split == "train" else split
     return load_problems(spec, split, max_samples=max_samples)
-
-
-def load_jsonl(path: str | Path) -> list[Problem]:
-    """Load the problems of a UTF-8 file with one JSON object per line, in the order of the file.
-
-    Invalid lines are left out, and a warning lists them. A line with a repeated id is invalid,
-    because ids determine seeds and identify samples. A line without an id gets the id FILE-LINE.
-
-    Raises:
-        UsageError: the file cannot be read, has no valid line, or has more than 5 % invalid lines.
-    """
-    return OwnFile(Path(path)).read()
 
 
 def _parse_hub(row: Row, default_id: str, first: int | None = None) -> list[Problem]:

@@ -25,10 +25,9 @@ from rlm.data.columns import (
     MissingColumn,
     Row,
     column_names,
-    describe_layout,
+    find_layout,
     first_number,
     has_system_message,
-    question_column,
     read_answer,
     read_chat,
     read_choices,
@@ -43,7 +42,6 @@ from rlm.grading import (
     gold_from_gsm8k,
     normalize_answer,
     parse_number,
-    split_completion,
 )
 
 logger = logging.getLogger(__name__)
@@ -71,8 +69,8 @@ UNUSED = "with a system message, which is not used"
 class Problem:
     """A question and its reference answer.
 
-    `rlm.grading.READERS[answer_type]` parses the reference answer. The reference answer of an open
-    question is not used.
+    `rlm.grading.READERS[answer_type]` parses the reference answer. Only the user's own reward reads
+    the reference answer of an open question.
     """
 
     id: str  # unique within the dataset; the seed of the problem's samples depends on the id
@@ -143,7 +141,7 @@ def parse_rows(
         parse, seen = partial(parse, first=first), _SeenColumns(columns, from_1=first == 1)
     problems: dict[str, Problem] = {}
     unwanted, bad, used = Counter[str](), list[tuple[int, Exception]](), 0
-    row: bytes | Row | Problem = {}
+    first_bad: bytes | Row | Problem = {}
     for number, row in rows:
         try:
             row = _decode(row) if isinstance(row, bytes) else row
@@ -159,13 +157,14 @@ def parse_rows(
         except LeftOut as kind:
             unwanted[str(kind)] += 1
         except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
+            first_bad = first_bad if bad else row
             bad.append((number, error))
         if len(problems) == limit:
             break
     left_out = len(bad) + unwanted.total()
     total = used + left_out
     if len(bad) > MAX_BAD_SHARE * total:
-        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", remedy, row))
+        raise UsageError(_refusal(source, *bad[0], f"{len(bad)} of {total}", remedy, first_bad))
     reasons = [*_by_reason(bad), *(f"{count} {kind}" for kind, count in unwanted.items())]
     if not problems:
         empty = "it is empty; write a row for each problem, with a question and an answer"
@@ -185,26 +184,26 @@ class _SeenColumns:
     """Collects which columns of a user's rows are used, for the report of `parse_rows`."""
 
     def __init__(self, columns: Mapping[str, str], from_1: bool) -> None:
-        self.columns, self.from_1 = columns, from_1
-        self.layout, self.with_system, self.asked = "", 0, "question"
+        self.columns, self.from_1, self.with_system = columns, from_1, 0
+        self.layout: dict[str, str] = {}
         self.unread: dict[str, None] = {}
 
     def add(self, row: Row, renamed: Row) -> None:
         """Record the columns of a row; `renamed` is the same row with its columns renamed."""
-        self.layout = self.layout or describe_layout(row, self.columns)
+        self.layout = self.layout or find_layout(row, self.columns)
         self.unread |= dict.fromkeys(unread_texts(row, renamed))
-        self.asked = question_column({**{name: name for name in row}, **self.columns}) or self.asked
         self.with_system += has_system_message(renamed)
 
     def lines(self) -> list[str]:
         """Return the parts of the report."""
         lines = [f"{self.with_system} {UNUSED}"] if self.with_system else []
         if self.layout:
-            lines.append(self.layout + "; choices are numbered from 1" * self.from_1)
+            layout = ", ".join(f"{field} from {column}" for field, column in self.layout.items())
+            lines.append(layout + "; choices are numbered from 1" * self.from_1)
         if self.unread:
             lines.append(
                 f"the model does not see {', '.join(self.unread)} (--columns "
-                f"question=COLUMN+{self.asked} puts a column into the question)"
+                f"question=COLUMN+{self.layout['question']} puts a column into the question)"
             )
         return lines
 
@@ -423,9 +422,7 @@ def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
         if not isinstance(rollout, dict) or not isinstance(rollout.get("is_correct"), bool):
             raise ValueError("is_correct of a rollout is neither true nor false")
         if rollout["is_correct"]:
-            reasoning, text = split_completion(_text(rollout, "solution"))
-            # The solution is the reasoning block, or else the text without its last line.
-            solution = (reasoning or FINAL_LINE.sub("", text)).strip()
+            solution = without_tags(FINAL_LINE.sub("", _text(rollout, "solution")))
             name = f"{prefix}-{_text(rollout, 'rollout_id')}"
             problems += [Problem(name, question, answer, solution)] if solution else []
     if not problems:

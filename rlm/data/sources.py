@@ -13,7 +13,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,25 +161,21 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
 
     Raises:
         ValueError, csv.Error: the encoding is another one, a row has more cells than the first
-            line, two columns have the same name, or a quote is misplaced. Otherwise, a part of an
-            answer, a column or whole rows would be lost.
+            line, two columns have the same name, or a quote is misplaced (in a tab-separated file,
+            quotes are then plain text). Otherwise, a part of an answer or whole rows would be lost.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
         data = stream.read()
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        text = data.decode("utf-16")
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    for encoding in ("utf-16",) if is_utf16 else ("utf-8-sig", "cp1252"):
+        with suppress(UnicodeDecodeError):
+            text = data.decode(encoding)
+            break
     else:
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            try:
-                text = data.decode("cp1252")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    "it is neither UTF-8 nor cp1252 (Windows): save it as UTF-8"
-                ) from error
-            logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
+        raise ValueError("it is neither UTF-8 nor cp1252 (Windows): save it as UTF-8")
+    if encoding == "cp1252":
+        logger.warning("%s: not UTF-8, so it is read as cp1252 (Windows)", path)
     if "\0" in text:  # UTF-16 without a byte order mark, UTF-32, or not a text
         raise ValueError("it contains NUL bytes: save it as UTF-8")
     text = text.replace("\r\n", "\n").replace("\r", "\n")

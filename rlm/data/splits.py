@@ -16,13 +16,13 @@ from rlm.cli import UsageError
 from rlm.data.problem import Problem, plain_question
 
 PUBLISHED_TRAIN = "train+validation"  # GSM8K's whole train file, in the order of the file
-FILE_SPLITS = ("train", "validation", "test")  # of a file
+FILE_SPLITS = ("train", "validation", "test")
 # Maximum number of questions in a held-out validation split, which gets a tenth of all questions
 # and at least one.
 HELD_OUT = 200
-# Number of problems that are read from OpenMathInstruct-1, which has a size of gigabytes, or from a
-# larger split of any dataset on the hub, unless --max-samples is larger. Train is a sample of these
-# problems, and a validation split that is not published is held out of them.
+# If --max-samples is set, this many problems (or --max-samples, if that is more) are read from a
+# larger split of OpenMathInstruct-1 (gigabytes) or of any other dataset on the hub. Train is a
+# sample of these problems. A validation split that is not published is held out of the first POOL.
 POOL = 5000
 
 Bounds = tuple[str | None, str | None]  # the first row and the end of a slice
@@ -70,6 +70,11 @@ def choose_rows(count: int, bounds: Bounds) -> Sequence[int]:
     return random.Random(0).sample(chosen, len(chosen)) if len(chosen) > POOL else chosen
 
 
+def sort_by_hash(problems: list[Problem]) -> list[Problem]:
+    """Sort problems by a hash of their questions, because many files are sorted by topic."""
+    return sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
+
+
 def hold_out(
     problems: list[Problem], split: str, source: str, *, in_order: bool = False
 ) -> list[Problem]:
@@ -77,13 +82,9 @@ def hold_out(
 
     Train and validation have no question in common. Validation contains the questions with the
     smallest hashes, or the first questions if `in_order` is true. Without `in_order`, validation
-    and test are sorted by hash, because many files are sorted by topic or difficulty.
+    and test are sorted by hash.
     """
-    ordered = (
-        problems
-        if in_order
-        else sorted(problems, key=lambda p: hashlib.sha256(p.question.encode()).digest())
-    )
+    ordered = problems if in_order else sort_by_hash(problems)
     if split in ("test", PUBLISHED_TRAIN):
         return ordered
     questions = list(dict.fromkeys(plain_question(problem.question) for problem in ordered))

@@ -4,11 +4,15 @@ There are two gradings. The *strict* grading determines the default training rew
 must consist of exactly one non-empty `<think>` block followed by one `<answer>` block that contains
 only the answer. The *lenient* grading accepts the right answer in any common form and is only
 reported. In both, `rlm.grading.numbers` reads numbers, `read_choice` reads letters, and `read_text`
-reads words. Both accept at most one value, so a text that lists guesses is wrong (but 10/3 ≈ 3.33
-is right for 10/3 and for 3.33). In the lenient grading, the last statement "the answer is …" or
-"#### …" counts, because it corrects the earlier ones; answer tags or boxes with different values
-are wrong. Both ignore everything inside the reasoning block. Patterns run in linear time or on
-texts of bounded length, so hostile text takes only milliseconds, and no text raises an error.
+reads words. Neither reads an answer from the reasoning block. Both accept at most one value, so a
+text that lists guesses is wrong.
+
+In the lenient grading, the last statement "the answer is …" (or "#### …" for a number) counts,
+because it corrects the earlier ones. Answer tags or boxes with different values are wrong, but
+10/3 ≈ 3.33 is right for 10/3 and for 3.33.
+
+Patterns run in linear time or on texts of bounded length, so hostile text takes only milliseconds,
+and no text raises an error.
 """
 
 from __future__ import annotations
@@ -199,7 +203,7 @@ class Verdict:
 
 
 def normalize_answer(answer: str) -> Fraction | str | None:
-    """Return a key for votes that is the same for equal answers, whatever their answer type.
+    """Return a key that is the same for equal answers, whatever their answer type.
 
     The key is a number if the answer is a number, else the normalised text.
 
@@ -503,22 +507,20 @@ class Vote:
         return {str(self.answers[voters[0]]): len(voters) for voters in self.ranked}
 
 
-def majority_vote(
-    answers: Sequence[str | None], key: Callable[[str], Hashable | None] = normalize_answer
-) -> Vote:
+def majority_vote(answers: Sequence[str | None], kind: AnswerType) -> Vote:
     """Find the most frequent answer.
 
     Args:
         answers: the votes; None is an abstention.
-        key: a function that maps equal answers to the same key, such as a function of `READERS`.
-            By default, equal numbers (0.5 and 1/2) and equal texts count as the same answer.
+        kind: the answer type, which determines which answers are equal.
 
-    >>> vote = majority_vote(["8", "7", "8.0", None])
+    >>> vote = majority_vote(["8", "7", "8.0", None], "number")
     >>> vote.winner, vote.counts, vote.agreement, vote.members
     ('8', {'8': 2, '7': 1}, 0.5, (0, 2))
     """
     # Keys are wrapped in tuples, because a key may be None, and None would count as an abstention.
-    return _count([None if answer is None else (key(answer),) for answer in answers], answers)
+    read = READERS[kind]
+    return _count([None if answer is None else (read(answer),) for answer in answers], answers)
 
 
 def _count(keys: Sequence[Hashable | None], answers: Sequence[str | None]) -> Vote:

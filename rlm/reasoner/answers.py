@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlm.data import Format
-from rlm.grading import READERS, AnswerType, Vote, majority_vote
+from rlm.grading import AnswerType, Vote, majority_vote
 from rlm.reasoner.stream import ReasoningStream, Status, ToolCall
 
 # Matches the space after a sentence, to split reasoning that is one long line. A decimal point does
@@ -105,7 +105,7 @@ class Answer:
     def vote(self) -> Vote:
         """The majority vote over all answers in the strict format."""
         answers = [s.final_answer if s.format == "strict" else None for s in self.samples]
-        return majority_vote(answers, READERS[self.answer_type])
+        return majority_vote(answers, self.answer_type)
 
     @cached_property
     def _shown(self) -> int:

@@ -11,8 +11,8 @@ from rlm.cli import UsageError, terminal
 
 # None means no verdict: the rollout is left out of the group statistics and of the loss.
 Reward = float | None
-# These arguments are passed to a function with TRL's signature only if it names them, because the
-# **kwargs of TRL's rewards contain only the columns of the dataset.
+# These arguments are passed to a function with TRL's signature only if it names them, because most
+# of them are not in the **kwargs that TRL passes.
 EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("question", "solution", "completion_ids")
 # Neither exit() nor a cancelled task in a reward may end the run.
@@ -65,7 +65,7 @@ class RewardFunction:
 
 
 class FunctionReward(RewardFunction):
-    """Calls a plain or `async` function with the arguments that its signature names.
+    """Calls a plain or `async` function or object with the arguments that its signature names.
 
     TRL passes strings, or lists of messages if the dataset's prompts are conversations. A function
     that fails on strings but succeeds on messages receives messages in all later calls.
@@ -74,11 +74,12 @@ class FunctionReward(RewardFunction):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "weight", None))
         self.function = function
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
         self.takes_messages: bool | None = None  # None until a first call succeeds
 
     def _call(self, given: Mapping[str, Any]) -> Any:
         given = named_columns(self.function, given)
-        if inspect.iscoroutinefunction(self.function):
+        if self.is_async:
             return self._call_async(given)
         if self.takes_messages:
             return self.function(**as_messages(given))
@@ -241,7 +242,8 @@ def adapt_reward(reward: Any) -> RewardFunction:
     if "completions" in named:
         return PlainReward(reward)
     if isinstance(reward, RewardFunction) and _takes_two(signature):
-        if not _has_own_call(type(reward)):
+        cls, base = type(reward), RewardFunction
+        if cls.__call__ is base.__call__ and cls.batch_call is base.batch_call:
             raise TypeError(f"{name} has no __call__(self, completion, reference_answer)")
         return reward
     if "completion" in named:
@@ -259,12 +261,6 @@ def _takes_two(signature: inspect.Signature) -> bool:
     kinds = [p.kind for p in signature.parameters.values()]
     places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in places for k in kinds) >= 2
-
-
-def _has_own_call(cls: type[RewardFunction]) -> bool:
-    return any(
-        getattr(cls, n) is not getattr(RewardFunction, n) for n in ("__call__", "batch_call")
-    )
 
 
 def _make(cls: type) -> Any:

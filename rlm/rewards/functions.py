@@ -160,10 +160,6 @@ class CombinedReward(RewardFunction):
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
-        """
-        Args:
-            rewards: RewardFunctions, plain functions, or (reward, weight) pairs.
-        """
         if not rewards:
             raise ValueError("CombinedReward needs at least one reward")
         self.weight = weight

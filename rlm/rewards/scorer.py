@@ -269,9 +269,10 @@ class Scorer:
 
 
 def _is_async(reward: RewardFunction) -> bool:
-    plain = isinstance(reward, PerCompletionReward)
-    call = reward.function if plain else type(reward).__call__
-    return inspect.iscoroutinefunction(call) or any(map(_is_async, parts_of(reward)))
+    if isinstance(reward, PerCompletionReward):
+        return reward.is_async
+    is_async = inspect.iscoroutinefunction(type(reward).__call__)
+    return is_async or any(map(_is_async, parts_of(reward)))
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

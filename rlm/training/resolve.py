@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlm.cli import terminal
-from rlm.data import Problem, check_dataset, parse_dataset, peek_problems
+from rlm.data import Problem, check_dataset, parse_dataset
 from rlm.model import AdapterInfo
 from rlm.tools import load_tool
 
@@ -141,14 +141,12 @@ def check_start(
         rows: the value of --split.
 
     Returns:
-        The problems in the user's own files (see `peek_problems`).
+        The problems in the user's own files (see `check_dataset`).
     """
-    if dataset:
-        check_dataset(dataset)
     if start and dataset:
         columns = start.resolve_data(dataset, columns)["columns"]
     load_tool(tool)
-    return peek_problems(dataset, columns, rows) if dataset else []
+    return check_dataset(dataset, columns, rows) if dataset else []
 
 
 def follow_adapter(config: Config, start: AdapterInfo | None) -> Config:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlm.cli import UsageError
 from rlm.conformance import __main__ as kit
 from rlm.conformance import compare, load_cases
 from rlm.conformance.cases import place
@@ -104,6 +105,13 @@ def test_a_peer_of_another_version_is_a_row_and_no_crash(trl, monkeypatch, capsy
 
 def test_a_line_that_is_gone_is_said():
     assert place(kit, "no such line").endswith("(the line has changed)")
+
+
+@pytest.mark.parametrize("name", [".", "file/out.json"])
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--json .* (is a directory|cannot be written)"):
+        kit.main(kit.ConformanceConfig(json=tmp_path / name))
 
 
 # ---- A user's own trainer ------------------------------------------------------------------

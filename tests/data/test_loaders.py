@@ -18,7 +18,6 @@ from rlm.data.loaders import (
     OwnFile,
     check_dataset,
     load_gsm8k,
-    load_jsonl,
     load_problems,
     own_files,
     parse_dataset,
@@ -47,6 +46,10 @@ def write(tmp_path):
     return write
 
 
+def read(path):
+    return OwnFile(Path(path)).read()
+
+
 def numbered(count, **fields):
     return [{"question": f"Question {i}?", "answer": str(i), **fields} for i in range(count)]
 
@@ -72,11 +75,11 @@ def test_a_row_becomes_a_problem(write):
     row |= {"topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
     # Names of a reward function's arguments are not columns.
     row |= dict.fromkeys(("self", "prompts", "completions", "completion", "reference_answer"), 1)
-    [problem] = load_jsonl(write(row))
+    [problem] = read(write(row))
     columns = {"level": 2, "topic": "sets", "weight": 0.5, "tags": ["a"], "note": None}
     assert problem == Problem("7", "How many?", "1,000", "Count.", columns)
-    assert len({problem, *load_jsonl(write(row))}) == 1  # it can be hashed
-    problems = load_jsonl(write(GOOD, b"", {**GOOD, "id": ""}))
+    assert len({problem, *read(write(row))}) == 1  # it can be hashed
+    problems = read(write(GOOD, b"", {**GOOD, "id": ""}))
     assert [problem.id for problem in problems] == ["problems-1", "problems-3"]
 
 
@@ -84,15 +87,15 @@ def test_a_row_becomes_a_problem(write):
 @pytest.mark.parametrize("answer_field", ["answer", "response"])
 @pytest.mark.parametrize(("value", "answer"), [("5", "5"), (0.5, "0.5"), (-3, "-3"), (0, "0")])
 def test_field_names_and_json_numbers(write, question_field, answer_field, value, answer):
-    [problem] = load_jsonl(write({question_field: "Why?", answer_field: value}))
+    [problem] = read(write({question_field: "Why?", answer_field: value}))
     assert (problem.question, problem.answer, problem.columns) == ("Why?", answer, {})
 
 
 def test_a_gsm8k_answer_is_taken_apart_and_keeps_its_annotations_when_asked(write):
     row = {"question": "?", "answer": "She has 2*3=<<2*3=6>>6.\n#### 6"}
-    [problem] = load_jsonl(write(row))
+    [problem] = read(write(row))
     assert (problem.answer, problem.solution) == ("6", "She has 2*3=6.")
-    [problem] = load_jsonl(write({**row, "solution": "Six."}))
+    [problem] = read(write({**row, "solution": "Six."}))
     assert problem.solution == "Six."
     marked = load_problems(f"gsm8k:{write(row)}", "test", calculator_annotations=True)
     assert marked[0].solution == "She has 2*3=<<2*3=6>>6."
@@ -102,28 +105,28 @@ def test_a_gsm8k_answer_is_taken_apart_and_keeps_its_annotations_when_asked(writ
 
 def test_golds_that_are_no_numbers(write):
     choice = {"question": "Which?", "answer": "(b)", "answer_type": "choice", "topic": "x"}
-    (problem,) = load_jsonl(write(choice))
+    (problem,) = read(write(choice))
     assert (problem.answer, problem.answer_type) == ("(b)", "choice")
     assert problem.columns == {"topic": "x"}
-    (problem,) = load_jsonl(write({"question": "Where?", "answer": "Paris", "answer_type": "text"}))
+    (problem,) = read(write({"question": "Where?", "answer": "Paris", "answer_type": "text"}))
     assert (problem.answer, problem.answer_type) == ("Paris", "text")
-    assert load_jsonl(write(GOOD))[0].answer_type == "number"
-    (problem,) = load_jsonl(write({"question": "A poem?", "answer_type": "open"}))
+    assert read(write(GOOD))[0].answer_type == "number"
+    (problem,) = read(write({"question": "A poem?", "answer_type": "open"}))
     assert (problem.answer, problem.answer_type) == ("", "open")
-    (problem,) = load_jsonl(write({"question": "A poem?", "answer": "…", "answer_type": "open"}))
+    (problem,) = read(write({"question": "A poem?", "answer": "…", "answer_type": "open"}))
     assert problem.answer == "…"  # for the reward to read
     assert as_problems([{"question": "A poem?", "answer_type": "open"}])[0].answer == ""
-    kinds = [problem, problem, load_jsonl(write(GOOD))[0]]
+    kinds = [problem, problem, read(write(GOOD))[0]]
     assert answer_types(kinds) == answer_types(kinds[::-1]) == ("open", "number")
     with pytest.raises(UsageError, match='"answer_type": "open"'):
-        load_jsonl(write({"question": "A poem?"}))
+        read(write({"question": "A poem?"}))
     for row, why in [
         (choice | {"answer": "B or C"}, "not a choice"),
         (choice | {"answer_type": "essay"}, "number, choice, text"),
         (choice | {"answer_type": "number"}, "not a number"),
     ]:
         with pytest.raises(UsageError, match=why):
-            load_jsonl(write(row))
+            read(write(row))
 
 
 # Bad lines.
@@ -154,7 +157,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("reason", BAD_LINES)
 def test_a_bad_line_is_left_out_and_named_and_a_file_of_them_refused(write, caplog, reason):
     path = write(*numbered(30), BAD_LINES[reason], *numbered(10, topic="more"))
-    assert len(load_jsonl(path)) == 40
+    assert len(read(path)) == 40
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(f"{path}: 40 of 41 rows used, 1 left out: 1 ")
@@ -168,7 +171,7 @@ def test_a_bad_line_is_left_out_and_named_and_a_file_of_them_refused(write, capl
 
 def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
     wrong = [{"question": "?", "answer": text} for text in ("seven", "8 or 9")]
-    load_jsonl(path := write(*[b"oops"] * 7, *wrong, *numbered(200)))
+    read(path := write(*[b"oops"] * 7, *wrong, *numbered(200)))
     [record] = caplog.records
     assert record.message == (
         f"{path}: 200 of 209 rows used, 9 left out: 7 not JSON (Expecting value) "
@@ -181,7 +184,7 @@ def test_bad_lines_are_counted_by_reason_and_too_many_refused(write, caplog):
         f"{path}: line 19: not JSON (Expecting value) (2 of 20 lines are invalid: fix them)"
     )
     row = {**GOOD, "id": "a"}
-    assert len(load_jsonl(write(row, *numbered(30), row))) == 31
+    assert len(read(write(row, *numbered(30), row))) == 31
     assert "1 duplicate id (line 32: 'a')" in caplog.text
 
 
@@ -195,7 +198,7 @@ def test_what_is_left_out_is_said_once_for_train_and_validation(write, caplog):
 def test_byte_order_mark_crlf_and_blank_lines_do_no_harm(write, caplog):
     line = json.dumps(GOOD).encode()
     path = write(b"\xef\xbb\xbf" + line + b"\r", b"\r", line + b"\r", b"")
-    assert questions(load_jsonl(path)) == ["What is 1 + 1?"] * 2
+    assert questions(read(path)) == ["What is 1 + 1?"] * 2
     assert not caplog.records
 
 
@@ -366,7 +369,7 @@ def test_word_problems_of_some_levels(spec, levels):
 
 
 def test_the_sample_problems():
-    problems = load_jsonl(SAMPLE)
+    problems = read(SAMPLE)
     assert len(problems) == 10
     for problem in problems:
         last_step = problem.solution.splitlines()[-1].rpartition("=")[2].split()[0]

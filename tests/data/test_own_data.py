@@ -26,7 +26,6 @@ from rlm.data.loaders import (
     HubDataset,
     OwnFile,
     check_dataset,
-    load_jsonl,
     load_problems,
     parse_dataset,
 )
@@ -111,8 +110,9 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(tmp_path):
         f"{path}: line 1: no column 'reply' (30 of 30 lines are invalid: fix them); the columns "
         "are ask, target: name yours with --columns question=COLUMN,answer=COLUMN"
     )
+    (tmp_path / "mine.jsonl").write_text('{"ask": "1?", "target": "1"}\noops')
     said = refusal(path)
-    assert "no field answer or response" in said
+    assert "no field answer or response (2 of 2" in said
     assert "the columns are ask, target: name yours with --columns" in said
 
 
@@ -449,11 +449,6 @@ def test_nan_is_a_missing_value(tmp_path):
         as_problems([row | {"question": math.nan}])
 
 
-def test_lists_reach_a_reward_as_columns():
-    [problem] = as_problems([{"question": "Make 25.", "answer": "25", "nums": [44, 19], "x": None}])
-    assert problem.columns == {"nums": [44, 19], "x": None}
-
-
 def test_the_columns_that_are_used_and_odd_rows_are_reported(tmp_path, caplog):
     rows = [{"prompt": f"{i}?", "target": str(i), "level": 1} for i in range(20)]
     chat = {"prompt": [{"role": "developer", "content": "Be brief."}, USER], "target": "5"}
@@ -608,6 +603,7 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
     train, validation = (load_problems(path, s, **choice) for s in ("train", "validation"))
     assert (len(train), len(validation)) == (36, 4)
     assert {*answers(train), *answers(validation)} == {*range(40)}
+    assert load_problems(path, "train[:40]", columns=COLUMNS) == train  # shuffled, too
     # The same slice has the same held-out problems.
     assert load_problems(path, "validation[:40]", columns=COLUMNS) == validation
     assert sorted(answers(load_problems(path, "test[90:]", columns=COLUMNS))) == [*range(90, 100)]
@@ -672,7 +668,7 @@ REPLY = {"role": "assistant", "content": TRACE}
     ],
 )
 def test_chat_rows_become_a_question_with_a_solution(row, tmp_path):
-    [problem] = load_jsonl(write_jsonl(tmp_path / "chat.jsonl", [row]))
+    [problem] = load(tmp_path, [row])
     assert (problem.question, problem.answer) == ("2 + 3?", "5")
     assert problem.solution == "Two and three are five."
     assert as_problems([row])[0].solution == problem.solution
@@ -684,6 +680,11 @@ def test_chat_rows_become_a_question_with_a_solution(row, tmp_path):
         ("2 + 3 = 5\nFinal answer: 5", "5", "2 + 3 = 5"),
         ("2 + 3 = 5\n<answer>5</answer>", "5", "2 + 3 = 5"),
         ("First 2, then 3 more.\n#### 5", "5", "First 2, then 3 more."),
+        (
+            "<think>\n\n</think>\n\n2 + 3 = 5, so 5",
+            "5",
+            "2 + 3 = 5, so 5",
+        ),  # Qwen3 without thinking
         (r"Half of it is \boxed{1/2}", "1/2", r"Half of it is \boxed{1/2}"),
         ("5", "5", ""),  # nothing to learn from
     ],
@@ -727,7 +728,9 @@ def test_blank_lines_cost_nothing(blank):
 
 
 def test_a_prompt_without_an_assistant_needs_an_answer():
-    assert read_chat({"messages": [USER], "answer": "5"}) == {"question": "2 + 3?", "answer": "5"}
+    row = {"messages": [USER], "answer": "5"}
+    for more in ({}, {"completion": 5}):
+        assert read_chat(row | more) == {"question": "2 + 3?", "answer": "5"}
     with pytest.raises(UsageError, match="no field answer or response"):
         as_problems([{"messages": [USER]}])
 
@@ -748,7 +751,7 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     no_number = {"messages": [USER, {"role": "assistant", "content": "I do not know."}]}
     picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}, REPLY]}
     path = write_jsonl(tmp_path / "chat.jsonl", [*good, several, several, no_number, picture])
-    assert len(load_jsonl(path)) == 30
+    assert len(load_problems(path, "test")) == 30
     assert caplog.records[0].message == (
         f"{path}: 30 of 34 rows used, 4 left out: 2 with several turns, or none; "
         "1 with a completion that does not end with a number; 1 with a message that is not text; "

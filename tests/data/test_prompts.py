@@ -158,16 +158,6 @@ def test_sft_learns_the_completion_with_one_end_token_and_nothing_else(template,
     )
 
 
-def test_few_shot_examples_are_earlier_turns_and_keep_their_reasoning(tokenizer):
-    shown = DEEPSEEK.completion("1 + 1 = 2", "2")
-    ids = render_prompt(tokenizer, "2 + 2?", DEEPSEEK, examples=[("1 + 1?", shown)])
-    text = tokenizer.decode(ids)
-    assert text.index("1 + 1?") < text.index(shown) < text.index("2 + 2?")
-    stripped = byte_tokenizer(template=QWEN_3)
-    ids = render_prompt(stripped, "2 + 2?", DEEPSEEK, examples=[("1 + 1?", shown)])
-    assert shown in stripped.decode(ids)  # the template never sees the reasoning it would drop
-
-
 def test_the_gold_never_reaches_a_prompt(tokenizer):
     """The prompt does not depend on the reference answer and the solution."""
     for problem in load_problems("word-problems", "train", max_samples=200):
@@ -305,6 +295,7 @@ OPENS_THINK = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepS
         (CHATML, ""),
         (MISTRAL, ""),
         (SMOLLM_3, "changes the texts of messages; they are inserted unchanged here"),
+        (QWEN_3, "changes the texts of messages"),  # it would drop the reasoning of the example
         (GEMMA, "has no system role: the system prompt is put before the first user message\n"),
         (DROPS_SYSTEM, "has no system role: the system prompt is put before the first user"),
         (OPENS_THINK, "begins the reply with <think>, which is left out"),
@@ -351,7 +342,6 @@ REFUSAL = "{{ raise_exception('Only after the robot') }}"
         (CHATML.replace("messages", "messages|reverse"), "moves"),
         (CHATML.replace("messages", "messages[-1:]"), "3 went in, 1 came out"),
         (CHATML + "{{ messages[-1]['content'] }}", "repeats"),
-        ("{{ range(10**9) }}", "Range too big"),
         ("{{ range(10**9) }}", "rejects the messages .*Range too big"),
         ("{% for part in messages[0]['content'] %}{{ part + 1 }}{% endfor %}", "rejects"),
     ],

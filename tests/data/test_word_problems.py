@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlm.data import word_problems
-from rlm.data.loaders import load_jsonl
+from rlm.data.loaders import OwnFile
 from rlm.data.word_problems import (
     SPLITS,
     YAML_FILES,
@@ -31,7 +31,7 @@ from rlm.data.word_problems import generate_word_problems as generate
 TABLES = {dataset: load_word_problem_table(dataset) for dataset in YAML_FILES}
 TABLE = TABLES["word-problems"]
 FAMILIES = TABLE.families
-EVERYDAY = load_jsonl(Path(__file__).parents[2] / "data" / "everyday.jsonl")
+EVERYDAY = OwnFile(Path(__file__).parents[2] / "data" / "everyday.jsonl").read()
 PEOPLE = {"name", "friend", "he", "his", "him", "He", "His"}
 OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv}
 STEP_LINE = re.compile(r"[a-z]+(?: [a-z]+){0,2}: ([\d.]+) ([-+*/]) ([\d.]+) = ([\d.]+)")

@@ -36,39 +36,6 @@ def reason(text: str, gold: str, *, strict: bool) -> str:
     return verdict.reason
 
 
-# Completions that the graders of TRL, math-verify, verl or lm-eval get wrong, or should not. "She
-# earns 18 dollars over 7 days." is the one where a reader would say 18: without a marked answer the
-# last number counts, and we do not guess. (gold, lenient verdict): what follows the thinking.
-BATTERY = {
-    ("1000", True): [
-        *(r"\boxed{1000}", r"\boxed{1,000}", "The answer is 1,000.", r"\boxed{1 000}"),
-        r"\boxed{1{,}000}",
-    ],
-    ("1,000", True): [r"\boxed{1000}"],
-    ("5", True): ["The answer is $5.00.", r"\boxed{\$5.00}", r"\boxed{$5.00}"],
-    ("72", True): [
-        *("#### 72", "#### $72", "#### 72 clips", r"\boxed{72\text{ clips}}", r"\boxed{72 clips}"),
-    ],
-    ("20", True): [r"\boxed{20\%}", "The answer is 20%."],
-    ("18", True): ["18", "The answer is **18**.", r"\boxed{18.0}", r"\boxed{x = 18}"],
-    ("0.5", True): [r"\boxed{\frac{1}{2}}"],
-    ("-3", True): [r"\boxed{-3}", "\\boxed{\u22123}"],
-    ("18", False): [
-        *("The answer is 17, not 18.", "She earns 18 dollars over 7 days.", ""),
-        *(r"\boxed{17} \boxed{18}", r"\boxed{18} \boxed{17}", r"\boxed{17, 18}"),
-        *(r"\boxed{17 \text{ or } 18}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{x \geq 18}"),
-        *(r"\boxed{\pm 18}", r"<think>\boxed{18}", r"<think>\boxed{18}</think>\boxed{5}"),
-    ],
-}
-ROWS = [(gold, text, right) for (gold, right), texts in BATTERY.items() for text in texts]
-
-
-@pytest.mark.parametrize(("gold", "text", "correct"), ROWS)
-def test_battery(gold: str, text: str, correct: bool) -> None:
-    assert grade(f"<think>x</think>{text}", gold, strict=False).correct == correct
-    assert not grade(f"<think>x</think>{text}", gold, strict=True).correct
-
-
 # fmt: off
 # the number, and texts that are exactly it
 NUMBERS = {
@@ -149,6 +116,8 @@ PAIRS += [(text, None) for text in NO_NUMBERS]
 @pytest.mark.parametrize(("text", "value"), PAIRS, ids=[ascii(t)[:40] for t, _ in PAIRS])
 def test_parse_number(text: str, value: str | None) -> None:
     assert parse_number(text) == (None if value is None else Fraction(value))
+    for around in ("<answer>{}</answer>", r"\boxed{{{}}}") if value else ():
+        assert grade(around.format(text), value, strict=False).correct
 
 
 # (strict reason, lenient reason): completions; the gold is 18
@@ -235,7 +204,8 @@ def test_format(text: str, strict: str, lenient: str) -> None:
 # fmt: off
 ANSWERS = {
     "correct": [
-        "The answer is 18." + "\n" * 5000,
+        "The answer is 18." + "\n" * 5000, "The answer is **18**.", r"\boxed{18.0}",
+        r"\boxed{x = 18}", "#### $18", "#### 18 clips",
         r"<answer>18</answer> \boxed{17}", r"\boxed{18} [17]", "[18]", "So it is [18].",
         "See [1]. The answer is 18.", "The answer is 18. [2]", "See [1].\n#### 18",
         "See [1]. She has 18.",
@@ -269,11 +239,15 @@ ANSWERS = {
     ],
     "wrong": [
         r"\boxed{17} <answer>18", "The answer is 18. No, the answer is 17.",
+        # A reader would say 18, but without a marked answer the last number counts.
+        "She earns 18 dollars over 7 days.",
         "The answer is 18.5.", "The answer is -18.", "The answer is - 18.",
         "The answer is negative 18.", "<answer>18 = 17</answer>", "<answer>x = -18</answer>",
         "[18]\n#### 17", "The answer is ½. It took 18 steps.", "#### ½", "It is -½.",
     ],
     "several_numbers": [
+        r"\boxed{17} \boxed{18}", r"\boxed{18} \boxed{17}", r"\boxed{17 \text{ or } 18}",
+        "The answer is 17, not 18.", r"\boxed{17, 18}",
         r"\boxed{17, 18} \boxed{18}", r"\boxed{17 \boxed{18}}", "[17] [18]", "#### 18 (17 + 1)",
         "#### 17 18", "The answer is 17 or 18.", "The answer is 18 because 20 - 3 = 17.",
         "The answer is 18 (3 groups of 6).",
@@ -281,6 +255,7 @@ ANSWERS = {
         "17 or 18", "16\n17\n18",
     ],
     "not_a_number": [
+        r"\boxed{9^{9^{9^{9}}}}", r"\boxed{x \geq 18}", r"\boxed{\pm 18}",
         r"\boxed{}", r"\boxed{2 \cdot 9}", r"\boxed{\sqrt{18}}", r"\boxed{18\pi}",
         r"\boxed{\frac{a+b}{18}}", r"\boxed{\frac{x}{18}}", r"\boxed{(-\infty, 18)}",
         r"\boxed{[18, \infty)}", "<answer>(−∞, 18)</answer>", "The answer is 18 quadrillion.",
@@ -359,6 +334,7 @@ CHOICES = {
         "B", "(b)", " **(B)** ", "Option B", "B) Paris", "B. It is not far", "The answer is B.",
         "B) But I like it", "B) Paris, but I am not sure", "B. B is right.", "B) Perhaps A dog",
         "B) rate = k[A]", "B. The symbol is C", "B - Paris", "**B** – Paris", "（Ｂ）",
+        "**Option B**", "B) Hepatitis B", "B. Plan A",
     ],
     None: [
         "", "Bad", "B or C", "B) or C", "B. Or C", "B) Not C", "B. And C", "B) Maybe C",
@@ -366,6 +342,8 @@ CHOICES = {
         "B) But A is right", "B) or A", "B) Or I.", "B. I like it, or A", "B) Not B",
         "[B] [C] [D]", "B - C", "B - not B", "A-B", "A - rock, B - water",
         "B) Paris? The answer is C", "B) No wait, it is C", "B. Or rather C", "B) I choose C",
+        "B. C", "B. or option C", "B) or else C", "B) unless C", "B. or maybe C", "B) x, C",
+        "B. It could also be C", "B) Paris\nC", "B) or C)", "A, B, C, D", "Because",
     ],
 }
 # lenient reason: texts; the gold is B
@@ -422,7 +400,8 @@ def test_a_closing_tag_that_is_cut_off_is_not_part_of_the_answer() -> None:
 def test_tags_and_boxes_with_different_texts_are_wrong() -> None:
     for text in ("<answer>Rome</answer><answer>Paris</answer>", r"\boxed{Rome} \boxed{Paris}"):
         assert grade(text, "Paris", strict=False, kind="text").reason == "repeated_answer"
-    for text in (r"\boxed{\text{Paris}}", "I write <answer> tags: <answer>Paris</answer>"):
+    tagged = "I write <answer> tags: <answer>Paris</answer>"
+    for text in (r"\boxed{\text{Paris}}", tagged, "So the answer is Paris."):
         assert grade(text, "Paris", strict=False, kind="text").correct
     assert grade("<answer>a</answer><answer>b</answer>", None, strict=False, kind="open").is_answer
 

@@ -17,7 +17,7 @@ from rlm.grading.answers import Verdict, grade, majority_score, majority_vote
     ],
 )
 def test_majority_vote(answers, winner, members, counts, tie):
-    vote = majority_vote(answers)
+    vote = majority_vote(answers, "text")
     assert (vote.winner, vote.members, vote.counts, vote.tie) == (winner, members, counts, tie)
     assert (vote.n, vote.valid) == (len(answers), sum(counts.values()))
     assert vote.agreement == len(members) / len(answers)

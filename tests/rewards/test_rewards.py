@@ -13,7 +13,6 @@ from rlm.cli.options import UsageError
 from rlm.data.problem import Problem, as_problems
 from rlm.data.prompts import FORMATS
 from rlm.grading import Verdict
-from rlm.grading.answers import grade
 from rlm.rewards import (
     CombinedReward,
     CorrectnessReward,
@@ -86,19 +85,11 @@ def test_a_plain_function_has_trls_contract():
     }
 
 
-def test_a_batch_function_may_require_the_question():
-    def reward(completions, question):
-        return [float(len(one)) for one in question]
-
-    scorer = Scorer(reward)
-    check_columns(scorer.reward, PROBLEMS)
-    assert scorer(PROBLEMS, GROUPS).rewards == [[6.0, 6.0], [6.0, 6.0]]
-
-
 def test_a_function_gets_only_what_it_takes():
     scorer = Scorer(lambda completions: [float(len(c)) for c in completions])
     assert scorer(PROBLEMS[:1], [["a", "bb"]]).rewards == [[1.0, 2.0]]
     scorer = Scorer(lambda completions, question: [float(q == "1 + 1?") for q in question])
+    check_columns(scorer.reward, PROBLEMS)
     assert scorer(PROBLEMS, GROUPS).rewards == [[1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(UsageError, match="1 values for 4"):
         Scorer(lambda completions: [1.0])(PROBLEMS, GROUPS)
@@ -528,39 +519,11 @@ def test_a_constant_text_is_right_once_at_most():
 # --- other answers than numbers ------------------------------------------------------------------
 
 
-# What stands in the answer tags.
-CHOICES = {
-    True: ["B", "(b)", "B) Paris", "**Option B**", "B) Hepatitis B", "B. Plan A"],
-    False: [
-        *("B, C", "B. C", "B. or option C", "B) or else C", "B) unless C", "B. or maybe C"),
-        *("B. It could also be C", "B) x, C", "B) Paris\nC", "B or C", "B) or C)", "A, B, C, D"),
-        *("Because", "", "C"),
-    ],
-}
-MARKED = [("B", text, right, right) for right, texts in CHOICES.items() for text in texts]
-MARKED += [
-    ("Paris", " paris. ", True, True),
-    ("Paris", "Paris or Rome", False, False),
-    ("Paris", "", False, False),
-    ("The Eiffel Tower", "the  eiffel tower", True, True),
-]
-UNMARKED = [
-    ("B", "<think>x</think>The answer is B.", False, True),
-    ("B", r"<think>x</think>\boxed{\text{B}}", False, True),
-    ("B", "<think>x</think>C", False, False),
-    ("B", "<think>B", False, False),
-    ("B", block("B", ""), False, False),
-    ("Paris", "<think>x</think>So the answer is Paris.", False, True),
-]
-OTHER_ANSWERS = [(gold, block("x", text), *right) for gold, text, *right in MARKED] + UNMARKED
-
-
-@pytest.mark.parametrize(("gold", "text", "strict", "lenient"), OTHER_ANSWERS)
-def test_choices_and_texts(gold, text, strict, lenient):
-    kind = "choice" if gold == "B" else "text"
-    problem = Problem("a", "?", gold, answer_type=kind)
-    assert Scorer(CorrectnessReward())([problem], [[text]]).rewards == [[float(strict)]]
-    assert grade(text, gold, strict=False, kind=kind).correct == lenient
+def test_each_completion_is_graded_by_the_answer_type_of_its_problem():
+    problems = [Problem(kind, "?", "B", answer_type=kind) for kind in ("choice", "text", "number")]
+    group = [block("so", text) for text in ("B) Paris", " b. ", "C")]
+    rewards = Scorer(CorrectnessReward())(problems, [group] * 3).rewards
+    assert rewards == [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 # --- a bad reward costs its own rollout ----------------------------------------------------------
@@ -592,37 +555,26 @@ def time_out():
     raise TimeoutError("the judge's socket")
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (divide, "ZeroDivisionError"),
-        (hang, "did not return within 0.2 seconds"),
-        (time_out, "TimeoutError: the judge's socket"),
-        (lambda: math.inf, "infinite"),
-        (lambda: -1e39, "-1e+39, which is infinite in float32"),
-        (lambda: 10**400, "not a number"),
-        (lambda: sys.exit("bye"), "SystemExit: bye"),
-        (cancel, "CancelledError"),
-        (lambda: "1.x", "not a number"),
-        (lambda: math.nan, ""),
-        (lambda: None, ""),
-    ],
-    ids=[
-        "raises",
-        "hangs",
-        "times out",
-        "infinite",
-        "huge",
-        "large",
-        "exits",
-        "cancelled",
-        "text",
-        "nan",
-        "none",
-    ],
-)
+FAILURES = {  # what the call does, and what is printed
+    "raises": (divide, "ZeroDivisionError"),
+    "hangs": (hang, "did not return within 0.2 seconds"),
+    "times out": (time_out, "TimeoutError: the judge's socket"),
+    "infinite": (lambda: math.inf, "infinite"),
+    "huge": (lambda: -1e39, "-1e+39, which is infinite in float32"),
+    "large": (lambda: 10**400, "not a number"),
+    "exits": (lambda: sys.exit("bye"), "SystemExit: bye"),
+    "cancelled": (cancel, "CancelledError"),
+    "text": (lambda: "1.x", "not a number"),
+    "nan": (lambda: math.nan, ""),
+    "none": (lambda: None, ""),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_failing_call_costs_its_own_rollout(how, message, plain, capsys):
+def test_a_failing_call_costs_its_own_rollout(failure, plain, capsys):
+    how, message = FAILURES[failure]
+
     def reward(completions):
         return [how() if text == "bad" else 1.0 for text in completions]
 
@@ -727,14 +679,19 @@ def test_an_async_reward_waits_for_all_at_once():
     scores = scorer(PROBLEMS, [["good", "bad", "slow"], ["good"] * 3])
     assert scores.rewards == [[1.0, None, None], [1.0] * 3]
     assert (asked, most) == (6, 6)
-    asked = waiting = most = 0
     judge = Judge().__call__  # a function of one completion
 
     async def function(completion, reference_answer):
         return await judge(completion, reference_answer)
 
-    assert Scorer(function)(PROBLEMS, [["good"] * 2] * 2).rewards == [[1.0] * 2] * 2
-    assert most == 4
+    class Plain:
+        async def __call__(self, completion, reference_answer):
+            return await judge(completion, reference_answer)
+
+    for reward in (function, Plain()):
+        asked = waiting = most = 0
+        assert Scorer(reward)(PROBLEMS, [["good"] * 2] * 2).rewards == [[1.0] * 2] * 2
+        assert most == 4
     combined = Scorer(CombinedReward([Judge(), FormatReward()]), time_limit=30.0)
     assert combined(PROBLEMS[:1], [["good"]]).rewards == [[0.5]]
 
