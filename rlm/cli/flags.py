@@ -161,19 +161,35 @@ def flag(default: Any, help: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
+@cache
+def read_table(name: str) -> Any:
+    """Read a YAML file of this folder. The result is cached."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
+    return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
+
+
+FIRST = "options that people change first"
+GROUPS: dict[str, str] = read_table("option_groups")  # heading of --help → names of its options
+
+
 @cache  # resolving the annotations takes milliseconds, and each config is checked several times
 def flags_of(cls: type) -> Sequence[Flag]:
-    """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS."""
+    """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS.
+
+    The options of a class without CHANGED_FIRST have no headings, because they are only few.
+    """
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
     others = synonyms([*(field.name for field in fields), *spellings])
     first, not_used = getattr(cls, "CHANGED_FIRST", ()), getattr(cls, "NOT_USED", ())
+    headings = {name: group for group, names in GROUPS.items() for name in names.split()}
+    headings = headings | dict.fromkeys(first, FIRST) if first else {}
     flags = [(field, field.metadata.get("flag", Flag())) for field in fields]
     named = [
         dataclasses.replace(
             flag,
             name=field.name,
-            group=flag.group or (None if flag.positional else group_of(field.name, first)),
+            group=flag.group or headings.get(field.name),
             hidden=flag.hidden or field.name in not_used,
             kind=kinds[field.name],
             default=field.default,
@@ -337,13 +353,6 @@ OTHER_UNITS = {
 CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 
 
-@cache
-def read_table(name: str) -> Any:
-    """Read a YAML file of this folder. The result is cached."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
-    return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
-
-
 def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
     """Return the synonyms of each field from synonyms.yaml; fields without synonyms are omitted."""
     found: dict[str, list[str]] = {}
@@ -373,30 +382,3 @@ def hint(word: str, known: Mapping[str, str]) -> str:
 
 def with_underscores(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
-
-
-FIRST = "options that people change first"
-GROUPS: dict[str, str] = read_table("option_groups")
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
-_PLACES = {group: place for place, group in enumerate((FIRST, *GROUPS), 1)}
-
-
-def group_of(name: str, first: Collection[str]) -> str | None:
-    """Return the heading of an option in --help.
-
-    Without `first`, the heading is None: such a script has only few options.
-
-    Args:
-        first: the options that people change first.
-    """
-    if not first:
-        return None
-    return FIRST if name in first else _GROUP_OF.get(name)
-
-
-def place_of(group: str | None) -> int:
-    """Return the position of a group in --help.
-
-    Options without a heading come first, unknown groups come last.
-    """
-    return 0 if group is None else _PLACES.get(group, len(_PLACES) + 1)

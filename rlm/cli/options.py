@@ -24,12 +24,13 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 
 from rlm.cli.flags import (
+    FIRST,
+    GROUPS,
     Flag,
     flags_of,
     hint,
     members_of,
     merge_spellings,
-    place_of,
     read_table,
     with_dashes,
     with_underscores,
@@ -111,11 +112,9 @@ def read_options(
         description, epilog: texts of --help.
     """
     fields = flags_of(cls)
-    text, aliases = (
-        "YAML or JSON file with options; the command line takes precedence",
-        ["config_json"],
-    )
-    first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
+    text = "YAML or JSON file with options; the command line takes precedence"
+    names = {"name": "config", "aliases": ["config_json"]}
+    first = [Flag(text, default_text="no file", kind=Path, **names)]
     if presets:
         first.append(
             Flag(
@@ -184,9 +183,10 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
     flags = {"--help": "--help"}  # maps every spelling, with dashes, to the option
-    for option in sorted(options, key=lambda option: place_of(option.group)):
-        option.add_to(group(option.group) if option.group else parser)
+    for heading in (FIRST, *GROUPS):  # --help shows the groups in this order, without empty ones
+        group(heading)
     for option in options:
+        option.add_to(group(option.group) if option.group else parser)
         for key in () if option.positional else option.keys:
             flags[with_dashes(key)] = option.spelling
             if bool in members_of(option.kind):
