@@ -115,14 +115,6 @@ def test_a_child_returns_its_dict_and_its_peak_memory():
         harness.run_child("json", "loads", {"nonsense": 1})
 
 
-def test_resident_memory_is_that_of_the_process_alone(monkeypatch):
-    """This also holds on a machine with a GPU, if the process did not use the GPU."""
-    monkeypatch.setattr(harness.machine, "pick_device", lambda: harness.torch.device("cuda"))
-    monkeypatch.setattr(harness.torch.cuda, "max_memory_allocated", lambda: 0)
-    monkeypatch.setattr(harness.machine, "peak_memory_gb", lambda: 99.0)
-    assert (harness.peak_memory_gb() == 99.0) == (not Path("/proc/self/status").exists())
-
-
 @pytest.mark.slow
 def test_a_child_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
     (tmp_path / "begin_and_end.py").write_text(

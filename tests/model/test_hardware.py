@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -288,6 +289,12 @@ def test_bf16_where_the_cpu_computes_it_and_is_let(monkeypatch, tmp_path, held_d
     if held_down:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_down)
     assert str(machine.pick_device().dtype) == f"torch.{dtype}"
+
+
+def test_the_peak_memory_of_a_child_does_not_include_its_parent(monkeypatch):
+    of_a_large_parent = SimpleNamespace(ru_maxrss=99 * 2**20)  # which a child inherits
+    monkeypatch.setattr(machine.resource, "getrusage", lambda _: of_a_large_parent)
+    assert machine.peak_memory_gb() < 50 or sys.platform != "linux"
 
 
 def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
