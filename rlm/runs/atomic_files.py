@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"{path} is not a JSON object: restore the file, or pass another --run-dir"
+            f"{path} is not a JSON object: restore the file, or choose another run"
         ) from error
 
 
