@@ -128,10 +128,8 @@ class Flag:
     def help_text(self) -> str:
         """Return the help text of --help: the description and the default value."""
         items = self.default if isinstance(self.default, tuple) else [self.default]
-        words = {None: "none", True: "on", False: "off"}
-        values = ",".join(
-            str(words[i] if i is None or i is True or i is False else i) for i in items
-        )
+        words = {"None": "none", "True": "on", "False": "off"}
+        values = ",".join(words.get(str(item), str(item)) for item in items)
         return f"{self.help} (default: {self.default_text or values or 'empty'})"
 
     def add_to(self, parser: Any) -> None:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -245,11 +245,7 @@ def git_commit() -> str | None:
     return done.stdout.split()[0]
 
 
-# The type of a signal handler in the module `signal`.
-Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOTICE = b"\nstopping after this step\n"
-NOTICE_ALONE = b"\nstopping after this step (a second signal stops at once)\n"
 
 
 class Interrupts:
@@ -263,11 +259,15 @@ class Interrupts:
     nohup or in a background job) stays ignored.
     """
 
-    def __init__(self, *, alone: bool = True) -> None:
+    def __init__(self, *, alone: bool) -> None:
+        """
+        Args:
+            alone: whether the run has a single process.
+        """
         self.received: int | None = None
         self._then = signal.SIG_DFL if alone else signal.SIG_IGN
-        self._notice = NOTICE_ALONE if alone else NOTICE
-        self._before: dict[int, Handler] = {}
+        self._notice = " (a second signal stops at once)" if alone else ""
+        self._before: dict[int, Any] = {}  # earlier handlers by signal
 
     def __enter__(self) -> Interrupts:
         # Only the main thread may set handlers.
@@ -288,4 +288,4 @@ class Interrupts:
             signal.signal(other, before if "ipykernel" in sys.modules else self._then)
         with contextlib.suppress(OSError):  # the terminal may be gone
             # print() is not safe here: the signal may have interrupted a print().
-            os.write(2, self._notice)
+            os.write(2, f"\nstopping after this step{self._notice}\n".encode())
