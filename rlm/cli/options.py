@@ -10,12 +10,9 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType, NoneType
@@ -47,14 +44,12 @@ class UsageError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run between two steps, after everything was saved."""
+    """A signal ended the run between two steps, after everything was saved.
+
+    The note is a message about the saved files; "" if another process prints the message.
+    """
 
     def __init__(self, number: int, note: str) -> None:
-        """
-        Args:
-            number: the number of the signal.
-            note: a message about the saved files; "" if another process prints the message.
-        """
         super().__init__(note)
         self.number, self.note = number, note
 
@@ -268,8 +263,7 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             mistakes.append(f"{label} is given twice")
             continue
         try:
-            new = option.spelled(_convert(option.kind, value, typed))
-            values[option.name] = new
+            new = values[option.name] = option.converted(_read(option, value, typed))
             items = new if isinstance(new, tuple) else [new]
             if option.choices and not all(i is None or i in option.choices for i in items):
                 raise ValueError
@@ -284,40 +278,30 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
     return values
 
 
-def _convert(kind: Any, value: Any, typed: bool) -> Any:
-    """Convert a value to a type.
+def _read(option: Flag, value: Any, typed: bool) -> Any:
+    """Read the lists and numbers in the text of a value; `Flag.converted` checks its type.
 
-    Only strings from the command line may represent lists. A list of one item may represent the
-    item, because config files of other programs use this form.
+    Only strings from the command line may represent lists and integers. A list of one item may
+    represent the item, because config files of other programs use this form.
 
     Raises:
-        ValueError: the value does not fit the type.
+        ValueError: the text is not a number, or the value is None and the option is never None.
     """
-    args, origin, members = get_args(kind), get_origin(kind), members_of(kind)
-    if NoneType in members and value in (None, "none", ["none"]):
+    kind, *others = members_of(option.kind)
+    if value in (None, "none", ["none"]) and NoneType in others:
         return None
-    for member in members if len(members) > 1 else ():
-        with suppress(ValueError, OverflowError):
-            return _convert(member, value, typed)
-    if origin is tuple and isinstance(value, list | tuple):
-        items = filter(None, map(str.strip, ",".join(value).split(","))) if typed else value
-        return tuple(_convert(args[0], item, typed) for item in items)
-    is_single = origin is not tuple and isinstance(value, list) and len(value) == 1
-    return _convert_item(kind, value[0] if is_single else value, typed)
-
-
-def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
-    """Convert a value to a type that is not a tuple; raise ValueError if the value does not fit."""
-    if kind is int and (typed or type(value) is int or (type(value) is float and value % 1 == 0)):
+    if value is None:
+        raise ValueError
+    is_list = get_origin(kind) is tuple
+    if typed and is_list:
+        texts = [text for text in map(str.strip, ",".join(value).split(",")) if text]
+        return [int(text) for text in texts] if int in get_args(kind) else texts
+    if isinstance(value, list) and len(value) == 1 and not is_list:
+        value = value[0]
+    if isinstance(value, str) and kind is int and typed:
         return int(value)
-    # YAML 1.1 reads 1e-4 (no dot) as a string, so all layers accept strings for floats.
-    if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
-        return float(value)
-    if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") would be "."
-        return Path(os.path.expanduser(value))
-    if kind in (bool, str) and isinstance(value, kind):
-        return value
-    raise ValueError
+    # YAML 1.1 reads 1e-4 (no dot) as a string, so files, too, may contain strings for floats.
+    return float(value) if isinstance(value, str) and kind is float else value
 
 
 @cache
