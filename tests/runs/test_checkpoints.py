@@ -320,15 +320,10 @@ def test_a_directory_that_no_run_made_is_left_alone(tmp_path, resume):
         RunDirectory(data, resume=resume)
 
 
-def test_what_a_kill_left_before_the_lock_is_no_obstacle(tmp_path):
-    (tmp_path / ".write_test_1").touch()
-    with RunDirectory(tmp_path, resume=False):
-        pass
-
-
-def test_what_the_doctor_left_is_no_obstacle(tmp_path):
-    (tmp_path / "sampler_adapter").mkdir()
-    (tmp_path / "sampler_adapter" / "adapter_config.json").write_text("{}")
+@pytest.mark.parametrize("name", [".write_test_1", "sampler_adapter/adapter_config.json"])
+def test_what_a_kill_before_the_lock_or_the_doctor_left_is_no_obstacle(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
     with RunDirectory(tmp_path, resume=False):
         pass
 
