@@ -18,8 +18,6 @@ from rlm.cli import UsageError, terminal, to_dict
 from rlm.evaluation import show_table
 from rlm.runs import lock_file
 
-THIS = "benchmarks.evidence"
-
 
 def is_done(config: EvidenceConfig, cell: Cell) -> bool:
     return (config.folder(cell) / "result.json").exists()
@@ -69,7 +67,9 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     payload = {"config": settings, "arm": cell.arm, "seed": cell.seed}
     for module, function in (("training", "train"), ("judging", "judge")):
         try:
-            harness.run_child(f"{THIS}.{module}", function, payload, log=log, inherited=(lock,))
+            harness.run_child(
+                f"benchmarks.evidence.{module}", function, payload, log=log, inherited=(lock,)
+            )
         except harness.ChildFailed:
             terminal.line(f"{cell.name}: failed; see the end of {log}")
             return False

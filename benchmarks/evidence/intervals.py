@@ -28,14 +28,12 @@ class Interval:
     mean: float
     low: float
     high: float
-    seeds: int
-    problems: int
 
     @property
     def percent(self) -> str:
         """The mean and the interval in percent.
 
-        >>> Interval(0.465, 0.421, 0.509, 3, 100).percent
+        >>> Interval(0.465, 0.421, 0.509).percent
         '46.5 (42.1–50.9)'
         """
         return f"{100 * self.mean:.1f} ({100 * self.low:.1f}–{100 * self.high:.1f})"
@@ -44,7 +42,7 @@ class Interval:
     def points(self) -> str:
         """The mean and the interval of a difference, in percentage points.
 
-        >>> Interval(0.038, -0.005, 0.08, 3, 100).points
+        >>> Interval(0.038, -0.005, 0.08).points
         '+3.8 (−0.5 to +8.0)'
         """
         shown = [f"{100 * v:+.1f}" for v in (self.mean, self.low, self.high)]
@@ -67,7 +65,7 @@ def crossed_bootstrap(scores: ArrayLike) -> Interval:
     rows, columns = _weights(seeds, 0), _weights(problems, 1)
     means = np.einsum("rs,sp,rp->r", rows, table, columns, optimize=True)  # (resamples,)
     low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(float(table.mean()), float(low), float(high), seeds, problems)
+    return Interval(float(table.mean()), float(low), float(high))
 
 
 @cache  # drawing is slow, and all intervals of a page share a few values of `count`
