@@ -55,7 +55,6 @@ class RunDirectory:
         """Open or create the directory.
 
         Args:
-            path: the directory.
             resume: whether to continue the run in the directory. If False, an earlier run of at
                 least one step is moved to NAME.prev. The files of a run without a step are deleted.
             writes: False in all processes except the main process. The logs of these processes are
@@ -253,17 +252,13 @@ class Interrupts:
 
     A second signal ends the process at once through the system's default handler, even during a
     matrix multiplication. No data is lost, because files are written either completely or not at
-    all. With several processes, later signals are ignored, because the launcher repeats the signal
-    from the terminal and kills processes that take too long. In a notebook, a second signal raises
-    KeyboardInterrupt, because the kernel must survive. A signal that was already ignored (with
-    nohup or in a background job) stays ignored.
+    all. If the process is not `alone`, later signals are ignored, because the launcher repeats the
+    signal from the terminal and kills processes that take too long. In a notebook, a second signal
+    raises KeyboardInterrupt, because the kernel must survive. A signal that was already ignored
+    (with nohup or in a background job) stays ignored.
     """
 
     def __init__(self, *, alone: bool) -> None:
-        """
-        Args:
-            alone: whether the run has a single process.
-        """
         self.received: int | None = None
         self._then = signal.SIG_DFL if alone else signal.SIG_IGN
         self._notice = " (a second signal stops at once)" if alone else ""

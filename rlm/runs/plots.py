@@ -72,7 +72,6 @@ def accuracy_over_time(
         curves: a map from the name of a curve to its points, (minute, interval). Intervals are
             fractions between 0 and 1.
         stages: a map from the name of a training stage to its first and last minute.
-        title: a sentence that describes the figure.
     """
     figure = new_figure(7, 4.4)
     axes = figure.subplots()
