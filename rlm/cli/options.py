@@ -199,18 +199,20 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             many = ": for several rewards, put a list of them into FILE.py" * (name == "--reward")
             raise UsageError(f"{name} is given twice{many}")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
-    for token in sorted(rest, key=lambda token: not token.startswith("-")):
-        name, said = token.partition("=")[0], ": type the name of its option before it"
-        if names:
-            said = f": put a{names} of several words in quotes"
-        place = ["".join(parts) for parts in known].index(token)
+    if rest:
+        token = next((token for token in rest if token.startswith("-")), rest[0])
+        name, place = token.partition("=")[0], ["".join(parts) for parts in known].index(token)
         before = known[place - 1][0] if place else ""
-        if any(before == option.spelling and bool in members_of(option.kind) for option in options):
-            said = f": {before} takes no value"
         if token.startswith("-"):
+            page = "docs/how-to/coming-from.md explains which names of other trainers work"
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
-            names = "docs/how-to/coming-from.md explains which names of other trainers work"
-            said = said or f"; --help lists the options, and {names}"
+            said = said or f"; --help lists the options, and {page}"
+        elif any(before == o.spelling and bool in members_of(o.kind) for o in options):
+            said = f": {before} takes no value"
+        elif names:
+            said = f": put a{names} of several words in quotes"
+        else:
+            said = ": type the name of its option before it"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 
