@@ -4,6 +4,7 @@ to date. test_walkthroughs.py runs the commands."""
 
 import ast
 import dataclasses
+import doctest
 import json
 import re
 import shlex
@@ -217,6 +218,14 @@ def test_an_option_that_the_names_page_calls_taken_is_taken():
         value = [] if option in switches else [VALUES.get(option, "8")]
         given = read_options(GRPOConfig, [option, *value], presets=PRESETS)
         assert given or option in always, option
+
+
+def test_the_examples_in_docstrings_are_right():
+    for folder in ("rlm", "recipes", "benchmarks"):
+        for file in (ROOT / folder).rglob("*.py"):
+            if ">>> " in file.read_text():
+                module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+                assert doctest.testmod(module).failed == 0, file
 
 
 @pytest.mark.parametrize(
