@@ -45,7 +45,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft")
 
 @dataclass
 class BenchmarkConfig:
-    """Contains the options that all benchmarks have."""
+    """Contains the options that most benchmarks have."""
 
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or folder (also from benchmarks.shapes)")
     dataset: str = flag("word-problems:1", "dataset that provides the prompts")

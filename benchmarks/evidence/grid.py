@@ -1,11 +1,11 @@
 """Runs the unfinished cells, each in its own processes.
 
 The directory of a cell contains `train/` (checkpoints), `adapter/`, `train.json` (written after
-training), `scores/` (a file for each test set), `result.json` (written when the cell is done) and
-`log.txt`. JSON files are written atomically, so the same command continues after a kill: our
-trainers from their last checkpoint, the evaluation from the current test set, and TRL's trainer
-from the beginning. If a cell fails, its name and the path of its log are printed, and the other
-cells still run.
+training), `scores/` (a file for each test set and for each point of the curve), `result.json`
+(written when the cell is done) and `log.txt`. JSON files are written atomically, so the same
+command continues after a kill: our trainers from their last checkpoint, the evaluation from the
+current test set, and TRL's trainer from the beginning. If a cell fails, its name and the path of
+its log are printed, and the other cells still run.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from rlm.cli import UsageError, terminal
 
-LOCK = ".lock"  # file in a run directory that names the process that is training in it
+LOCK = ".lock"  # file in a run directory that names the last process that trained in it
 logger = logging.getLogger(__name__)
 
 
