@@ -62,10 +62,6 @@ def copy_of_another_step(folder):
     shutil.copytree(folder.with_name("step_000001"), folder)
 
 
-def manifest_of_another_step(folder):
-    shutil.copy(folder.with_name("step_000001") / "manifest.json", folder)
-
-
 def without(name):
     return lambda folder: (folder / name).unlink()
 
@@ -76,24 +72,19 @@ def sealed(damage):
 
 TENSORS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 flip_a_byte = edited(TENSORS, lambda content: content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
-truncate = edited(TENSORS, lambda content: content[:-1])
 longer = edited(TENSORS, lambda content: content.replace(b'"shape":[4]', b'"shape":[9]'))
-empty = edited(STATE, lambda content: b"")
 DAMAGE = {
     "a byte of the tensors": flip_a_byte,
     "a byte of the state": edited(STATE, lambda content: content.replace(b"note", b"nope")),
-    "truncated": truncate,
-    "truncated, sealed": sealed(truncate),
+    "truncated, sealed": sealed(edited(TENSORS, lambda content: content[:-1])),
     "a lie about a size, sealed": sealed(longer),
-    "empty state": empty,
-    "empty state, sealed": sealed(empty),
+    "empty state, sealed": sealed(edited(STATE, lambda content: b"")),
     "deep state, sealed": sealed(edited(STATE, lambda content: b"[" * 100_000)),
     "state without a step, sealed": sealed(edited(STATE, lambda content: b"[1]")),
     "manifest of nothing": edited(MANIFEST, lambda content: b"{}"),
     "manifest that is a list": edited(
         MANIFEST, lambda content: json.dumps([STATE, TENSORS]).encode()
     ),
-    "manifest of another step": manifest_of_another_step,
     "copy of another step": copy_of_another_step,
     **{f"no {name}": without(name) for name in (MANIFEST, STATE, TENSORS)},
 }
