@@ -307,7 +307,7 @@ def _convert(kind: Any, value: Any) -> Any:
     if kind is int and is_number and value % 1 == 0:  # 1e3
         return math.floor(value)
     if kind is float and is_number and math.isfinite(value):
-        return float(value)
+        return value if isinstance(value, int) else float(value)  # run.json contains 32, not 32.0
     if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") would be "."
         return Path(os.path.expanduser(value))
     if kind is str and isinstance(value, Path):

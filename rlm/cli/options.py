@@ -303,7 +303,9 @@ def _read(option: Flag, value: Any, typed: bool) -> Any:
     if isinstance(value, str) and kind is int and typed:
         return int(value)
     # YAML 1.1 reads 1e-4 (no dot) as a string, so files, too, may contain strings for floats.
-    return float(value) if isinstance(value, str) and kind is float else value
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        return float(value)
+    return value
 
 
 @cache

@@ -316,7 +316,7 @@ def test_a_value_of_another_type_is_converted_or_refused_in_python():
     """This happens before a model is loaded: range(1e3) would fail in the first step."""
     made = GRPOConfig(steps=1e3, batch_size=np.int64(4), dataset=Path("a.jsonl"), max_minutes=5)
     assert (made.steps, made.batch_size, made.dataset) == (1000, 4, "a.jsonl")
-    assert {type(made.steps), type(made.batch_size)} == {int}
+    assert {type(made.steps), type(made.batch_size), type(made.lora_alpha)} == {int}  # also in JSON
     rate = GRPOConfig(learning_rate=np.float32(0.5)).learning_rate  # JSON cannot store a float32
     assert (rate, type(rate)) == (0.5, float)
     for name, value, expected in (
