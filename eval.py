@@ -122,8 +122,7 @@ def evaluate_row(
     Args:
         examples: the (question, completion) pairs of a few-shot prompt.
         record: stores the completions; stored completions are not sampled again.
-        tool: the tool selected by --tool.
-        scorer: computes the rewards with the function selected by --reward.
+        scorer: computes the rewards; None without --reward.
 
     Returns:
         The results under the keys "greedy" and "sampled".

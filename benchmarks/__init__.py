@@ -1,1 +1,1 @@
-"""Compares this project with other programs. README.md lists what each script measures."""
+"""Measures and checks this project. README.md lists what each script measures."""

@@ -28,7 +28,7 @@ import torch
 from benchmarks import harness
 from benchmarks.plain_generate import greedy
 from rlm.cli import flag, run_main, terminal
-from rlm.data import Problem, load_problems, render_problem, stop_token_ids
+from rlm.data import Format, Problem, load_problems, render_problem, stop_token_ids
 from rlm.evaluation import percent, show_table, summarize_scores
 from rlm.model import ADAPTER, AdapterInfo, Device, load_adapter, load_base, load_tokenizer
 
@@ -107,15 +107,13 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
     problems = load_problems(config.dataset, "test", max_samples=PROBLEMS, seed=config.seed)
     tokenizer = load_tokenizer(config.model)
     prompts = [render_problem(tokenizer, problem, info.format) for problem in problems]
+    formats = [info.format.with_answer_type(problem.answer_type) for problem in problems]
     conversations = [
         [
-            {
-                "role": "system",
-                "content": info.format.with_answer_type(problem.answer_type).system_prompt,
-            },
+            {"role": "system", "content": format.system_prompt},
             {"role": "user", "content": problem.question},
         ]
-        for problem in problems
+        for problem, format in zip(problems, formats, strict=True)
     ]
     base = load_base(config.model, Device("cpu", torch.float32, "as it is merged"))
     ends = sorted(stop_token_ids(tokenizer, base.generation_config))
@@ -137,15 +135,13 @@ def measure(config: ExportConfig, folder: Path) -> dict[str, Any]:
         export("--gguf", folder / f"{kind}.gguf", "--gguf-type", kind)
         answers[kind] = ask_llama_cpp(folder / f"{kind}.gguf", conversations)
 
-    def is_right(problem: Problem, ids: list[int]) -> bool:
-        text = str(tokenizer.decode(ids))
-        format = info.format.with_answer_type(problem.answer_type)
-        return format.grade(text, problem.answer, strict=True).correct
+    def is_right(problem: Problem, format: Format, ids: list[int]) -> bool:
+        return format.grade(str(tokenizer.decode(ids)), problem.answer, strict=True).correct
 
     figures = {}
     for name, found in answers.items():
         completions = [cut(ids) for ids in found.completions]
-        right = [is_right(*pair) for pair in zip(problems, completions, strict=True)]
+        right = [is_right(*row) for row in zip(problems, formats, completions, strict=True)]
         figures[name] = {
             "equal_prompts": sum(map(list.__eq__, found.prompts, prompts)),
             "equal_completions": sum(map(list.__eq__, completions, expected)),

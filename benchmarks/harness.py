@@ -45,7 +45,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft")
 
 @dataclass
 class BenchmarkConfig:
-    """Contains the options that all benchmarks have."""
+    """Contains the options that most benchmarks have."""
 
     model: str = flag(machine.EMBEDDED_MODEL, "hub id or folder (also from benchmarks.shapes)")
     dataset: str = flag("word-problems:1", "dataset that provides the prompts")
@@ -146,27 +146,13 @@ def run_child(
 def _child(module: str, function: str, payload: str, target: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     result = getattr(importlib.import_module(module), function)(**json.loads(payload))
-    result["peak_memory_gb"] = peak_memory_gb()
+    result["peak_memory_gb"] = machine.peak_memory_gb()
     Path(target).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _end_with_parent() -> None:
     os.read(sys.stdin.fileno(), 1)  # stdin is a silent pipe: EOF when the parent ends
     os._exit(1)
-
-
-def peak_memory_gb() -> float:
-    """Return this process's peak memory: GPU memory if it used a GPU, else resident memory.
-
-    On Linux, resident memory is VmHWM, because the maximum of getrusage would include the memory of
-    the parent at the fork.
-    """
-    status = Path("/proc/self/status")
-    used_gpu = torch.cuda.is_available() and torch.cuda.max_memory_allocated()
-    if not used_gpu and status.exists():
-        (line,) = (row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
-        return int(line.split()[1]) / 2**20
-    return machine.peak_memory_gb()
 
 
 # --- figures ------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Runs the unfinished cells, each in its own processes.
 
 The directory of a cell contains `train/` (checkpoints), `adapter/`, `train.json` (written after
-training), `scores/` (a file for each test set), `result.json` (written when the cell is done) and
-`log.txt`. JSON files are written atomically, so the same command continues after a kill: our
-trainers from their last checkpoint, the evaluation from the current test set, and TRL's trainer
-from the beginning. If a cell fails, its name and the path of its log are printed, and the other
-cells still run.
+training), `scores/` (a file for each test set and for each point of the curve), `result.json`
+(written when the cell is done) and `log.txt`. JSON files are written atomically, so the same
+command continues after a kill: our trainers from their last checkpoint, the evaluation from the
+current test set, and TRL's trainer from the beginning. If a cell fails, its name and the path of
+its log are printed, and the other cells still run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from benchmarks.evidence.plan import ARMS, Cell, EvidenceConfig
 from rlm.cli import UsageError, terminal, to_dict
 from rlm.evaluation import show_table
 from rlm.runs import lock_file
-
-THIS = "benchmarks.evidence"
 
 
 def is_done(config: EvidenceConfig, cell: Cell) -> bool:
@@ -69,7 +67,9 @@ def run_cell(config: EvidenceConfig, cell: Cell, lock: int) -> bool:
     payload = {"config": settings, "arm": cell.arm, "seed": cell.seed}
     for module, function in (("training", "train"), ("judging", "judge")):
         try:
-            harness.run_child(f"{THIS}.{module}", function, payload, log=log, inherited=(lock,))
+            harness.run_child(
+                f"benchmarks.evidence.{module}", function, payload, log=log, inherited=(lock,)
+            )
         except harness.ChildFailed:
             terminal.line(f"{cell.name}: failed; see the end of {log}")
             return False

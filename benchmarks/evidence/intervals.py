@@ -28,14 +28,12 @@ class Interval:
     mean: float
     low: float
     high: float
-    seeds: int
-    problems: int
 
     @property
     def percent(self) -> str:
         """The mean and the interval in percent.
 
-        >>> Interval(0.465, 0.421, 0.509, 3, 100).percent
+        >>> Interval(0.465, 0.421, 0.509).percent
         '46.5 (42.1–50.9)'
         """
         return f"{100 * self.mean:.1f} ({100 * self.low:.1f}–{100 * self.high:.1f})"
@@ -44,14 +42,14 @@ class Interval:
     def points(self) -> str:
         """The mean and the interval of a difference, in percentage points.
 
-        >>> Interval(0.038, -0.005, 0.08, 3, 100).points
+        >>> Interval(0.038, -0.005, 0.08).points
         '+3.8 (−0.5 to +8.0)'
         """
         shown = [f"{100 * v:+.1f}" for v in (self.mean, self.low, self.high)]
         return "{} ({} to {})".format(*shown).replace("-", "−").replace("+0.0", "0.0")
 
 
-def crossed_bootstrap(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+def crossed_bootstrap(scores: ArrayLike) -> Interval:
     """Return the mean and its percentile interval (pigeonhole bootstrap, Owen 2007).
 
     Seeds (rows) and problems (columns) are drawn independently, with replacement. The interval is
@@ -64,17 +62,17 @@ def crossed_bootstrap(scores: ArrayLike, resamples: int = RESAMPLES, seed: int =
     seeds, problems = table.shape
     if not table.size:
         raise ValueError("no scores to resample")
-    rows, columns = _weights(seeds, resamples, seed), _weights(problems, resamples, seed + 1)
+    rows, columns = _weights(seeds, 0), _weights(problems, 1)
     means = np.einsum("rs,sp,rp->r", rows, table, columns, optimize=True)  # (resamples,)
     low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(float(table.mean()), float(low), float(high), seeds, problems)
+    return Interval(float(table.mean()), float(low), float(high))
 
 
 @cache  # drawing is slow, and all intervals of a page share a few values of `count`
-def _weights(count: int, resamples: int, seed: int) -> np.ndarray:
+def _weights(count: int, seed: int) -> np.ndarray:
     """Return how often each of `count` items was drawn, divided by `count`: (resamples, count)."""
     drawn = np.random.default_rng([seed, count]).multinomial(
-        count, np.full(count, 1 / count), size=resamples
+        count, np.full(count, 1 / count), size=RESAMPLES
     )
     return (drawn / count).astype(np.float32)
 

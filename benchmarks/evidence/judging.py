@@ -45,12 +45,11 @@ class Judge:
         adapter: Path | None,
         examples: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self.tokenizer = load_tokenizer(config.model)
-        base = load_base(config.model, pick_device())
+        tokenizer, base = load_tokenizer(config.model), load_base(config.model, pick_device())
         self.model = load_adapter(base, adapter, trainable=False) if adapter else base
-        self.sampler = Sampler(self.model, self.tokenizer, tool=load_tool(config.tool))
+        sampler = Sampler(self.model, tokenizer, tool=load_tool(config.tool))
         options = {"max_new_tokens": max_new_tokens, "seed": cell.seed, "examples": examples}
-        self.evaluate = partial(evaluate, self.sampler, self.tokenizer, format=FORMAT, **options)
+        self.evaluate = partial(evaluate, sampler, tokenizer, format=FORMAT, **options)
 
     def __call__(self, problems: Sequence[Problem], k: int) -> Evaluation:
         """Sample and grade k completions per problem: greedily if k is 1, else at temperature 1."""

@@ -133,9 +133,6 @@ class Cell(NamedTuple):
         return [Cell(arm, self.seed) for arm in ARMS[self.arm].needs]
 
 
-COMMANDS = ("run", "report")
-
-
 def setting(default: Any, help: str, **bounds: Any) -> Any:
     """Declare a flag that is fixed within a grid, because it decides what a cell measures."""
     return flag(default, help, group="settings", **bounds)
@@ -147,7 +144,7 @@ def count(default: int, help: str, at_least: int = 1) -> Any:
 
 @dataclass
 class EvidenceConfig:
-    command: str = flag("run", "command to run", choices=COMMANDS, positional=True)
+    command: str = flag("run", "command to run", choices=("run", "report"), positional=True)
     cells: tuple[str, ...] = flag((), "cells to run, e.g. grpo-s0, trl-*, *-s1 (empty: all)")
     list: bool = flag(False, "only list the finished and the missing cells")
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")

@@ -18,7 +18,6 @@ from rlm.runs import replace_file
 
 HASH_DIGITS = 12  # at the end of the id of a generated problem
 Result = dict[str, Any]  # a cell's result.json
-Sets = Sequence[str] | None  # names of test sets (None: the pooled ones)
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class Results:
         return list(dict.fromkeys(name for cell in self.cells for name in cell["tests"]))
 
     def accuracy(
-        self, arm: str, metric: str, grading: str = "strict", sets: Sets = None
+        self, arm: str, metric: str, grading: str = "strict", sets: Sequence[str] = ()
     ) -> Interval:
-        """Return the mean score of a method over the test sets, with its interval."""
+        """Return the mean score of a method, with its interval, over `sets` or the pooled sets."""
         return crossed_bootstrap(matrix(self.arms[arm], sets or self.pooled, metric, grading))
 
     def lead(self, arm: str, over: str, metric: str, without: str = "") -> Interval:

@@ -33,7 +33,7 @@ from benchmarks.evidence.plan import (
 from benchmarks.evidence.pools import pools, validation_problems, without_golds
 from rlm.data import Problem
 from rlm.grading import grade, split_completion
-from rlm.model import prepare_process
+from rlm.model import peak_memory_gb, prepare_process
 from rlm.runs import read_lines
 from rlm.training import GRPOConfig, SFTConfig, problems_for_step
 
@@ -62,7 +62,7 @@ def _train(config: EvidenceConfig, cell: Cell) -> Record:
     record = kinds[ARMS[cell.arm].kind](config, cell)
     # If training was killed and resumed, `wall` is the time of the last process alone, including
     # loading, and `seconds` is the training time of all processes.
-    wall, peak = time.monotonic() - started, harness.peak_memory_gb()
+    wall, peak = time.monotonic() - started, peak_memory_gb()
     return record | {"wall": wall, "peak_memory_gb": peak, "commit": commit}
 
 

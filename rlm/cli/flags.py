@@ -62,38 +62,26 @@ class Flag:
     def expects(self) -> str:
         return "|".join(map(str, self.choices or map(_describe, members_of(self.kind))))
 
-    def spelled(self, value: object) -> object:
-        """Return the choice that a value denotes in any spelling (Dr.GRPO), or the value itself."""
-        if isinstance(value, list | tuple):  # map the items
-            return type(value)(map(self.spelled, value))
-        return find_choice(value, self.choices or ())
+    def converted(self, value: Any) -> Any:
+        """Return a value as a config stores it: None, or a value of the type of the option.
 
-    def normalised(self, value: Any) -> Any:
-        """Convert a value to the form in a config: a choice, None, or a Path with `~/` expanded.
+        A text in any spelling of a choice (Dr.GRPO) becomes the choice.
 
         Raises:
             ValueError: the value has another type than the option.
         """
-        members = members_of(self.kind)
-        if isinstance(value, str) and value == "none" and NoneType in members:
-            return None  # as on the command line
+        kinds, choices = members_of(self.kind), self.choices or ()
+        if value is None or (isinstance(value, str) and value == "none" and NoneType in kinds):
+            return None
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
-        if isinstance(value, str) and Path in members and str not in members:
-            value = Path(os.path.expanduser(value))
-        if isinstance(value, Path) and Path not in members and str in members:
-            value = str(value)
-        if isinstance(value, bool):  # an int in Python
-            members = tuple(kind for kind in members if kind not in (int, float))
-        elif isinstance(value, Real) and int in members and value % 1 == 0:  # 1e3, numpy's
-            value = math.floor(value)
-        elif isinstance(value, Real) and float in members and not isinstance(value, int):
-            value = float(value)  # JSON cannot store numpy's float32
-        kinds = {Real if kind is float else get_origin(kind) or kind for kind in members}
-        kinds |= {NoneType} | ({list} if tuple in kinds else set())
-        if not isinstance(value, tuple(kinds)):
-            raise ValueError(f"{self.spelling}: expected {self.expects}, got {value!r:.60}")
-        return self.spelled(value)
+        for kind in kinds:
+            with suppress(ValueError, OverflowError):
+                found = _convert(kind, value)
+                if isinstance(found, tuple):
+                    return tuple(find_choice(item, choices) for item in found)
+                return find_choice(found, choices)
+        raise ValueError(f"{self.spelling}: expected {self.expects}, got {value!r:.60}")
 
     def allows(self, value: object) -> bool:
         """Return whether a value is valid according to `check`."""
@@ -114,7 +102,7 @@ class Flag:
             ("above", self.above, operator.gt),
             ("at most", self.max, operator.le),
         )
-        for item in value if isinstance(value, list | tuple) else (value,):  # JSON has lists
+        for item in value if isinstance(value, tuple) else (value,):
             if item is None:
                 continue
             if self.choices and item not in self.choices:
@@ -128,10 +116,8 @@ class Flag:
     def help_text(self) -> str:
         """Return the help text of --help: the description and the default value."""
         items = self.default if isinstance(self.default, tuple) else [self.default]
-        words = {None: "none", True: "on", False: "off"}
-        values = ",".join(
-            str(words[i] if i is None or i is True or i is False else i) for i in items
-        )
+        words = {"None": "none", "True": "on", "False": "off"}
+        values = ",".join(words.get(str(item), str(item)) for item in items)
         return f"{self.help} (default: {self.default_text or values or 'empty'})"
 
     def add_to(self, parser: Any) -> None:
@@ -161,19 +147,35 @@ def flag(default: Any, help: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(help, **about)})
 
 
+@cache
+def read_table(name: str) -> Any:
+    """Read a YAML file of this folder. The result is cached."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
+    return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
+
+
+FIRST = "options that people change first"
+GROUPS: dict[str, str] = read_table("option_groups")  # heading of --help → names of its options
+
+
 @cache  # resolving the annotations takes milliseconds, and each config is checked several times
 def flags_of(cls: type) -> Sequence[Flag]:
-    """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS."""
+    """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS.
+
+    The options of a class without CHANGED_FIRST have no headings, because they are only few.
+    """
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
     others = synonyms([*(field.name for field in fields), *spellings])
     first, not_used = getattr(cls, "CHANGED_FIRST", ()), getattr(cls, "NOT_USED", ())
+    headings = {name: group for group, names in GROUPS.items() for name in names.split()}
+    headings = headings | dict.fromkeys(first, FIRST) if first else {}
     flags = [(field, field.metadata.get("flag", Flag())) for field in fields]
     named = [
         dataclasses.replace(
             flag,
             name=field.name,
-            group=flag.group or (None if flag.positional else group_of(field.name, first)),
+            group=flag.group or headings.get(field.name),
             hidden=flag.hidden or field.name in not_used,
             kind=kinds[field.name],
             default=field.default,
@@ -201,7 +203,7 @@ def takes_aliases(cls: type[T]) -> type[T]:
     def init(self: T, *args: Any, **options: Any) -> None:
         given = by_field(cls, dict(zip(names, args, strict=False)) | options)
         flags = {flag.name: flag for flag in flags_of(cls)}
-        values = defaults | {name: flags[name].normalised(given[name]) for name in given}
+        values = defaults | {name: flags[name].converted(given[name]) for name in given}
         complete = getattr(cls, "complete", None)
         make(self, **(complete(values) if complete else values))
 
@@ -255,7 +257,7 @@ def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def check_values(config: object) -> None:
     """Check the values of a config against the choices and bounds of their flags; None is valid.
 
-    Values are replaced by their normalised form, even if the config is frozen.
+    Values are converted to the types of their options, even if the config is frozen.
 
     Raises:
         ValueError: a value is invalid; the message names its flag.
@@ -264,8 +266,8 @@ def check_values(config: object) -> None:
         if flag.becomes:
             continue
         value = getattr(config, flag.name)
-        new = flag.normalised(value)
-        if new is not value:  # `takes_aliases` may have normalised the value already
+        new = flag.converted(value)
+        if new is not value:  # `takes_aliases` may have converted the value already
             object.__setattr__(config, flag.name, new)
         flag.check(new)
 
@@ -295,6 +297,24 @@ def with_dashes(name: str) -> str:
 
 def members_of(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """Convert a value to a type; raise ValueError if the value is not of this or a similar type."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)  # also numpy's numbers
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):  # JSON has lists
+        return tuple(_convert(get_args(kind)[0], item) for item in value)
+    if kind is int and is_number and value % 1 == 0:  # 1e3
+        return math.floor(value)
+    if kind is float and is_number and math.isfinite(value):
+        return value if isinstance(value, int) else float(value)  # run.json contains 32, not 32.0
+    if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") would be "."
+        return Path(os.path.expanduser(value))
+    if kind is str and isinstance(value, Path):
+        return str(value)
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    raise ValueError
 
 
 def _describe(kind: Any) -> str:
@@ -341,13 +361,6 @@ OTHER_UNITS = {
 CUTOFF = 0.75  # minimum ratio of difflib; less similar names are seldom meant
 
 
-@cache
-def read_table(name: str) -> Any:
-    """Read a YAML file of this folder. The result is cached."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
-    return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), loader)
-
-
 def synonyms(fields: Collection[str]) -> dict[str, list[str]]:
     """Return the synonyms of each field from synonyms.yaml; fields without synonyms are omitted."""
     found: dict[str, list[str]] = {}
@@ -377,30 +390,3 @@ def hint(word: str, known: Mapping[str, str]) -> str:
 
 def with_underscores(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
-
-
-FIRST = "options that people change first"
-GROUPS: dict[str, str] = read_table("option_groups")
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
-_PLACES = {group: place for place, group in enumerate((FIRST, *GROUPS), 1)}
-
-
-def group_of(name: str, first: Collection[str]) -> str | None:
-    """Return the heading of an option in --help.
-
-    Without `first`, the heading is None: such a script has only few options.
-
-    Args:
-        first: the options that people change first.
-    """
-    if not first:
-        return None
-    return FIRST if name in first else _GROUP_OF.get(name)
-
-
-def place_of(group: str | None) -> int:
-    """Return the position of a group in --help.
-
-    Options without a heading come first, unknown groups come last.
-    """
-    return 0 if group is None else _PLACES.get(group, len(_PLACES) + 1)

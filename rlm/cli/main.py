@@ -32,7 +32,7 @@ IS_INSTALLED = not (Path(__file__).parents[2] / "requirements.txt").exists()  # 
 
 
 def check_command_line(cls: type, **parse_options: Any) -> None:
-    """Exit if the command line contains --help or a mistake; otherwise do nothing.
+    """Exit if the command line contains --help or a mistake.
 
     Scripts call this function before slow imports; `run_main` parses the command line again. If the
     config defines `check_files`, that method checks the files that are named by options.

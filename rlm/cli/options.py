@@ -10,12 +10,9 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType, NoneType
@@ -24,12 +21,13 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 
 from rlm.cli.flags import (
+    FIRST,
+    GROUPS,
     Flag,
     flags_of,
     hint,
     members_of,
     merge_spellings,
-    place_of,
     read_table,
     with_dashes,
     with_underscores,
@@ -46,14 +44,12 @@ class UsageError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run between two steps, after everything was saved."""
+    """A signal ended the run between two steps, after everything was saved.
+
+    The note is a message about the saved files; "" if another process prints the message.
+    """
 
     def __init__(self, number: int, note: str) -> None:
-        """
-        Args:
-            number: the number of the signal.
-            note: a message about the saved files; "" if another process prints the message.
-        """
         super().__init__(note)
         self.number, self.note = number, note
 
@@ -111,11 +107,9 @@ def read_options(
         description, epilog: texts of --help.
     """
     fields = flags_of(cls)
-    text, aliases = (
-        "YAML or JSON file with options; the command line takes precedence",
-        ["config_json"],
-    )
-    first = [Flag(text, aliases=aliases, default_text="no file", name="config", kind=Path)]
+    text = "YAML or JSON file with options; the command line takes precedence"
+    names = {"name": "config", "aliases": ["config_json"]}
+    first = [Flag(text, default_text="no file", kind=Path, **names)]
     if presets:
         first.append(
             Flag(
@@ -184,9 +178,10 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
     parser.usage = f"%(prog)s{names} [options]"
     group = cache(parser.add_argument_group)
     flags = {"--help": "--help"}  # maps every spelling, with dashes, to the option
-    for option in sorted(options, key=lambda option: place_of(option.group)):
-        option.add_to(group(option.group) if option.group else parser)
+    for heading in (FIRST, *GROUPS):  # --help shows the groups in this order, without empty ones
+        group(heading)
     for option in options:
+        option.add_to(group(option.group) if option.group else parser)
         for key in () if option.positional else option.keys:
             flags[with_dashes(key)] = option.spelling
             if bool in members_of(option.kind):
@@ -204,18 +199,20 @@ def _read_argv(options: list[Flag], argv: Sequence[str] | None, **texts: Any) ->
             many = ": for several rewards, put a list of them into FILE.py" * (name == "--reward")
             raise UsageError(f"{name} is given twice{many}")
     typed, rest = parser.parse_known_args(["".join(token) for token in known])
-    for token in sorted(rest, key=lambda token: not token.startswith("-")):
-        name, said = token.partition("=")[0], ": type the name of its option before it"
-        if names:
-            said = f": put a{names} of several words in quotes"
-        place = ["".join(parts) for parts in known].index(token)
+    if rest:
+        token = next((token for token in rest if token.startswith("-")), rest[0])
+        name, place = token.partition("=")[0], ["".join(parts) for parts in known].index(token)
         before = known[place - 1][0] if place else ""
-        if any(before == option.spelling and bool in members_of(option.kind) for option in options):
-            said = f": {before} takes no value"
         if token.startswith("-"):
+            page = "docs/how-to/coming-from.md explains which names of other trainers work"
             said = hint(name, {with_underscores(key): option for key, option in flags.items()})
-            names = "docs/how-to/coming-from.md explains which names of other trainers work"
-            said = said or f"; --help lists the options, and {names}"
+            said = said or f"; --help lists the options, and {page}"
+        elif any(before == o.spelling and bool in members_of(o.kind) for o in options):
+            said = f": {before} takes no value"
+        elif names:
+            said = f": put a{names} of several words in quotes"
+        else:
+            said = ": type the name of its option before it"
         raise UsageError(f"unknown option {name}{said}")
     return vars(typed)
 
@@ -268,8 +265,7 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
             mistakes.append(f"{label} is given twice")
             continue
         try:
-            new = option.spelled(_convert(option.kind, value, typed))
-            values[option.name] = new
+            new = values[option.name] = option.converted(_read(option, value, typed))
             items = new if isinstance(new, tuple) else [new]
             if option.choices and not all(i is None or i in option.choices for i in items):
                 raise ValueError
@@ -284,40 +280,32 @@ def _convert_rows(options: list[Flag], rows: Iterable[Row], typed: bool = False)
     return values
 
 
-def _convert(kind: Any, value: Any, typed: bool) -> Any:
-    """Convert a value to a type.
+def _read(option: Flag, value: Any, typed: bool) -> Any:
+    """Read the lists and numbers in the text of a value; `Flag.converted` checks its type.
 
-    Only strings from the command line may represent lists. A list of one item may represent the
-    item, because config files of other programs use this form.
+    Only strings from the command line may represent lists and integers. A list of one item may
+    represent the item, because config files of other programs use this form.
 
     Raises:
-        ValueError: the value does not fit the type.
+        ValueError: the text is not a number, or the value is None and the option is never None.
     """
-    args, origin, members = get_args(kind), get_origin(kind), members_of(kind)
-    if NoneType in members and value in (None, "none", ["none"]):
+    kind, *others = members_of(option.kind)
+    if value in (None, "none", ["none"]) and NoneType in others:
         return None
-    for member in members if len(members) > 1 else ():
-        with suppress(ValueError, OverflowError):
-            return _convert(member, value, typed)
-    if origin is tuple and isinstance(value, list | tuple):
-        items = filter(None, map(str.strip, ",".join(value).split(","))) if typed else value
-        return tuple(_convert(args[0], item, typed) for item in items)
-    is_single = origin is not tuple and isinstance(value, list) and len(value) == 1
-    return _convert_item(kind, value[0] if is_single else value, typed)
-
-
-def _convert_item(kind: Any, value: Any, typed: bool) -> Any:
-    """Convert a value to a type that is not a tuple; raise ValueError if the value does not fit."""
-    if kind is int and (typed or type(value) is int or (type(value) is float and value % 1 == 0)):
+    if value is None:
+        raise ValueError
+    is_list = get_origin(kind) is tuple
+    if typed and is_list:
+        texts = [text for text in map(str.strip, ",".join(value).split(",")) if text]
+        return [int(text) for text in texts] if int in get_args(kind) else texts
+    if isinstance(value, list) and len(value) == 1 and not is_list:
+        value = value[0]
+    if isinstance(value, str) and kind is int and typed:
         return int(value)
-    # YAML 1.1 reads 1e-4 (no dot) as a string, so all layers accept strings for floats.
-    if kind is float and type(value) in (int, float, str) and math.isfinite(float(value)):
+    # YAML 1.1 reads 1e-4 (no dot) as a string, so files, too, may contain strings for floats.
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         return float(value)
-    if kind is Path and isinstance(value, str | Path) and value != "":  # Path("") would be "."
-        return Path(os.path.expanduser(value))
-    if kind in (bool, str) and isinstance(value, kind):
-        return value
-    raise ValueError
+    return value
 
 
 @cache

@@ -2,7 +2,6 @@ from .audit import audit_run as audit_run
 from .config import EvaluateConfig as EvaluateConfig
 from .config import pairs_to_compare as pairs_to_compare
 from .evaluator import Evaluation as Evaluation
-from .evaluator import Graded as Graded
 from .evaluator import evaluate as evaluate
 from .model_card import model_card as model_card
 from .records import RowRecord as RowRecord

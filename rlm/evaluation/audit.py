@@ -23,7 +23,7 @@ from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Format
 from rlm.evaluation.statistics import wilson_interval
 from rlm.grading import split_completion
-from rlm.runs import read_log, replace_json
+from rlm.runs import read_json, read_log, replace_json
 
 TIME_LIMIT = 5.0  # time limit of math-verify for one answer, in seconds
 START_LIMIT = 60.0  # time limit for starting the worker, which imports sympy, in seconds
@@ -180,19 +180,15 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     for needed in (file, options):
         if not needed.is_file():
             raise UsageError(f"{needed} does not exist; pass the folder of a run with --run-dir")
-    try:
-        config = dict(json.loads(options.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{options} is not the config of a run ({error!r:.80})") from error
-    format = FORMATS[config.get("reasoning_format", "deepseek")]
-    third = MathVerify.installed()
-    if not third:
+    format = FORMATS[read_json(options).get("reasoning_format", "deepseek")]
+    if not (has_math_verify := MathVerify.installed()):
         terminal.line(
             "math-verify is not installed (pip install -e '.[verify]'): only two graders are "
             "compared"
         )
     with closing(MathVerify()) as second:
-        result = audit_samples(read_log(file), format, second if third else None, limit)
+        groups = read_log(file)
+        result = audit_samples(groups, format, second if has_math_verify else None, limit)
     if not result.completions:
         raise UsageError(f"{run_dir}/samples.jsonl contains no completions")
     _show(run_dir, result)

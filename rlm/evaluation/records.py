@@ -1,7 +1,7 @@
 """Record the completions of an evaluation, so that an interrupted evaluation can be resumed.
 
 For each row of the table and each kind of decoding (greedy or sampled), one line is appended to
-runs/evaluation/completions.jsonl as soon as all its completions exist.
+completions.jsonl in --output as soon as all its completions exist.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RowRecord:
 
     journal: Journal
     name: str
-    made_of: Mapping[str, Any]  # the row's inputs as JSON: model, adapter, problems, decoding
+    made_of: Mapping[str, Any]  # the row's inputs as JSON: model, adapter, problems, options
 
     def find(
         self, kind: str, decoding: Mapping[str, Any], problems: Sequence[Problem], format: Format

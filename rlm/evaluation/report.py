@@ -105,6 +105,7 @@ def write_report(
             for name, row in content["greedy"]["rows"].items()
             if "strict" in row
         }
+        (output / "accuracy.png").unlink(missing_ok=True)  # may be that of an earlier evaluation
         if bars:
             accuracy_bars(bars, output / "accuracy.png", f"Greedy accuracy: {data}", note)
     picture = "accuracy.png, " if bars else ""

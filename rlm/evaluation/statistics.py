@@ -1,8 +1,7 @@
 """Statistics of an evaluation: 95 % intervals, paired comparisons and pass@k.
 
 The bootstrap resamples problems, because the completions of one problem are not independent. The
-module imports neither torch nor scipy: scipy has the same tests, but importing it takes longer than
-computing all of them here.
+module does not import torch, and scipy, which has the same tests, is not a dependency.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
+RESAMPLES = 10_000  # number of bootstrap resamples
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:
@@ -32,19 +33,18 @@ def wilson_interval(correct: int, total: int) -> tuple[float, float]:
     return low, high
 
 
-def bootstrap_interval(
-    values: Sequence[float] | np.ndarray, resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of a mean (Efron and Tibshirani 1993).
 
     A resample is drawn as multinomial counts of the distinct values. This has the same distribution
     as drawing indices but needs less memory. If all values are equal, the interval has width 0.
+    Equal values have equal intervals, because the random generator has a fixed seed.
     """
     if not len(values):
         raise ValueError("no values to resample")
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(
-        len(values), counts / len(values), size=resamples
+    drawn = np.random.default_rng(0).multinomial(
+        len(values), counts / len(values), size=RESAMPLES
     )  # (resamples, distinct)
     low, high = np.percentile(drawn @ distinct / len(values), [2.5, 97.5])
     return float(low), float(high)
@@ -54,8 +54,7 @@ def t_quantile(p: float, df: int) -> float:
     """Return the quantile p ≥ 1/2 of Student's t distribution with `df` degrees of freedom.
 
     The quantile is found by bisection of the distribution function, which is a finite sum for an
-    integer `df` (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). scipy has the same function but is
-    not a dependency.
+    integer `df` (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
     """
     if df < 1 or not 0.5 <= p < 1:
         raise ValueError(f"cannot compute Student's t quantile for p={p}, df={df}")
@@ -130,9 +129,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def paired_bootstrap(
-    a: Sequence[float], b: Sequence[float], resamples: int = 10_000, seed: int = 0
-) -> dict[str, float]:
+def paired_bootstrap(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """Return the difference b - a in percentage points, paired by problem, and its 95 % interval.
 
     The keys of the result are `points`, `low` and `high`. The interval is narrower than that of two
@@ -144,7 +141,7 @@ def paired_bootstrap(
     if len(a) != len(b):
         raise ValueError(f"the scores are not paired: a has {len(a)} and b has {len(b)}")
     points = 100 * (np.asarray(b, dtype=float) - np.asarray(a, dtype=float))
-    low, high = bootstrap_interval(points, resamples, seed)
+    low, high = bootstrap_interval(points)
     return {"points": float(points.mean()), "low": low, "high": high}
 
 

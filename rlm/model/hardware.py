@@ -328,5 +328,8 @@ def peak_memory_gb() -> float:
     """Return the peak memory of this process in GB: on the GPU if it used one, else resident."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**30
+    status = Path("/proc/self/status")  # only on Linux, where a child inherits getrusage's maximum
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, else kilobytes

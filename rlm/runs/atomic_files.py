@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from rlm.cli import UsageError, terminal
 
-LOCK = ".lock"  # file in a run directory that names the process that is training in it
+LOCK = ".lock"  # file in a run directory that names the last process that trained in it
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"{path} is not a JSON object: restore the file, or pass another --run-dir"
+            f"{path} is not a JSON object: restore the file, or choose another run"
         ) from error
 
 

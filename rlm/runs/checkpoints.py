@@ -64,7 +64,6 @@ class Checkpoints:
         """Write the checkpoint `step`, then delete all but the newest `keep`.
 
         Args:
-            keep: the number of checkpoints to keep.
             protect: a step; the newest checkpoint at or before this step is kept as well.
 
         Raises:
@@ -131,14 +130,10 @@ class Checkpoints:
 
 
 def check_space(option: str, path: Path, needed: int) -> None:
-    """Check that the disk of `path` has enough free space.
-
-    Args:
-        option: the option that sets the path, for the message.
-        needed: the required number of bytes.
+    """Check that `needed` bytes are free on the disk of `path`, which `option` sets.
 
     Raises:
-        UsageError: fewer than `needed` bytes are free.
+        UsageError: fewer bytes are free.
     """
     free = shutil.disk_usage(path).free
     if free < needed:
@@ -242,11 +237,9 @@ def run_origin(
 
     A resumed run must have the same description, except for the options in `may_change` of
     `resume_run`, and for the entry "inputs", which maps the user's own code files (--reward,
-    --tool) to their hashes. A change of these inputs is only a warning.
+    --tool) to their hashes. A change of these inputs only causes a warning.
 
     Args:
-        config: the options of the run.
-        base_hash: the hash of the base model's weights.
         start_weights: the weights file of the adapter from which training starts.
         data: a map from the split to the `data_id` of its rows.
     """
@@ -276,9 +269,6 @@ def resume_run(
     expected_keys: Collection[str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check that a checkpoint belongs to this run, and return its tensors and state.
-
-    A warning is printed if one of the `inputs` of the origin has changed, such as the user's own
-    code (--reward, --tool).
 
     Args:
         loaded: the result of `Checkpoints.load`.

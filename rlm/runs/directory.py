@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -55,7 +55,6 @@ class RunDirectory:
         """Open or create the directory.
 
         Args:
-            path: the directory.
             resume: whether to continue the run in the directory. If False, an earlier run of at
                 least one step is moved to NAME.prev. The files of a run without a step are deleted.
             writes: False in all processes except the main process. The logs of these processes are
@@ -245,11 +244,7 @@ def git_commit() -> str | None:
     return done.stdout.split()[0]
 
 
-# The type of a signal handler in the module `signal`.
-Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOTICE = b"\nstopping after this step\n"
-NOTICE_ALONE = b"\nstopping after this step (a second signal stops at once)\n"
 
 
 class Interrupts:
@@ -257,17 +252,17 @@ class Interrupts:
 
     A second signal ends the process at once through the system's default handler, even during a
     matrix multiplication. No data is lost, because files are written either completely or not at
-    all. With several processes, later signals are ignored, because the launcher repeats the signal
-    from the terminal and kills processes that take too long. In a notebook, a second signal raises
-    KeyboardInterrupt, because the kernel must survive. A signal that was already ignored (with
-    nohup or in a background job) stays ignored.
+    all. If the process is not `alone`, later signals are ignored, because the launcher repeats the
+    signal from the terminal and kills processes that take too long. In a notebook, a second signal
+    raises KeyboardInterrupt, because the kernel must survive. A signal that was already ignored
+    (with nohup or in a background job) stays ignored.
     """
 
-    def __init__(self, *, alone: bool = True) -> None:
+    def __init__(self, *, alone: bool) -> None:
         self.received: int | None = None
         self._then = signal.SIG_DFL if alone else signal.SIG_IGN
-        self._notice = NOTICE_ALONE if alone else NOTICE
-        self._before: dict[int, Handler] = {}
+        self._notice = " (a second signal stops at once)" if alone else ""
+        self._before: dict[int, Any] = {}  # earlier handlers by signal
 
     def __enter__(self) -> Interrupts:
         # Only the main thread may set handlers.
@@ -288,4 +283,4 @@ class Interrupts:
             signal.signal(other, before if "ipykernel" in sys.modules else self._then)
         with contextlib.suppress(OSError):  # the terminal may be gone
             # print() is not safe here: the signal may have interrupted a print().
-            os.write(2, self._notice)
+            os.write(2, f"\nstopping after this step{self._notice}\n".encode())

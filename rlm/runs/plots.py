@@ -72,7 +72,6 @@ def accuracy_over_time(
         curves: a map from the name of a curve to its points, (minute, interval). Intervals are
             fractions between 0 and 1.
         stages: a map from the name of a training stage to its first and last minute.
-        title: a sentence that describes the figure.
     """
     figure = new_figure(7, 4.4)
     axes = figure.subplots()
@@ -118,8 +117,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
         "reward/zero_signal_share": "groups whose rewards are all equal, %",
         "completion/truncated_rate": "completions cut off, %",
     }
-    measured = {key: series(metrics, key) for key in panels}
-    shown = [key for key, (_, values) in measured.items() if values]
+    shown = [key for key in panels if series(metrics, key)[1]]
     columns = min(3, max(1, len(shown)))
     rows = max(1, math.ceil(len(shown) / columns))
     last = max((row["step"] + 1 for row in metrics), default=0)
@@ -130,44 +128,27 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
         if key is None:
             axes.set_axis_off()
             continue
-        (steps, values), bounds = measured[key], []
-        if key == validation:
-            steps, values = series(with_start(metrics), key)
-            bounds = _draw_band(axes, metrics, key, 1 if by_reward else 100)
-        _draw_metric(axes, panels[key], steps, values, bounds, running_mean=key == "reward/mean")
+        _draw_panel(axes, panels[key], with_start(metrics), key)
         axes.set_xlim(-margin, last + margin)
     save_figure(figure, path)
 
 
-def _draw_band(
-    axes: Axes, metrics: Sequence[Mapping[str, float]], key: str, scale: float
-) -> list[float]:
-    """Draw the recorded intervals of a validation metric, and return their bounds."""
-    rows = with_start(metrics)
-    (steps, low), (others, high) = (series(rows, f"{key}_{end}") for end in ("low", "high"))
-    if steps != others:
-        return []
-    bottom, top = ([scale * value for value in end] for end in (low, high))
-    axes.fill_between(steps, bottom, top, color=BLUE, alpha=0.18, linewidth=0)
-    return [*low, *high]
-
-
-def _draw_metric(
-    axes: Axes,
-    title: str,
-    steps: Sequence[float],
-    values: Sequence[float],
-    bounds: Sequence[float],
-    running_mean: bool,
-) -> None:
+def _draw_panel(axes: Axes, title: str, rows: Sequence[Mapping[str, float]], key: str) -> None:
+    """Draw a metric with the recorded intervals of a validation, or with the mean of the reward."""
     tidy(axes)
     axes.set_title(title, fontsize=10, loc="left")
     scale = 100 if title.endswith("%") else 1
+    steps, values = series(rows, key)
     marker = "o" if len(values) <= 30 else None  # draw markers if there are few points
-    width, alpha = (0.8, 0.5) if running_mean else (1.5, 1.0)
+    width, alpha = (0.8, 0.5) if key == "reward/mean" else (1.5, 1.0)
     scaled = [scale * value for value in values]
     axes.plot(steps, scaled, color=BLUE, marker=marker, ms=3.5, lw=width, alpha=alpha)
-    if running_mean:
+    (recorded, low), (others, high) = (series(rows, f"{key}_{end}") for end in ("low", "high"))
+    bounds = [*low, *high] if recorded == others else []
+    if bounds:
+        low, high = ([scale * value for value in end] for end in (low, high))
+        axes.fill_between(recorded, low, high, color=BLUE, alpha=0.18, linewidth=0)
+    if key == "reward/mean":
         means, half = recent_means(values)
         low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.25, linewidth=0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlm.grading import has_wrong_equation
-from rlm.runs.atomic_files import LOCK, parse_row, read_log
+from rlm.runs.atomic_files import LOCK, parse_row, read_json, read_log
 from rlm.runs.plots import recent_means, series, with_start
 
 PAGE = Path(__file__).parent / "view_page"
@@ -63,7 +63,7 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
     }
     if version == metrics_mark and mark:
         return news
-    rows, config = read_log(metrics), _config(path)
+    rows, config = read_log(metrics), read_json(path / "config.json")
     # A process writes config.json when it begins to train, also if it resumes the run.
     began = (path / "config.json").stat().st_mtime if config else math.inf
     trained = max(0.0, state.st_mtime - began) if state else 0.0
@@ -130,13 +130,6 @@ def _is_running(path: Path) -> bool | None:
     except PermissionError:
         pass
     return True
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # a run of a recipe, or a run that has not started yet
-        return {}
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:

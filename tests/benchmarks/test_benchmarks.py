@@ -115,14 +115,6 @@ def test_a_child_returns_its_dict_and_its_peak_memory():
         harness.run_child("json", "loads", {"nonsense": 1})
 
 
-def test_resident_memory_is_that_of_the_process_alone(monkeypatch):
-    """This also holds on a machine with a GPU, if the process did not use the GPU."""
-    monkeypatch.setattr(harness.machine, "pick_device", lambda: harness.torch.device("cuda"))
-    monkeypatch.setattr(harness.torch.cuda, "max_memory_allocated", lambda: 0)
-    monkeypatch.setattr(harness.machine, "peak_memory_gb", lambda: 99.0)
-    assert (harness.peak_memory_gb() == 99.0) == (not Path("/proc/self/status").exists())
-
-
 @pytest.mark.slow
 def test_a_child_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
     (tmp_path / "begin_and_end.py").write_text(
@@ -199,8 +191,7 @@ class _Completions(BaseHTTPRequestHandler):
             content, usage = {"choices": [{"delta": {"content": "5"}}]}, {"completion_tokens": 3}
             chunks = [json.dumps(content), json.dumps({"choices": [], "usage": usage}), "[DONE]"]
             return self._send("".join(f"data: {chunk}\n\n" for chunk in chunks))
-        stop_early = body["prompt"] == [0]
-        drawn = body["n"] * body["max_tokens"] - stop_early
+        drawn = body["n"] * body["max_tokens"]
         self._send(json.dumps({"usage": {"prompt_tokens": 5, "completion_tokens": drawn}}))
 
     def _send(self, text):
@@ -235,9 +226,7 @@ def test_vllm_gets_one_request_a_prompt_or_a_row_and_nothing_that_filters(vllm):
     assert len({body["seed"] for body in asked}) == 6
 
 
-def test_a_server_that_stops_early_or_is_not_there_is_refused(vllm):
-    with pytest.raises(RuntimeError, match="generated 6 tokens instead of 7"):
-        vllm.draw([[0]], [[7]], [1], 1)
+def test_a_server_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match="refused"):
         samplers.VLLM("http://127.0.0.1:9")
 

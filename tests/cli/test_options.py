@@ -307,7 +307,7 @@ def test_values_that_python_may_give():
     """Values on a bound are valid, a list may replace a tuple, and a text may replace a path."""
     Bounded(count=None, share=1.0, sizes=(), kind="b")
     assert parse(Bounded, ["--count=1", "--share=1", "--sizes=2,3"]).sizes == (2, 3)
-    assert Bounded(sizes=[3, 2]).sizes == [3, 2]
+    assert Bounded(sizes=[3, 2]).sizes == (3, 2)
     assert Bounded(place="a/b").place == Path("a/b")
     assert Bounded(place="~/x").place == Path.home() / "x"
 
@@ -316,7 +316,7 @@ def test_a_value_of_another_type_is_converted_or_refused_in_python():
     """This happens before a model is loaded: range(1e3) would fail in the first step."""
     made = GRPOConfig(steps=1e3, batch_size=np.int64(4), dataset=Path("a.jsonl"), max_minutes=5)
     assert (made.steps, made.batch_size, made.dataset) == (1000, 4, "a.jsonl")
-    assert {type(made.steps), type(made.batch_size)} == {int}
+    assert {type(made.steps), type(made.batch_size), type(made.lora_alpha)} == {int}  # also in JSON
     rate = GRPOConfig(learning_rate=np.float32(0.5)).learning_rate  # JSON cannot store a float32
     assert (rate, type(rate)) == (0.5, float)
     for name, value, expected in (
@@ -480,16 +480,12 @@ def test_another_broken_pipe_is_an_error_and_no_torch_is_imported():
 
 @pytest.mark.parametrize(("written", "value"), [("false", 0), ("true", 3), ("5", 5)])
 def test_an_option_that_was_a_switch_is_read_from_yaml(written, value, tmp_path):
-    from rlm.training import SFTConfig
-
     file = tmp_path / "old.yaml"
     file.write_text(f"dry_run: {written}\n")
     assert parse(SFTConfig, ["--config", str(file)]).dry_run == value
 
 
 def test_a_home_that_no_shell_has_replaced(tmp_path):
-    from rlm.training import SFTConfig
-
     file = tmp_path / "c.yaml"
     file.write_text("model: ~/a\n")
     config = parse(SFTConfig, ["--config", str(file), "--dataset=~/b.jsonl"])
@@ -498,8 +494,6 @@ def test_a_home_that_no_shell_has_replaced(tmp_path):
 
 
 def test_a_number_that_is_not_set_is_skipped_in_files_of_other_programs(tmp_path):
-    from rlm.training import SFTConfig
-
     file = tmp_path / "theirs.yaml"
     theirs = "max_steps: -1\nnum_train_epochs: 3.0\nreport_to: [none]\nresume_from_checkpoint:\n"
     file.write_text(theirs)

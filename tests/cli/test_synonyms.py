@@ -109,7 +109,6 @@ def test_an_unknown_name_is_refused_everywhere_with_the_same_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--grop_size", "; did you mean --group-size?"),
         ("--num_generation", "; did you mean --group-size?"),  # by another name of it
         ("--spilt", "; did you mean --split?"),
         (
@@ -264,16 +263,10 @@ def test_tags_that_there_are_not_are_one_line():
 
 
 def test_python_takes_each_name_once():
-    assert GRPOConfig(max_steps=5, beta=0.1).kl_weight == 0.1
-    assert SFTConfig(num_epochs=2).epochs == 2
     assert dataclasses.replace(GRPOConfig(steps=5), group_size=4).steps == 5
     for options in ({"epochs": 1, "num_epochs": 2}, {"num_epochs": 2, "epochs": 1}):
         with pytest.raises(TypeError, match="SFTConfig: epochs is given twice, once as num_epochs"):
             SFTConfig(**options)
-    with pytest.raises(
-        TypeError, match=r"SFTConfig: unknown option 'epoch'; did you mean epochs\?"
-    ):
-        SFTConfig(epoch=1)
 
 
 @pytest.mark.parametrize("typed", ["Dr.GRPO", "DR_GRPO", "drgrpo", "dr-grpo"])

@@ -138,5 +138,5 @@ def test_samples_that_are_not_there_or_torn(run_dir, tmp_path, monkeypatch):
         audit_run(run_dir, tmp_path)
     for text in ("{", "[1]"):
         (run_dir / "config.json").write_text(text)
-        with pytest.raises(UsageError, match=r"config\.json is not the config of a run \("):
+        with pytest.raises(UsageError, match=r"config\.json is not a JSON object"):
             audit_run(run_dir, tmp_path)

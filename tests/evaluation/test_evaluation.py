@@ -160,6 +160,7 @@ def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, ca
     ).mean_reward() == ({"mean": 0.75, "low": 0.5, "high": 1.0})
     rows = {"SFT": {"greedy": before}, "GRPO": {"greedy": after}}
     about = {"same_weights": [["SFT", "GRPO"]]}
+    (tmp_path / "accuracy.png").touch()  # of an earlier evaluation
     write_report(rows, [("SFT", "GRPO")], "toys", about, tmp_path)
     said = json.loads((tmp_path / "evaluation.json").read_text())["greedy"]
     assert said["compared"] == {"GRPO − SFT": {"reward": {"points": 0.5, "low": 0.5, "high": 0.5}}}

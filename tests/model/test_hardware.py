@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -269,6 +270,12 @@ def test_the_hub_is_looked_for_where_its_libraries_look(monkeypatch, environment
     monkeypatch.setattr("socket.create_connection", connect)
     assert machine.hub_reachable()
     assert tried == ([asked] if asked else [])
+
+
+def test_the_peak_memory_of_a_child_does_not_include_its_parent(monkeypatch):
+    of_a_large_parent = SimpleNamespace(ru_maxrss=99 * 2**20)  # which a child inherits
+    monkeypatch.setattr(machine.resource, "getrusage", lambda _: of_a_large_parent)
+    assert machine.peak_memory_gb() < 50 or sys.platform != "linux"
 
 
 def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from rlm.cli.options import UsageError
 from rlm.data.problem import Problem, as_problems
 from rlm.data.prompts import FORMATS
-from rlm.grading import Verdict
+from rlm.grading import Verdict, grade
 from rlm.rewards import (
     CombinedReward,
     CorrectnessReward,

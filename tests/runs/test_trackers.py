@@ -12,7 +12,6 @@ import rlm.runs.trackers as tracking
 from rlm.cli.options import UsageError, to_dict
 from rlm.runs import RunDirectory
 from rlm.runs.trackers import (
-    ALIASES,
     TABLE_ROWS,
     TRACKER_NAMES,
     Tracker,
@@ -70,16 +69,12 @@ def test_a_run_is_shown_under_our_names_and_the_others(model_dir, tmp_path, reco
     assert back_end.closed == 1
     assert [step for step, _ in back_end.logged] == [0, 1, 2]
     figures = back_end.logged[-1][1]
-    assert set(ALIASES.values()) == OTHER_NAMES
     assert set(figures) >= OTHER_NAMES
     written = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
     for row, (_, shown) in zip(written, back_end.logged, strict=True):
         assert {k: v for k, v in shown.items() if k not in OTHER_NAMES} == {
             k: v for k, v in row.items() if k != "step"
         }
-        for ours, theirs in ALIASES.items():
-            assert (ours in row) == (theirs in shown)
-            assert ours not in row or shown[theirs] == row[ours]
     assert not OTHER_NAMES & set(written[0])  # one name a concept in our own files
     assert [step for step, _ in back_end.tables] == [0, 2]
     rows = back_end.tables[0][1]

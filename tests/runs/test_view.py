@@ -8,8 +8,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -18,7 +16,7 @@ from urllib.parse import quote
 import pytest
 from watched_browser import expect, watched_page
 
-from rlm.cli import UsageError
+from rlm.cli import UsageError, parse
 from rlm.runs import replace_file, run_page, view
 from rlm.runs.follow import open_server
 
@@ -80,12 +78,10 @@ def test_the_page_holds_the_run(tmp_path, capsys):
     assert (last["truncated"], last["flawed"]) == (True, False)
 
 
-def test_the_command_takes_the_run_without_a_flag(tmp_path):
+def test_the_command_takes_the_run_without_a_flag(tmp_path, capsys):
     run = write_run(tmp_path / "run")
-    rlm = "from rlm.console import main; main()"
-    command = [sys.executable, "-c", rlm, "view", str(run), "--compare", str(run)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"written: {run}/rollouts.html (48 rollouts" in said
+    assert view.main(parse(view.ViewConfig, [str(run), "--compare", str(run)])) == 0
+    assert f"written: {run}/rollouts.html (48 rollouts" in capsys.readouterr().out
     assert len(data_in((run / "rollouts.html").read_text())) == 2
 
 
