@@ -6,7 +6,7 @@ import ast
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -97,6 +97,24 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         rest = {k: v for k, v in rest.items() if k not in (*CHAT_FIELDS, *QUESTION_FIELDS)}
     both = rest | found
     return {k: None if isinstance(v, Number) and v != v else v for k, v in both.items()}
+
+
+def name_classes(rows: Iterable[Row], features: Mapping[str, Any] | None) -> Iterator[Row]:
+    """Yield the rows of a dataset with the names of classes instead of their numbers.
+
+    The numbers remain if a class has the name of a column, as in COPA, whose answer choice1 is the
+    number of a choice.
+
+    Args:
+        features: the features of a `datasets.Dataset`, of which each `ClassLabel` has names.
+    """
+    columns = features or {}
+    named = {column: getattr(feature, "names", None) or () for column, feature in columns.items()}
+    named = {column: names for column, names in named.items() if not columns.keys() & {*names}}
+    for row in rows:
+        numbers = {column: row[column] for column, names in named.items() if names}
+        known = {c: named[c][n] for c, n in numbers.items() if n is not None and n >= 0}
+        yield {**row, **known}  # -1 marks a missing answer
 
 
 def _reply(row: Row) -> str | None:

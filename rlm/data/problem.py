@@ -28,6 +28,7 @@ from rlm.data.columns import (
     describe_layout,
     first_number,
     has_system_message,
+    name_classes,
     question_column,
     read_answer,
     read_chat,
@@ -307,7 +308,9 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         )
     if isinstance(dataset, str) or not isinstance(dataset, Iterable):
         raise UsageError(f"{name} is {dataset!r:.60}: {NEEDED} (load_gsm8k, load_problems)")
-    rows = list(dataset)
+    rows: list[Any] = list(dataset)
+    if (features := getattr(dataset, "features", None)) is not None:  # of a `datasets.Dataset`
+        rows = list(name_classes(rows, features))
     if not rows:
         raise UsageError(f"{name} is empty: {NEEDED}")
     problems = [row for row in rows if isinstance(row, Problem)]

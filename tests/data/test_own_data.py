@@ -579,6 +579,31 @@ def test_a_directory_that_datasets_has_saved(tmp_path):
     assert len(load_problems(str(tmp_path / "both"), "test", columns=COLUMNS)) == 3
 
 
+def test_a_class_of_a_dataset_has_its_name_as_the_answer(tmp_path):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    def save(names: list[str], **columns: list[str]) -> Dataset:
+        features = dict.fromkeys(("prompt", *columns), Value("string"))
+        rows = {"prompt": ["One?", "Two?", "?"], "answer": [0, 1, -1], **columns}
+        dataset = Dataset.from_dict(rows, Features(features, answer=ClassLabel(names=names)))
+        dataset.to_parquet(tmp_path / "file.parquet")
+        dataset.select([0, 1]).save_to_disk(tmp_path / "folder")
+        return dataset
+
+    dataset = save(["no", "yes"]).select([0, 1])
+    kind, path = "answer_type=text", str(tmp_path / "folder")
+    problems = load_problems(str(tmp_path / "file.parquet"), "test[:2]", columns=kind)
+    folder = [p for s in ("train", "validation") for p in load_problems(path, s, columns=kind)]
+    for found in problems, folder:
+        assert {(p.question, p.answer) for p in found} == {("One?", "no"), ("Two?", "yes")}
+    rows = dataset.add_column("answer_type", ["text"] * 2)
+    assert [problem.answer for problem in as_problems(rows)] == ["no", "yes"]
+    choices = {"choice1": ["a"] * 3, "choice2": ["b"] * 3}  # COPA
+    save([*choices], **choices)
+    problems = load_problems(str(tmp_path / "file.parquet"), "test[:2]")
+    assert {(p.question[:4], p.answer) for p in problems} == {("One?", "A"), ("Two?", "B")}
+
+
 # Slices.
 
 
