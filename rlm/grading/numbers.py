@@ -101,6 +101,9 @@ _REWRITES = {
     r"(?:\^ ?\{?([-−]?\d{1,2})\}?|(⁻?[²³¹⁰⁴-⁹]{1,2}))(?!\d)": (
         lambda power: "e" + unicodedata.normalize("NFKC", power[1] or power[2])
     ),
+    # kg·m/s and s⁻¹
+    r"(?:(?<=[A-Za-z²³])|(?<=[A-Za-z]\^[23])) ?(?:[·⋅]|\\cdot(?![A-Za-z])) ?(?=[A-Za-z])": " ",
+    r"(?<=[A-Za-z])⁻([¹²³])": lambda power: "^-" + unicodedata.normalize("NFKC", power[1]),
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
     r"(?<=\d)[\u0300-\u036f]": "^",  # 0.3 with a bar or a dot above repeats
@@ -158,8 +161,8 @@ _KINDS = {
     ",": r"[,;]",
     ":": r":",
     ".": r"[.?]",
-    # A variable or a factor: 18x, 3i, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is not.
-    "v": rf"(?:[xyzXYZkKMB]|(?<=\d)i|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
+    # A variable or a factor: 18x, 3i, 18k, 5K, 5 lakh and 5 hundredths are rejected, x = 18 is not.
+    "v": rf"(?:[xyzXYZkMB]|(?<=\d)[iK]|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
     # Words that are not part of a unit: another number (but not in "5 ten dollar bills"), a verb
     # (but not in "12 eggs are left"), a doubt.
     "h": rf"(?i:{NUMBER_WORD}(?!\s+(?!{NUMBER_WORD})[a-z])|(?:is|are|was|were)(?!\s+(?:left|"
