@@ -364,6 +364,21 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         as_problems([{"question": STEM, **row}])
 
 
+def test_a_worked_answer_in_words_is_no_reference_answer():
+    """No right completion could contain it between its answer tags."""
+    row = {"question": STEM, "answer_type": "text"}
+    worked = "<think>It is in France.</think>\n<answer>Paris</answer>"
+    for answer in (worked, "It is in France.\n#### Paris"):
+        with pytest.raises(UsageError, match=r"the answer is not a text.*completion=COLUMN"):
+            as_problems([row | {"answer": answer}])
+    [problem] = as_problems([row | {"completion": worked}])
+    assert (problem.answer, problem.solution) == ("Paris", "It is in France.")
+    with pytest.raises(UsageError, match="an answer in <answer> tags"):
+        as_problems([row | {"completion": "It is Paris."}])
+    with pytest.raises(UsageError, match="answer_type is not one of"):
+        as_problems([row | {"completion": worked, "answer_type": "Text"}])
+
+
 @pytest.mark.parametrize(
     ("row", "columns", "why"),
     [
@@ -412,7 +427,7 @@ def test_a_worked_completion_keeps_its_steps_beside_an_answer(tmp_path):
     row = {"question": "2 + 3?", "answer": "5", "completion": "2+3=5\n#### 5"}
     assert [p.solution for p in load(tmp_path, [row])] == ["2+3=5"]
     text = {"question": "Capital?", "completion": "It is Paris.\n#### Paris"}
-    with pytest.raises(UsageError, match="does not end with a number"):
+    with pytest.raises(UsageError, match="an answer in <answer> tags"):
         load(tmp_path, [text | {"answer_type": "text"}])
     assert load(tmp_path, [{"question": 5, "completion": "2 + 3 = 5, so 5"}])[0].answer == "5"
 
