@@ -102,7 +102,8 @@ _REWRITES = {
         lambda power: "e" + unicodedata.normalize("NFKC", power[1] or power[2])
     ),
     # kg·m/s and s⁻¹
-    r"(?:(?<=[A-Za-z²³])|(?<=[A-Za-z]\^[23])) ?(?:[·⋅]|\\cdot(?![A-Za-z])) ?(?=[A-Za-z])": " ",
+    r"(?:(?<=[A-Za-z¹²³])|(?<=\^[23])|(?<=\^-[123])) ?"
+    r"(?:[·⋅]|\\cdot(?![A-Za-z])) ?(?=[A-Za-z])": " ",
     r"(?<=[A-Za-z])⁻([¹²³])": lambda power: "^-" + unicodedata.normalize("NFKC", power[1]),
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
@@ -169,7 +170,7 @@ _KINDS = {
     r"remaining|needed)\b)|be|been|has|have|had|does|did|will|would|could|should|might|must|seems?|"
     r"i|we|he|she|they|plus|approx|approximately|roughly|ish|actually|wait|instead|rather|unless|"
     r"except|otherwise)(?!\w)",
-    "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
+    "W": r"[cdkm]?m[23](?!\w)|[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
     "w": r"[^\x00-\x7f]+",  # `_lex` replaces this kind by W (a word in another script) or i
     "?": r"[\s\S]",

@@ -101,7 +101,7 @@ NUMBERS = {
     "5": [
         "$5.00", r"\$5.00", "5$", "€5", "5 €", "USD 5", "5 USD", "US$5", "5 km/h", "$5/hour",
         "5 kg·m/s", "5 m²·s⁻¹", "5 m^2·s^-1", r"5 \mathrm{N \cdot m}", "5 J/(g·K)", "5 m s⁻²",
-        "5 K",
+        "5 K", "5 J·kg⁻¹·K⁻¹", "5 J kg^-1·K^-1", "5 cm3", "5 W/m2",
         "5 apples", "5 square meters", "5 dollars a day", "5 times", "5 seconds", "5 correct",
         "5 apples are left", "5 is left", "5 (five)", "5(Five) apples", "5 at most", "5 at least",
         "5 ten dollar bills",
