@@ -90,7 +90,8 @@ class Flag:
         elif isinstance(value, Real) and float in members and not isinstance(value, int):
             value = float(value)  # JSON cannot store numpy's float32
         kinds = {Real if kind is float else get_origin(kind) or kind for kind in members}
-        kinds |= {NoneType} | ({list} if tuple in kinds else set())
+        kinds |= {NoneType} if self.default is None else set()  # None: set by another option
+        kinds |= {list} if tuple in kinds else set()
         if not isinstance(value, tuple(kinds)):
             raise ValueError(f"{self.spelling}: expected {self.expects}, got {value!r:.60}")
         return self.spelled(value)
