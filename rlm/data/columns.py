@@ -113,7 +113,7 @@ def name_classes(rows: Iterable[Row], features: Mapping[str, Any] | None) -> Ite
     named = {column: names for column, names in named.items() if not columns.keys() & {*names}}
     for row in rows:
         numbers = {column: row[column] for column, names in named.items() if names}
-        known = {c: named[c][n] for c, n in numbers.items() if n is not None and n >= 0}
+        known = {c: named[c][n] if n >= 0 else "" for c, n in numbers.items() if n is not None}
         yield {**row, **known}  # -1 marks a missing answer
 
 

@@ -611,6 +611,8 @@ def test_a_class_of_a_dataset_has_its_name_as_the_answer(tmp_path):
     folder = [p for s in ("train", "validation") for p in load_problems(path, s, columns=kind)]
     for found in problems, folder:
         assert {(p.question, p.answer) for p in found} == {("One?", "no"), ("Two?", "yes")}
+    with pytest.raises(UsageError, match=r"answer is empty \(1 of 3"):
+        load_problems(str(tmp_path / "file.parquet"), "test", columns=kind)
     rows = dataset.add_column("answer_type", ["text"] * 2)
     assert [problem.answer for problem in as_problems(rows)] == ["no", "yes"]
     choices = {"choice1": ["a"] * 3, "choice2": ["b"] * 3}  # COPA
