@@ -170,7 +170,7 @@ def learn(
         raise UsageError("no example fits into the context window of the model")
     config = replace(config, epochs=config.epochs_for(len(examples)))  # run.json records a number
     with RunDirectory(config.run_dir, resume=config.resume) as run:  # moves an earlier run away
-        announce(config, device, policy, len(examples), read - len(examples))
+        announce(config, device, policy, len(examples), read - len(examples), is_last)
         check_window(policy, examples, config.dataset)
         trainer = make_trainer(config, device, policy, tokenizer, examples)
         progress = CheckpointCallback(config, run, policy, base_hash, examples)
@@ -219,10 +219,16 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
 
 
 def announce(
-    config: SFTConfig, device: Device, policy: PeftModel, examples: int, left_out: int
+    config: SFTConfig,
+    device: Device,
+    policy: PeftModel,
+    examples: int,
+    left_out: int,
+    is_last: bool,
 ) -> None:
     too_long = f" ({left_out} too long, left out)" if left_out else ""
     steps, epochs = config.steps(examples), config.epochs_for(examples)
+    passes = f"{epochs} pass{'es' * (epochs > 1)}{' (--epochs)' * is_last}"
     terminal.table(
         "Stage 1: supervised fine-tuning",
         {
@@ -230,15 +236,16 @@ def announce(
             "device": device,
             "data": f"{config.dataset or 'from Python'}: {examples} examples{too_long}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{steps} of {min(config.batch_size, examples)} examples, {epochs} "
-            f"pass{'es' * (epochs > 1)} (--epochs), learning rate {config.learning_rate:g}",
+            "steps": f"{steps} of {min(config.batch_size, examples)} examples, {passes}, learning "
+            f"rate {config.learning_rate:g}",
             "output": config.output,
         },
     )
     if steps < ENOUGH_STEPS:
         enough = epochs * math.ceil(ENOUGH_STEPS / steps)
         number = f"{steps} step{'s' * (steps > 1)}"
-        terminal.line(f"warning: {number}, which is too few: use --epochs {enough}")
+        remedy = f"use --epochs {enough}" if is_last else "use more --start-questions"
+        terminal.line(f"warning: {number}, which is too few: {remedy}")
 
 
 def summary_card(config: SFTConfig, history: dict) -> None:

@@ -71,8 +71,10 @@ class Flag:
             ValueError: the value has another type than the option.
         """
         kinds, choices = members_of(self.kind), self.choices or ()
-        if value is None or (isinstance(value, str) and value == "none" and NoneType in kinds):
+        if isinstance(value, str) and value == "none" and NoneType in kinds:
             return None
+        if value is None and (self.default is None or NoneType in kinds):
+            return None  # another option sets it
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
         for kind in kinds:

@@ -6,7 +6,7 @@ import ast
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -97,6 +97,24 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         rest = {k: v for k, v in rest.items() if k not in (*CHAT_FIELDS, *QUESTION_FIELDS)}
     both = rest | found
     return {k: None if isinstance(v, Number) and v != v else v for k, v in both.items()}
+
+
+def name_classes(rows: Iterable[Row], features: Mapping[str, Any] | None) -> Iterator[Row]:
+    """Yield the rows of a dataset with the names of classes instead of their numbers.
+
+    The numbers remain if a class has the name of a column, as in COPA, whose answer choice1 is the
+    number of a choice.
+
+    Args:
+        features: the features of a `datasets.Dataset`, of which each `ClassLabel` has names.
+    """
+    columns = features or {}
+    named = {column: getattr(feature, "names", None) or () for column, feature in columns.items()}
+    named = {column: names for column, names in named.items() if not columns.keys() & {*names}}
+    for row in rows:
+        numbers = {column: row[column] for column, names in named.items() if names}
+        known = {c: named[c][n] if n >= 0 else "" for c, n in numbers.items() if n is not None}
+        yield {**row, **known}  # -1 marks a missing answer
 
 
 def _reply(row: Row) -> str | None:
@@ -219,9 +237,10 @@ def read_chat(row: Row) -> Row:
     A chat row has the column `messages` (or ShareGPT's `conversations`), or a question (a text or
     messages) and a `completion`. The solution is the `<think>` block of the last assistant message,
     or else this message without an answer at its end. If the row has no `answer`, the answer is the
-    final number of the message. In a row with a `solution` but no answer, the solution is read like
-    a completion. In verl's rows, the answer is in `reward_model`. System messages are ignored,
-    because all rows use the same system prompt. Other rows are returned unchanged.
+    final number of the message, or for another answer type the text in its `<answer>` tags. In a
+    row with a `solution` but no answer, the solution is read like a completion. In verl's rows, the
+    answer is in `reward_model`. System messages are ignored, because all rows use the same system
+    prompt. Other rows are returned unchanged.
 
     Raises:
         LeftOut: the row has several turns, or its completion is a proof or ends without a number.
@@ -499,10 +518,16 @@ def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
         is_proof = _PROOF.search(question) and not _ASKS.search(question)
         if is_proof and not _STATED.search(text):
             raise LeftOut("with a proof instead of a final answer")
-        verdict = grade(text, None, strict=False)
+        kind = "number" if is_number else rest.get("answer_type")
+        if kind not in ANSWER_TYPES:
+            return found  # `parse_row` reports it
+        if not is_number and "<answer>" not in text:
+            raise LeftOut("without an answer field or an answer in <answer> tags")
+        verdict = grade(text, None, strict=False, kind=kind)
         if not verdict.is_answer or verdict.answer is None:
-            raise LeftOut("with a completion that does not end with a number")
-        is_plain = parse_number(verdict.answer) is not None  # false for "3 * 4 = 12"
+            raise LeftOut(f"with a completion that does not end with a {kind}")
+        # "3 * 4 = 12" is no plain number.
+        is_plain = not is_number or parse_number(verdict.answer) is not None
         found["answer"] = verdict.answer if is_plain else str(verdict.value)
     return found
 

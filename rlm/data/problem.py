@@ -21,6 +21,7 @@ from rlm.data.columns import (
     FINAL_LINE,
     HOW_TO_NAME,
     QUESTION_FIELDS,
+    REASONING_TAGS,
     LeftOut,
     MissingColumn,
     Row,
@@ -28,6 +29,7 @@ from rlm.data.columns import (
     find_layout,
     first_number,
     has_system_message,
+    name_classes,
     read_answer,
     read_chat,
     read_choices,
@@ -60,6 +62,8 @@ NEEDED = (
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 HEAD = 1000  # maximum number of rows searched to infer the number of the first choice (0 or 1)
+# Matches what separates worked steps from an answer. No right completion contains it in its answer.
+_FORMAT = re.compile(rf"</?(?:{'|'.join(REASONING_TAGS)}|answer)>|\n####")
 # Texts that make the report of `parse_rows` a warning.
 ANOTHER_ANSWER = "with another answer"
 UNUSED = "with a system message, which is not used"
@@ -306,7 +310,9 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
         )
     if isinstance(dataset, str) or not isinstance(dataset, Iterable):
         raise UsageError(f"{name} is {dataset!r:.60}: {NEEDED} (load_gsm8k, load_problems)")
-    rows = list(dataset)
+    rows: list[Any] = list(dataset)
+    if (features := getattr(dataset, "features", None)) is not None:  # of a `datasets.Dataset`
+        rows = list(name_classes(rows, features))
     if not rows:
         raise UsageError(f"{name} is empty: {NEEDED}")
     problems = [row for row in rows if isinstance(row, Problem)]
@@ -384,7 +390,7 @@ def parse_row(
     answer = "" if has_none else _text(row, *ANSWER_FIELDS)
     if kind == "number" and "####" in answer:
         solution, answer = gold_from_gsm8k(answer, calculator_annotations)
-    elif kind != "open" and READERS[kind](answer) is None:
+    elif kind != "open" and (READERS[kind](answer) is None or _FORMAT.search(answer)):
         raise NotAnAnswer(f"the answer is not a {kind}: {answer[:40]!r}")
     question, solution = _text(row, *QUESTION_FIELDS), _text(row, "solution", default=solution)
     columns = {k: v for k, v in row.items() if k not in TAKEN_FIELDS}

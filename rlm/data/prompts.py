@@ -497,9 +497,13 @@ def drop_long_prompts(
         return list(problems)
     limit = window - max_new_tokens
     why = f"the context window of {window} minus --max-new-tokens {max_new_tokens}"
-    fitting = [problem for problem in problems if len(render(problem)) <= limit]
+    lengths = [len(render(problem)) for problem in problems]
+    fitting = [p for p, length in zip(problems, lengths, strict=True) if length <= limit]
     if problems and not fitting:
-        raise UsageError(f"every prompt of the {what} is over {limit} tokens ({why})")
+        raise UsageError(
+            f"no prompt of the {what} fits: {why} is {limit} tokens, but the shortest prompt has "
+            f"{min(lengths)}"
+        )
     if left_out := len(problems) - len(fitting):
         terminal.line(
             f"{left_out} of {len(problems)} {what} left out: prompts over {limit} tokens ({why})"

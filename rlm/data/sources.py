@@ -9,6 +9,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import logging
 from collections import Counter
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError
-from rlm.data.columns import CHAT_FIELDS, Row
+from rlm.data.columns import CHAT_FIELDS, Row, name_classes
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +146,15 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
 
     with _open(path) as stream:
         try:
-            rows = pyarrow.parquet.read_table(stream).to_pylist()
+            table = pyarrow.parquet.read_table(stream)
         except pyarrow.ArrowException as error:
             raise ValueError(str(error)) from error
-    yield from enumerate(rows, 1)
+    features = None
+    if b"huggingface" in (table.schema.metadata or {}):  # written by `datasets`
+        import datasets
+
+        features = datasets.Features.from_arrow_schema(table.schema)
+    yield from enumerate(name_classes(table.to_pylist(), features), 1)
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
@@ -243,10 +249,10 @@ def read_dataset(
     with _reaching_hub(name, arguments["path"]):
         saved = _saved_splits(arguments["path"])
         rows = saved[arguments["split"]] if saved else datasets.load_dataset(**arguments)
-        if choose is None:
-            yield from enumerate(rows, 1)
-        else:
-            yield from ((i + 1, rows[i]) for i in choose(len(rows)))
+        chosen = None if choose is None else choose(len(rows))
+        numbers = itertools.count(1) if chosen is None else (i + 1 for i in chosen)
+        found = rows if chosen is None else (rows[i] for i in chosen)
+        yield from zip(numbers, name_classes(found, getattr(rows, "features", None)), strict=False)
 
 
 def split_names(name: str, path: str, config: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from .report import percent as percent
 from .report import points as points
 from .report import show_table as show_table
 from .report import write_report as write_report
+from .statistics import MIN_PROBLEMS as MIN_PROBLEMS
 from .statistics import holm as holm
 from .statistics import is_extreme as is_extreme
 from .statistics import mcnemar as mcnemar

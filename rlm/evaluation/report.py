@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rlm.cli import terminal
 from rlm.evaluation.evaluator import Evaluation
-from rlm.evaluation.statistics import mcnemar, paired_bootstrap
+from rlm.evaluation.statistics import MIN_PROBLEMS, mcnemar, paired_bootstrap
 from rlm.runs import accuracy_bars, json_lines, replace_file, replace_json
 
 GRADINGS = {"strict": True, "lenient": False}
@@ -94,6 +94,11 @@ def write_report(
         for pair, (name, difference) in zip(pairs, compared.items(), strict=True):
             same = " (both have the same weights)" * ([*pair] in about.get("same_weights", ()))
             terminal.line(f"  {name}: {_difference(difference)}{same}")
+        if pairs and len(next(iter(found.values())).problems) < MIN_PROBLEMS:
+            terminal.line(
+                f"  warning: fewer than {MIN_PROBLEMS} problems cannot show a difference, whatever "
+                "its interval is"
+            )
     if note:
         terminal.line(f"  {note}")
 

@@ -129,6 +129,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
+# With fewer problems no difference is significant: a sign test of 5 problems has p = 2/2⁵ > 0.05.
+MIN_PROBLEMS = 6
+
+
 def paired_bootstrap(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """Return the difference b - a in percentage points, paired by problem, and its 95 % interval.
 

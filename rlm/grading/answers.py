@@ -154,6 +154,11 @@ def read_text(text: str) -> str | None:
     return _SPACED.sub(r"\1", plain) or None
 
 
+def _without_spaces(text: str) -> str:
+    """Remove the spaces beside punctuation, and fold the case."""
+    return _SPACED.sub(r"\1", " ".join(text.casefold().split()))
+
+
 # The function that reads each answer type. It returns a key that is the same for equal answers, or
 # None if the text is not an answer of this type.
 READERS: dict[AnswerType, Callable[[str], Fraction | str | None]] = {
@@ -429,6 +434,9 @@ def grade(
         else:
             claim = _find_other(text, answer_tag, kind)
     correct = compares and claim.value == target
+    if gold is not None and kind == "text" and claim.value is not None:
+        # "100,200" is read as a number, but it is also the list "100, 200".
+        correct |= _without_spaces(claim.text) == _without_spaces(gold)
     reason = claim.reason or ("correct" if correct else "wrong" if compares else "ungraded")
     longest = MAX_NUMBER if kind == "number" else _MAX_TEXT
     return Verdict(correct, reason, claim.text[:longest].strip() or None, claim.value)

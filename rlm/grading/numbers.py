@@ -101,6 +101,10 @@ _REWRITES = {
     r"(?:\^ ?\{?([-−]?\d{1,2})\}?|(⁻?[²³¹⁰⁴-⁹]{1,2}))(?!\d)": (
         lambda power: "e" + unicodedata.normalize("NFKC", power[1] or power[2])
     ),
+    # kg·m/s and s⁻¹
+    r"(?:(?<=[A-Za-z¹²³])|(?<=\^[23])|(?<=\^-[123])) ?"
+    r"(?:[·⋅]|\\cdot(?![A-Za-z])) ?(?=[A-Za-z])": " ",
+    r"(?<=[A-Za-z])⁻([¹²³])": lambda power: "^-" + unicodedata.normalize("NFKC", power[1]),
     r"(?<!\w)[—―](?=[\d.$])": "-",
     r"[—―]": ";",
     r"(?<=\d)[\u0300-\u036f]": "^",  # 0.3 with a bar or a dot above repeats
@@ -158,15 +162,15 @@ _KINDS = {
     ",": r"[,;]",
     ":": r":",
     ".": r"[.?]",
-    # A variable or a factor: 18x, 3i, 18k, 5 lakh and 5 hundredths are rejected, x = 18 is not.
-    "v": rf"(?:[xyzXYZkKMB]|(?<=\d)i|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
+    # A variable or a factor: 18x, 3i, 18k, 5K, 5 lakh and 5 hundredths are rejected, x = 18 is not.
+    "v": rf"(?:[xyzXYZkMB]|(?<=\d)[iK]|[bmt]n|(?i:lakhs?|crores?|{FRACTION_WORD}))(?!\w)",
     # Words that are not part of a unit: another number (but not in "5 ten dollar bills"), a verb
     # (but not in "12 eggs are left"), a doubt.
     "h": rf"(?i:{NUMBER_WORD}(?!\s+(?!{NUMBER_WORD})[a-z])|(?:is|are|was|were)(?!\s+(?:left|"
     r"remaining|needed)\b)|be|been|has|have|had|does|did|will|would|could|should|might|must|seems?|"
     r"i|we|he|she|they|plus|approx|approximately|roughly|ish|actually|wait|instead|rather|unless|"
     r"except|otherwise)(?!\w)",
-    "W": r"[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
+    "W": r"[cdkm]?m[23](?!\w)|[A-Za-z]+(?:\^\{?-?[123]\}?(?!\w)|(?!\w))",
     "i": r"[A-Za-z]\w*",  # a name with digits: x1, Q2
     "w": r"[^\x00-\x7f]+",  # `_lex` replaces this kind by W (a word in another script) or i
     "?": r"[\s\S]",

@@ -357,7 +357,7 @@ def check_context_window(model: PreTrainedModel | PeftModel, tokens: int) -> Non
     if (window := context_window(model)) and tokens > window:
         raise UsageError(
             f"a prompt with its completion may have up to {tokens} tokens, but the model supports "
-            f"only {window}: use a lower --max-new-tokens"
+            f"only {window}: use a shorter prompt or a lower --max-new-tokens"
         )
 
 

@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlm.evaluation import is_extreme, t_interval, wilson_interval
+from rlm.evaluation import MIN_PROBLEMS, is_extreme, t_interval, wilson_interval
 
 CONFIDENCE = 0.95
-# With fewer problems no difference is significant: a sign test of 5 problems has p = 2/2⁵ > 0.05.
-MIN_PROBLEMS = 6
 # The mean score of each problem over its completions; None if no completion had a verdict.
 ProblemScores = Sequence[float | None]
 

@@ -364,6 +364,21 @@ def test_choices_that_cannot_be_shown_are_refused(row, why):
         as_problems([{"question": STEM, **row}])
 
 
+def test_a_worked_answer_in_words_is_no_reference_answer():
+    """No right completion could contain it between its answer tags."""
+    row = {"question": STEM, "answer_type": "text"}
+    worked = "<think>It is in France.</think>\n<answer>Paris</answer>"
+    for answer in (worked, "It is in France.\n#### Paris"):
+        with pytest.raises(UsageError, match=r"the answer is not a text.*completion=COLUMN"):
+            as_problems([row | {"answer": answer}])
+    [problem] = as_problems([row | {"completion": worked}])
+    assert (problem.answer, problem.solution) == ("Paris", "It is in France.")
+    with pytest.raises(UsageError, match="an answer in <answer> tags"):
+        as_problems([row | {"completion": "It is Paris."}])
+    with pytest.raises(UsageError, match="answer_type is not one of"):
+        as_problems([row | {"completion": worked, "answer_type": "Text"}])
+
+
 @pytest.mark.parametrize(
     ("row", "columns", "why"),
     [
@@ -412,7 +427,7 @@ def test_a_worked_completion_keeps_its_steps_beside_an_answer(tmp_path):
     row = {"question": "2 + 3?", "answer": "5", "completion": "2+3=5\n#### 5"}
     assert [p.solution for p in load(tmp_path, [row])] == ["2+3=5"]
     text = {"question": "Capital?", "completion": "It is Paris.\n#### Paris"}
-    with pytest.raises(UsageError, match="does not end with a number"):
+    with pytest.raises(UsageError, match="an answer in <answer> tags"):
         load(tmp_path, [text | {"answer_type": "text"}])
     assert load(tmp_path, [{"question": 5, "completion": "2 + 3 = 5, so 5"}])[0].answer == "5"
 
@@ -572,6 +587,33 @@ def test_a_directory_that_datasets_has_saved(tmp_path):
     for name in ("one", "both"):
         assert len(load_problems(str(tmp_path / name), columns=COLUMNS)) == 18
     assert len(load_problems(str(tmp_path / "both"), "test", columns=COLUMNS)) == 3
+
+
+def test_a_class_of_a_dataset_has_its_name_as_the_answer(tmp_path):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    def save(names: list[str], **columns: list[str]) -> Dataset:
+        features = dict.fromkeys(("prompt", *columns), Value("string"))
+        rows = {"prompt": ["One?", "Two?", "?"], "answer": [0, 1, -1], **columns}
+        dataset = Dataset.from_dict(rows, Features(features, answer=ClassLabel(names=names)))
+        dataset.to_parquet(tmp_path / "file.parquet")
+        dataset.select([0, 1]).save_to_disk(tmp_path / "folder")
+        return dataset
+
+    dataset = save(["no", "yes"]).select([0, 1])
+    kind, path = "answer_type=text", str(tmp_path / "folder")
+    problems = load_problems(str(tmp_path / "file.parquet"), "test[:2]", columns=kind)
+    folder = [p for s in ("train", "validation") for p in load_problems(path, s, columns=kind)]
+    for found in problems, folder:
+        assert {(p.question, p.answer) for p in found} == {("One?", "no"), ("Two?", "yes")}
+    with pytest.raises(UsageError, match=r"answer is empty \(1 of 3"):
+        load_problems(str(tmp_path / "file.parquet"), "test", columns=kind)
+    rows = dataset.add_column("answer_type", ["text"] * 2)
+    assert [problem.answer for problem in as_problems(rows)] == ["no", "yes"]
+    choices = {"choice1": ["a"] * 3, "choice2": ["b"] * 3}  # COPA
+    save([*choices], **choices)
+    problems = load_problems(str(tmp_path / "file.parquet"), "test[:2]")
+    assert {(p.question[:4], p.answer) for p in problems} == {("One?", "A"), ("Two?", "B")}
 
 
 # Slices.

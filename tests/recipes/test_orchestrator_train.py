@@ -585,7 +585,7 @@ def test_the_seed_of_a_config_is_used(monkeypatch):
     assert seeds == [7, 3, 42]
 
 
-def test_a_start_from_with_a_system_prompt_of_its_own_is_taken(base, tmp_path):
+def test_a_start_from_with_a_system_prompt_of_its_own_is_taken(base, tmp_path, capsys):
     model = load_base(str(base), CPU)
     about = {"base_model": str(base), "base_hash": base_model_hash(str(base))}
     policy = new_adapter(model, r=4, alpha=8)
@@ -599,7 +599,11 @@ def test_a_start_from_with_a_system_prompt_of_its_own_is_taken(base, tmp_path):
         model=str(base), dataset="word-problems:1", sft_adapter=tmp_path / "made",
         start_from=tmp_path / "from", run_dir=tmp_path / "run", batch_size=2,
     )  # fmt: skip
+    capsys.readouterr()
     train_start_adapter(config, PROBLEMS[:1])
+    said = capsys.readouterr().out
+    assert "too few: use more --start-questions" in said
+    assert "--epochs" not in said  # an option of train_sft.py alone
     assert json.loads((tmp_path / "made" / "adapter_config.json").read_text())["r"] == 4
     plans = dataclasses.replace(config, graph_form="questions")
     with pytest.raises(UsageError, match="no plan can be made from --dataset word-problems:1"):

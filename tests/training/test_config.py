@@ -147,6 +147,13 @@ def test_what_cannot_be_is_refused_with_the_reason(options, why):
         parse(GRPOConfig, typed, presets=PRESETS)
 
 
+def test_none_is_refused_where_it_does_not_mean_unset():
+    for name, kind in {"output": "path", "temperature": "float", "resume": "bool"}.items():
+        with pytest.raises(ValueError, match=f"--{name}: expected {kind}, got None"):
+            GRPOConfig(**{name: None})
+    assert GRPOConfig(learning_rate=None).learning_rate > 0  # set by the algorithm
+
+
 def test_the_docs_have_every_formula_and_source():
     page = Path(__file__).parents[2] / "docs/explanation/algorithms.md"
     text = page.read_text(encoding="utf-8")
