@@ -21,7 +21,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,9 +141,9 @@ def main(config: ServerConfig) -> int:
     listening = listen(config.host, config.port)
     prepare_process()
     logs.configure(sys.stderr, as_json=config.log_json)
-    code = asyncio.run(_serve(config, _service(config, library), keys, listening))
-    if any(thread.daemon for thread in threading.enumerate()):
-        # A thread that still loads the model, or hangs in C code, would abort the interpreter.
+    service = _service(config, library)
+    code = asyncio.run(_serve(config, service, keys, listening))
+    if service.has_threads:  # a thread that returns from C code would abort the interpreter's exit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -279,7 +280,7 @@ def test_who_may_ask_without_a_key_is_said(capsys, monkeypatch):
 
     monkeypatch.delenv("RLM_API_KEY", raising=False)
     monkeypatch.setattr(server, "_serve", serve)
-    monkeypatch.setattr(server, "_service", lambda config, library: None)
+    monkeypatch.setattr(server, "_service", lambda *_: SimpleNamespace(has_threads=False))
 
     def said(**options: object) -> str:
         server.main(server.ServerConfig(port=0, **options))

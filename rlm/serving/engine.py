@@ -185,6 +185,11 @@ class Engine:
         return self.state == "ready" and not hung
 
     @property
+    def has_thread(self) -> bool:
+        """Whether the thread runs, even if it did not stop in time."""
+        return self._thread.is_alive()
+
+    @property
     def sampler(self) -> Sampler:
         """Any of the samplers: all share the tokenizer, the model and the end tokens."""
         return next(iter(self._samplers.values())).sampler

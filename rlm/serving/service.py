@@ -204,6 +204,12 @@ class Service:
         """The maximum number of tokens that all accepted, unfinished requests can occupy."""
         return sum(self._reserved.values())
 
+    @property
+    def has_threads(self) -> bool:
+        """Whether a thread still loads the model, runs a step or prepares an abandoned request."""
+        abandoned = self._compiling.abandoned(), self._rendering.abandoned()
+        return self.engine.has_thread or any(abandoned)
+
     def _admit(self, id: str, tokens: int) -> None:
         """Give a request a place in the queue, or change the number of tokens of its place.
 
@@ -328,7 +334,9 @@ class _Preparation:
         """
         try:
             async with asyncio.timeout(deadline - time.monotonic()), self._turn:
-                self._check_abandoned(field)
+                if len(self.abandoned()) >= MAX_ABANDONED:
+                    detail = f"{field}: the server still works on earlier requests; try again later"
+                    raise HTTPProblem(503, "busy", detail, param=field, retry_after=10)
                 done = _in_thread(call)
                 waiting = asyncio.wrap_future(done)
                 try:
@@ -349,11 +357,10 @@ class _Preparation:
         except UsageError as error:
             raise _invalid(field, str(error)) from None
 
-    def _check_abandoned(self, field: str) -> None:
+    def abandoned(self) -> list[Future[Any]]:
+        """Return the abandoned calls that still run."""
         self._abandoned = [call for call in self._abandoned if not call.done()]
-        if len(self._abandoned) >= MAX_ABANDONED:
-            detail = f"{field}: the server still works on earlier requests; try again later"
-            raise HTTPProblem(503, "busy", detail, param=field, retry_after=10)
+        return self._abandoned
 
 
 def _in_thread(call: Callable[[], T]) -> Future[T]:
