@@ -210,6 +210,8 @@ class OrchestratorTrainer(GRPOTrainer):
         if test:  # a signal during the export must not wait for the test
             directory.raise_if_interrupted(self.distributed.any(directory.interrupted))
         logs = [as_log(row) for row in self.distributed.broadcast(directory.metrics())]
+        if self.distributed.is_main:
+            directory.write_csv(logs)
         share = self.distributed.shard(test)
         try:
             solved = self.validation_scores(share, 1, lambda: None)["accuracy"] if share else []
@@ -221,7 +223,6 @@ class OrchestratorTrainer(GRPOTrainer):
         accuracy = correct / total if scored else None
         summary["test"] = {"correct": correct, "total": total, "accuracy": accuracy}
         if self.distributed.is_main:
-            directory.write_csv(logs)
             replace_json(directory.path / "summary.json", summary)
         return logs, summary
 

@@ -335,6 +335,7 @@ class TrainingData:
         few = ""
         if config.group_size < 8:
             few = " (fewer than 8: the group's mean is noisy, and more groups have equal rewards)"
+        problems = f"{config.batch_size} problem{'s' * (config.batch_size > 1)}"
         values = {option: getattr(config, option.name) for option in fields(config)}
         usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
         changed = {
@@ -349,7 +350,7 @@ class TrainingData:
             "trainable": f"{trainable:,} parameters",
             "sampler": trainer.sampler.description,
             "algorithm": f"{config.algorithm}: {config.formula}",
-            "a step": f"{config.batch_size} problems × {config.group_size} completions{few}",
+            "a step": f"{problems} × {config.group_size} completions{few}",
             "a completion": f"at most {config.max_new_tokens} tokens (--max-new-tokens)",
             "steps": f"{config.steps}{limit} (the first step's line says how long they take)",
             "signal": "share of groups whose rewards differ; the model learns only from these",

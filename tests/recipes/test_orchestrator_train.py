@@ -373,6 +373,8 @@ def test_a_signal_during_an_export_starts_no_further_stage(base, start, tmp_path
     trainer.validation_scores = interrupted
     with pytest.raises(Interrupted, match="is exported, but not tested"):
         trainer.train_and_test(PROBLEMS, test=PROBLEMS[:2])
+    (row,) = csv.DictReader((config.run_dir / "train_logs.csv").open())
+    assert "reward_mean" in row  # the names of the recipe, before the test
     _, _, summary = train(config, test=PROBLEMS[:2])
     assert summary["test"]["total"] == 2
 
