@@ -103,8 +103,7 @@ test-trackers: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
 
-# SkyRL pins other versions of our dependencies. torch comes first with an exact version, or pip would
-# install gigabytes of CUDA.
+# SkyRL pins other versions of our dependencies. Without TORCH_INDEX, pip installs gigabytes of CUDA.
 test-engine: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,engine]'
 	test -x .venv-engine/bin/python || python3 -m venv .venv-engine

@@ -118,7 +118,7 @@ def _public(name: str, value: object) -> object:
 
 
 def _judged(config: EvidenceConfig, examiner: Judge, test: JudgedSet) -> dict[str, Any]:
-    """Evaluate one test set, and return its scores for the report and the completions."""
+    """Evaluate one test set, and return its completions and the scores that the report needs."""
     greedy = examiner(test.problems, 1)
     sampled = examiner(test.problems[: test.sampled], config.samples)
     texts = {

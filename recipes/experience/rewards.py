@@ -129,12 +129,13 @@ def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
     r_fusion = 0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
 
     - Consistency is the share of the merged graph that also occurs in a proposal.
-    - Preservation is the share of the common part that the merged graph preserves. The common part
-      occurs in at least half of the proposals.
+    - Preservation is the share that the merged graph keeps of what at least half of the proposals
+      contain.
     - Both shares are weighted: 0.4 for nodes and 0.6 for edges.
     - Conflict resolution considers the quantities for which the proposals have different rules. It
       is the share of them for which the merged plan has exactly one rule, taken from a proposal.
-    - Improvement compares r_graph with that of the best proposal; 0.5 means that they are equal.
+      Without such quantities, it is NO_CONFLICT.
+    - Improvement is 0.5 plus half of the gain in r_graph over the best proposal.
     """
     consistency = preservation = 0.0
     for kind, weight in (("nodes", 0.4), ("edges", 0.6)):

@@ -181,7 +181,7 @@ class Trainer:
         return row | {"answer": answer} | rewards | solved
 
     def _write_plan(self, row: Row, seed: str, values: dict[str, str]) -> Proposed:
-        """Request a plan. If the reply is not a valid plan, its text is followed instead."""
+        """Request a plan. Return it and its text, or None and the reply if the plan is invalid."""
         row["scaffold"] = _plan_text(None, "")
         reply = self.agent.ask("scaffold", seed, values, schema=PLAN_SCHEMA)
         truncated = reply.finish_reason == "length"

@@ -52,7 +52,7 @@ class InvalidGraph:
 class Agent(BaseModel, extra="forbid", strict=True, frozen=True):
     """A node of a graph: an LLM with a system prompt or a question of its own.
 
-    An agent without a system prompt has the one that the agents were trained with.
+    If `system_prompt` is None, the agent gets the system prompt that the agents were trained with.
     """
 
     id: str

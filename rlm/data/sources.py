@@ -191,7 +191,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         rows.extend(_named_cells(text, delimiter=separator, strict=True))
     except csv.Error as error:
-        if "expected" not in str(error):  # not about a quote
+        if "expected" not in str(error):  # the error is not about a quote
             raise
         if separator != "\t":
             raise ValueError(

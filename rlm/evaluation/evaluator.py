@@ -46,11 +46,11 @@ class Evaluation:
 
     problems: Sequence[Problem]
     groups: Sequence[Sequence[Graded]]  # the k completions of each problem
-    # A custom reward's value for each completion; None for a completion without a verdict.
+    # The value of a custom reward for each completion; None for a completion without a reward.
     rewards: Sequence[Sequence[float | None]] | None = None
 
     def score(self, scorer: Callable[..., Scores]) -> list[list[float | None]]:
-        """Return the rewards that a `Scorer` gives to the completions; None without a verdict."""
+        """Return what `scorer` gives each completion: a reward, or None for no reward."""
         texts = [[graded.text for graded in group] for group in self.groups]
         truncated = [[graded.truncated for graded in group] for group in self.groups]
         ids = [[[*graded.token_ids] for graded in group] for group in self.groups]

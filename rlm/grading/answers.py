@@ -225,7 +225,8 @@ _MARKUP = re.compile(r"<[A-Za-z_]{1,20}>|</[A-Za-z_]{0,20}(?:>|\Z)|<\|[a-z_]{1,2
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
 _DIGIT = "\\d¼-¾⅐-⅞"
 _HASHES = re.compile(rf"(?<!#)####(?!#) {{0,3}}([^\nA-Za-z]{{0,20}}[{_DIGIT}][^\n]*)")
-_IS = r"(?:(?<!not )(?<!n't )(?<!n’t )(?<!never )\b(?:is|be|equals)\b|:|=)"  # not "cannot be"
+# Matches the verb, colon or equals sign before an answer, but not the verb of "cannot be".
+_IS = r"(?:(?<!not )(?<!n't )(?<!n’t )(?<!never )\b(?:is|be|equals)\b|:|=)"
 _REST_OF_LINE = r"(?:\n *[-*] +|[\s*_:$]|\\[\[(])*+(?=([^\n]{1,300}))"
 _ANSWER_IS = re.compile(rf"(?i)\banswer\b[^\n.:=\d]{{0,40}}?{_IS}{_REST_OF_LINE}")
 # Matches from the start of a line to the end of the first sentence that contains a digit. The

@@ -91,8 +91,8 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
     try:
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
-        # If the experts were linear layers with one of these names in transformers 4, PEFT also
-        # adapts the experts, as `target_parameters`.
+        # PEFT also adapts experts that were linear layers with one of these names in transformers
+        # 4, and lists them as `target_parameters`. In this case, these names are left out.
         if made.target_parameters:
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)

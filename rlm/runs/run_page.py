@@ -81,7 +81,7 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
 def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
     """Read the rows of a log after a mark.
 
-    A mark consists of an offset and a checksum of the bytes before this offset.
+    A mark consists of an offset and a checksum of the last MARKED bytes before this offset.
 
     Returns:
         The rows, the next mark, and whether the log was cut since the mark. A resumed or restarted
@@ -106,7 +106,7 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
 
 
 def _checksum(stream: BinaryIO, end: int) -> int:
-    """Return the checksum of the bytes before `end`; -1 if `end` is beyond the end of the file."""
+    """Return the checksum of the last MARKED bytes before `end`; -1 if the file ends earlier."""
     stream.seek(max(0, end - MARKED))
     before = stream.read(min(MARKED, end))
     return zlib.crc32(before) if len(before) == min(MARKED, end) else -1

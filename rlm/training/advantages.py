@@ -31,12 +31,12 @@ class Group:
     prompt: Sequence[int]
     completions: Sequence[Completion]  # G
     texts: Sequence[str]
-    rewards: Sequence[float | None]  # None for a completion without a verdict
+    rewards: Sequence[float | None]  # None for a completion without a reward
     reasons: Sequence[str] = ()  # reason of each completion's strict verdict (`Scores`)
 
 
 def reward_tensor(rewards: Sequence[Sequence[float | None]]) -> Tensor:
-    """Return the rewards as a tensor (P, G), with NaN for completions without a verdict."""
+    """Return the rewards as a tensor (P, G), with NaN for completions without a reward."""
     return torch.tensor([[math.nan if r is None else r for r in group] for group in rewards])
 
 
@@ -57,9 +57,9 @@ def group_advantages(
                  little its rewards differ, unless all of them are within 1e-3 of
                  each other.                                               TOPR
 
-    Negative advantages are then multiplied by `negative_weight`. A rollout without a verdict (NaN)
+    Negative advantages are then multiplied by `negative_weight`. A rollout without a reward (NaN)
     is left out of the group's mean and std, and its advantage is 0. In a group with fewer than two
-    verdicts or without signal (`has_signal`), all advantages are exactly 0.
+    rewards or without signal (`has_signal`), all advantages are exactly 0.
 
     `copies`, (P, G) of bool, selects rollouts that count in the mean and the std, but whose
     advantage is 0 (see `copies_above_mean`).

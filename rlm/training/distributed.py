@@ -1,9 +1,9 @@
-"""Distributed training: several processes, started by `torchrun` or (on GPUs) by `accelerate
-launch`, work on one run.
+"""Distributed training: several processes work on one run.
 
-Each process samples and scores its share of a step's problems. Then all groups are gathered, so the
-advantages and the denominators equal those of a single process. Each process trains on its share of
-the rollouts, and the gradients are summed once per update.
+The processes are started by `torchrun` or, on GPUs, by `accelerate launch`. Each process samples
+and scores its share of a step's problems. Then all groups are gathered, so the advantages and the
+denominators of the loss equal those of a single process. Each process trains on its share of the
+rollouts, and the gradients are summed once per update.
 """
 
 from __future__ import annotations

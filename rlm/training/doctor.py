@@ -122,7 +122,7 @@ def _examples(
     examples = []
     for name, place in places.items():
         problem, graded, reward = rows[place]
-        earned = "no verdict" if reward is None else f"reward {reward:g}"
+        earned = "no reward" if reward is None else f"reward {reward:g}"
         verdict = graded.strict.reason.replace("_", " ")
         said = f"{name}: {earned}, {verdict}, reference answer {problem.answer}"
         examples.append((problem.question, graded.text, said))

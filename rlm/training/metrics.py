@@ -95,7 +95,7 @@ def step_metrics(
 
     Args:
         rewards: the rewards returned by the reward function, (P, G), with NaN for a completion
-            without a verdict.
+            without a reward.
         penalties: the length penalties, (P, G).
         kept: whether each group is used for training, (P,) of bool. Dynamic sampling drops the
             other groups.
@@ -158,7 +158,8 @@ def learn_metrics(
     if not sums:
         return {}
     tokens, norms = sum(s.tokens for s in sums), grad_norms[-mini_batches:]
-    norms = [norm for norm in norms if math.isfinite(norm)] or norms  # others were skipped
+    # Updates whose norm is not finite were skipped, so the mean leaves out their norms.
+    norms = [norm for norm in norms if math.isfinite(norm)] or norms
     total, gap_max, compared = zip(*gaps, strict=True)
     return {
         "loss/policy": sum(s.policy for s in sums) / mini_batches,
