@@ -17,16 +17,18 @@
 enum {
 #ifdef TILES
     ROWS = 32,    /* rows multiplied at a time */
-    VECTORS = 2,  /* vectors of sums per row */
+    VECTOR = 16,  /* numbers in a row of a tile */
+    VECTORS = 2,  /* tiles of sums per row */
     DEPTH = 32,   /* inputs that are multiplied at a time */
     TOGETHER = 2, /* inputs whose weights are adjacent */
 #else
     ROWS = VECTOR_ROWS,
+    VECTOR = LANES,
     VECTORS = 3,
     DEPTH = 4 / sizeof(element),
     TOGETHER = DEPTH,
 #endif
-    COLUMNS = LANES * VECTORS,
+    COLUMNS = VECTOR * VECTORS,
     WORDS = COLUMNS * DEPTH,       /* weights of DEPTH inputs */
     LINE = 64 / sizeof(number),    /* numbers in a cache line */
     TASKS = 4, /* minimum tasks per thread if there are enough rows, so threads wait less */
@@ -92,7 +94,7 @@ static inline __attribute__((always_inline)) void
 add_products(const int two, const number *x, int64_t width, const number *weights) {
     _tile_loadd(6, weights, 4 * COLUMNS);
     _tile_loadd(4, x, width);
-    _tile_loadd(7, weights + LANES * TOGETHER, 4 * COLUMNS);
+    _tile_loadd(7, weights + VECTOR * TOGETHER, 4 * COLUMNS);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (two) {
@@ -128,10 +130,10 @@ multiply_rows(const int two, int64_t rows, const number *x, const number *weight
         add_products(two, last[0], sizeof last[0], last_weights);
     }
     _tile_stored(0, sums[0], 4 * COLUMNS);
-    _tile_stored(1, sums[0] + LANES, 4 * COLUMNS);
+    _tile_stored(1, sums[0] + VECTOR, 4 * COLUMNS);
     if (two) {
         _tile_stored(2, sums[16], 4 * COLUMNS);
-        _tile_stored(3, sums[16] + LANES, 4 * COLUMNS);
+        _tile_stored(3, sums[16] + VECTOR, 4 * COLUMNS);
     }
 }
 
