@@ -118,6 +118,16 @@ def test_the_metrics_of_learning_by_hand():
     mine = [update[:1] for update in updates]
     assert learn_metrics(mine, [0.9, 0.7], 1, two) == pytest.approx(expected)
     assert learn_metrics([], [], 0, Distributed()) == {}
+    # Both updates are mini-batches of one pass: losses and norms are means over them.
+    of_a_pass = expected | {
+        "loss/policy": (18.0 + 0.25) / 2,
+        "loss/kl": (18.0 + 3.0) / 8,
+        "loss/kl_weighted": (18.0 + 0.75) / 2,
+        "policy/entropy": (3.0 + 7.0) / 8,
+        "policy/clip_fraction": (18 + 2) / 8,
+        "optim/grad_norm": 0.8,
+    }
+    assert learn_metrics(updates, [0.9, 0.7], 2, Distributed()) == pytest.approx(of_a_pass)
 
 
 @pytest.mark.parametrize(
