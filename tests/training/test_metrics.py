@@ -130,6 +130,16 @@ def test_the_metrics_of_learning_by_hand():
     assert learn_metrics(updates, [0.9, 0.7], 2, Distributed()) == pytest.approx(of_a_pass)
 
 
+def test_a_process_without_rollouts_adds_a_gradient_of_zero(monkeypatch):
+    other = torch.tensor([1.0, 2.0, 3.0])  # the gradients of the other process
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda flat: flat.add_(other))
+    one, two = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(2, 1))
+    one.grad = torch.tensor([10.0])
+    Distributed(0, 2).all_reduce([one, two])
+    assert one.grad.tolist() == [11.0]
+    assert two.grad.tolist() == [[2.0], [3.0]]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
