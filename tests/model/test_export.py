@@ -32,6 +32,11 @@ def number(folder):
     return json.loads((folder / "run.json").read_text())["number"]
 
 
+def test_everyone_who_may_read_one_file_of_an_adapter_may_read_all(export, tmp_path):
+    export(1)  # safetensors creates files that only their owner can read
+    assert len({file.stat().st_mode for file in (tmp_path / "lora").iterdir()}) == 1
+
+
 @pytest.mark.parametrize("place", ["", "a folder", "a file"])
 def test_only_an_adapter_is_replaced(tmp_path, monkeypatch, place):
     """Otherwise `--output weights`, for example, would delete everything in that folder."""

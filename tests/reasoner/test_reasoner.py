@@ -294,9 +294,11 @@ def test_shown_is_the_likeliest_of_those_that_voted_for_the_winner():
         sample("5", None),  # all of it was forced
         sample("5", -0.01, "no_reasoning"),  # has no vote
     ]
-    answer = Answer(samples)
+    calls = [[ToolCall(str(number), 0, 1)] for number in range(5)]
+    answer = Answer(samples, calls=calls)
     assert (answer.vote.winner, answer.vote.members) == ("5", (1, 2, 3))
     assert answer.shown is samples[2]
+    assert answer.tool_calls is calls[2]
     assert answer.confidence.value == 3 / 5
     silent = [sample(None, None), sample(None, -0.5), sample(None, -0.2), sample("5", -0.3, "x")]
     assert Answer(silent).shown is silent[2]
