@@ -3,6 +3,7 @@ from .answers import READERS as READERS
 from .answers import AnswerType as AnswerType
 from .answers import Verdict as Verdict
 from .answers import Vote as Vote
+from .answers import after_hashes as after_hashes
 from .answers import explicit_answers as explicit_answers
 from .answers import gold_from_gsm8k as gold_from_gsm8k
 from .answers import grade as grade

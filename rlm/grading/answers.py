@@ -416,7 +416,7 @@ def grade(
         kind: the answer type.
     """
     if kind == "number" and gold is not None:
-        gold = gold.rpartition("####")[2]
+        gold = after_hashes(gold)
     compares = gold is not None and kind != "open"
     target = READERS[kind](gold) if gold is not None and compares else None
     if compares and target is None:
@@ -443,14 +443,25 @@ def grade(
     return Verdict(correct, reason, claim.text[:longest].strip() or None, claim.value)
 
 
+def after_hashes(text: str) -> str:
+    """Return the reference answer after #### in a GSM8K answer; a text without #### is returned.
+
+    >>> after_hashes("4 * 6 = 24\\n#### 24"), after_hashes("24")
+    ('24', '24')
+    """
+    _, hashes, rest = text.rpartition("####")
+    # MetaMathQA adds another line.
+    return (rest.strip().splitlines() or [""])[0].strip() if hashes else text
+
+
 def gold_from_gsm8k(answer_field: str, calculator_annotations: bool = False) -> tuple[str, str]:
     """Split the answer field of a GSM8K row into the solution and the reference answer.
 
     Args:
         calculator_annotations: whether the solution keeps annotations such as `<<3+5=8>>`.
     """
-    solution, hashes, rest = answer_field.rpartition("####")
-    gold = (rest.strip().splitlines() or [""])[0].strip()  # MetaMathQA adds another line
+    solution, hashes, _ = answer_field.rpartition("####")
+    gold = after_hashes(answer_field)
     if not hashes or parse_number(gold) is None:
         raise ValueError(f"no number after #### in {answer_field[-80:]!r}")
     if calculator_annotations:

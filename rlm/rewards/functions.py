@@ -23,6 +23,7 @@ from rlm.cli import UsageError, load_from_file
 from rlm.data import FORMATS, Format, Problem
 from rlm.grading import (
     Verdict,
+    after_hashes,
     explicit_answers,
     has_wrong_equation,
     parse_number,
@@ -102,7 +103,7 @@ class GSM8KReward(RewardFunction):
         if verdict.correct:
             reward += self.correct
         elif isinstance(verdict.value, Fraction):
-            gold = parse_number(reference_answer.rpartition("####")[2])
+            gold = parse_number(after_hashes(reference_answer))
             is_close = gold is not None and abs(verdict.value - gold) <= 1
             reward += self.close if is_close else 0.0
         return min(reward, 1.0)

@@ -404,7 +404,7 @@ def block(reasoning, answer, tag="think"):
 )
 def test_gsm8k_reward(text, expected):
     assert GSM8KReward()(text, "18") == pytest.approx(expected)
-    assert GSM8KReward()(text, "6 * 3\n#### 18") == pytest.approx(expected)
+    assert GSM8KReward()(text, "6 * 3\n#### 18\nThe answer is: 18") == pytest.approx(expected)
     assert GSM8KReward()("<think>x</think>#### 1,080", "1080") == 1.0
 
 
