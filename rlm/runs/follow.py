@@ -74,14 +74,17 @@ class _Handler(BaseHTTPRequestHandler):
         # Prevent DNS rebinding: with any host name accepted, any web page could read the run.
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", f"open http://{ADDRESS}:{port}\n")
-        if url.path == "/":
-            page = render_page([read_run(path) for path in self._paths], follow=True)
-            return self._send(200, "text/html", page)
         marks = parse_qs(url.query, keep_blank_values=True).get("mark", [])
         is_known = len(marks) == len(self._paths) and all(map(MARK.fullmatch, marks))
-        if url.path == "/news" and is_known:
-            news = [read_run(path, mark) for path, mark in zip(self._paths, marks, strict=True)]
-            return self._send(200, "application/json", json.dumps(news, allow_nan=False))
+        try:
+            if url.path == "/":
+                page = render_page([read_run(path) for path in self._paths], follow=True)
+                return self._send(200, "text/html", page)
+            if url.path == "/news" and is_known:
+                news = [read_run(path, mark) for path, mark in zip(self._paths, marks, strict=True)]
+                return self._send(200, "application/json", json.dumps(news, allow_nan=False))
+        except UsageError as error:  # a damaged config.json
+            return self._send(500, "text/plain", f"{error}\n")
         return self._send(404, "text/plain", "not found\n")
 
     def _send(self, status: int, content_type: str, text: str) -> None:

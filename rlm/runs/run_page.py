@@ -47,6 +47,9 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
         log was restarted, so that `groups` contains all groups). If there are new steps, the
         dictionary also contains `steps` (the metrics of each step) and `curves` for all steps,
         `total` (the number of steps of the whole run), and `left` (the remaining seconds).
+
+    Raises:
+        UsageError: config.json is damaged.
     """
     metrics = path / "metrics.jsonl"
     samples_mark, _, metrics_mark = mark.partition("/")

@@ -262,6 +262,15 @@ def test_only_this_machine_by_its_name_is_answered(following):
     assert "connect-src 'self'" in page
 
 
+def test_a_damaged_config_is_told_to_the_page(following, tmp_path):
+    (write_run(tmp_path / "run") / "config.json").write_text('{"steps": ')
+    for path in ("", "news?mark="):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(f"{following}{path}")
+        assert refused.value.code == 500
+        assert "config.json is not a JSON object" in refused.value.read().decode()
+
+
 def test_a_port_that_is_taken_is_a_mistake(following, tmp_path):
     port = int(following.split(":")[2].strip("/"))
     with pytest.raises(UsageError, match="choose another --port"):
