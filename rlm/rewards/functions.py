@@ -170,7 +170,8 @@ class CombinedReward(RewardFunction):
             is_pair = isinstance(item, list | tuple) and len(item) == 2
             reward, share = item if is_pair else (item, None)
             name = getattr(reward, "__name__", type(reward).__name__)
-            name = f"{name}_{len(self.parts) + 1}" if name in self.parts else name
+            while name in self.parts:
+                name = f"{name}_{len(self.parts) + 1}"
             self.parts[name] = part = adapt_reward(reward)
             share = part.weight if share is None else share
             if not isinstance(share, Real):

@@ -474,6 +474,11 @@ def test_parts_without_a_verdict_leave_the_mean():
     combined = CombinedReward([longer, longer, FormatReward(weight=2)])
     assert combined(RIGHT, "2", question="1 + 1?") == pytest.approx((1 + 1 + 0.4) / 4)
     assert list(combined.parts) == ["longer", "longer_2", "FormatReward"]
+
+    def longer_3(completions):
+        return [0.0] * len(completions)
+
+    assert CombinedReward([longer_3, longer, longer])(RIGHT, "2", question="") == 2 / 3
     with pytest.raises(ValueError, match="weights"):
         CombinedReward([FormatReward(weight=0)])
 
