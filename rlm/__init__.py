@@ -1,5 +1,5 @@
-"""Code shared by the stage scripts. Importing this package does not import torch or use the
-network."""
+"""Code shared by the scripts, such as train_grpo.py. Importing this package does not import torch
+or use the network."""
 
 import os
 import sys

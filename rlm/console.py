@@ -21,7 +21,7 @@ HELP = """usage: rlm COMMAND [options]
 
   rlm sft        runs train_sft.py: teaches the format (stage 1)
   rlm grpo       runs train_grpo.py: trains with GRPO (stage 2)
-  rlm eval       runs eval.py: measures accuracy with intervals
+  rlm eval       runs eval.py: measures accuracy with confidence intervals
   rlm ask        runs inference.py: answers one question, or opens a prompt loop
   rlm serve      runs server.py: serves a model over HTTP, with a web page
   rlm doctor     runs train_grpo.py --doctor: finds out why a reward is flat
@@ -63,7 +63,7 @@ def main() -> NoReturn:
         run_main(view.main, view.ViewConfig, description=view.__doc__)
     known = [*COMMANDS, "reward", "view"]
     if command not in COMMANDS:
-        print_stderr(f"error: unknown command {command!r}: one of {', '.join(known)}")
+        print_stderr(f"error: unknown command {command!r}; choose from {', '.join(known)}")
         sys.exit(2)
     script, *first = COMMANDS[command]
     sys.argv = [f"rlm {command}", *first, *options]

@@ -52,7 +52,8 @@ def test_the_command_itself_answers(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("rlm 0.")
     assert console(monkeypatch, "fly") == 2
     assert capsys.readouterr().err == (
-        "error: unknown command 'fly': one of sft, grpo, eval, ask, serve, doctor, reward, view\n"
+        "error: unknown command 'fly'; choose from sft, grpo, eval, ask, serve, doctor, reward, "
+        "view\n"
     )
 
 

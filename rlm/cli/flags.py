@@ -65,7 +65,7 @@ class Flag:
     def converted(self, value: Any) -> Any:
         """Return a value as a config stores it: None, or a value of the type of the option.
 
-        A text in any spelling of a choice (Dr.GRPO) becomes the choice.
+        Any spelling of a choice, such as Dr.GRPO, becomes the choice.
 
         Raises:
             ValueError: the value has another type than the option.
@@ -74,7 +74,7 @@ class Flag:
         if isinstance(value, str) and value == "none" and NoneType in kinds:
             return None
         if value is None and (self.default is None or NoneType in kinds):
-            return None  # another option sets it
+            return None  # not set; `complete` or `resolve` may set it
         if isinstance(value, str) and value.startswith("~/") and not self.positional:
             value = os.path.expanduser(value)
         for kind in kinds:
@@ -116,7 +116,7 @@ class Flag:
 
     @property
     def help_text(self) -> str:
-        """Return the help text of --help: the description and the default value."""
+        """Return the text in --help: the description and the default value."""
         items = self.default if isinstance(self.default, tuple) else [self.default]
         words = {"None": "none", "True": "on", "False": "off"}
         values = ",".join(words.get(str(item), str(item)) for item in items)
@@ -164,7 +164,7 @@ GROUPS: dict[str, str] = read_table("option_groups")  # heading of --help → na
 def flags_of(cls: type) -> Sequence[Flag]:
     """Return the flags of a dataclass: its fields in order, then the entries of OTHER_SPELLINGS.
 
-    The options of a class without CHANGED_FIRST have no headings, because they are only few.
+    The options of a class without CHANGED_FIRST have no headings, because they are few.
     """
     kinds, fields = get_type_hints(cls), dataclasses.fields(cls)
     spellings: Mapping[str, Flag] = getattr(cls, "OTHER_SPELLINGS", {})
@@ -214,7 +214,7 @@ def takes_aliases(cls: type[T]) -> type[T]:
 
 
 def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Map options that are given under any of their names to the names of their fields.
+    """Replace aliases among the names of the options with the names of the fields.
 
     Raises:
         TypeError: a name is unknown, or an option is given twice.
@@ -234,7 +234,7 @@ def by_field(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_spellings(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the aliases in `values` by the fields that the aliases set (`Flag.becomes`).
+    """Replace the aliases in `values` with the fields that they set (`Flag.becomes`).
 
     Raises:
         ValueError: the fields already have other values, or the value of an alias is invalid.
@@ -336,7 +336,7 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
 
 
-# Maps options of other programs to our option for the same purpose and the form of its value
+# Maps options of other trainers to our option for the same purpose, with a description of its value
 # (docs/how-to/coming-from.md).
 OTHER_UNITS = {
     "warmup_ratio": ("warmup_steps", "a number of updates"),

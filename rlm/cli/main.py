@@ -85,7 +85,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
             raise
         what = f"{error.filename} cannot be written" if error.filename else "the disk is full"
         go_on = _how_to_resume(cls, parse_options.get("argv")) or " and run it again"
-        print_stderr(f"error: {what}: {error.strerror}; make room{go_on}")
+        print_stderr(f"error: {what}: {error.strerror}; free disk space{go_on}")
         code = 2
     sys.exit(code)
 
@@ -106,7 +106,7 @@ def _open_standard_streams() -> None:
 
 
 def _report_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error that ends the program, as Python does, but Ctrl-C as one line."""
+    """Print an uncaught exception as Python does, but print one line for Ctrl-C."""
     if issubclass(kind, KeyboardInterrupt):
         print_stderr("interrupted")
     else:
@@ -122,7 +122,7 @@ def _refuse(error: UsageError) -> int:
 def _how_to_resume(cls: type, argv: Sequence[str] | None) -> str:
     """Return a hint with the command that resumes the run; "" if the script has no --resume.
 
-    With several processes, the hint contains no command, because the launcher's is not known.
+    With several processes, the hint contains no command, because the launcher is not known.
     """
     if "resume" not in {field.name for field in dataclasses.fields(cls)}:
         return ""
@@ -162,7 +162,10 @@ def _what_takes_less(cls: type) -> str:
     use = {"quantize": "--quantize 4bit", "model": "a smaller --model"}
     named = " or ".join(with_dashes(name) for name in lower if name in options)
     used = ", ".join(text for name, text in use.items() if name in options)
-    return "; ".join(filter(None, [named and f"lower {named}", used and f"use {used}"])) or "--help"
+    return (
+        "; ".join(filter(None, [named and f"lower {named}", used and f"use {used}"]))
+        or "see --help"
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -80,7 +80,7 @@ def required(value: T | None, option: str) -> T:
 
 
 def resolve_config(cls: type[T], argv: Sequence[str] | None = None, **options: Any) -> T:
-    """Parse the command line and complete the values by `cls.resolve`, if the class defines it.
+    """Parse the command line and complete the values with `cls.resolve`, if the class defines it.
 
     `resolve(given)` receives the values that a preset, the YAML file or the command line sets, and
     returns the values of the config. Only `resolve` may inspect the machine or read files.

@@ -424,15 +424,15 @@ def main_that(result):
         (None, ["--limit", "4"], 2, "error: --limit 4 is less than --batch-size 8\n"),
         (UsageError("no model\nin x"), [], 2, "error: no model in x\n"),
         (KeyboardInterrupt(), [], 130, "interrupted\n"),
-        (FULL, [], 2, "error: a.json cannot be written: No space left on device; make room"),
-        (OVER_QUOTA, [], 2, "error: the disk is full: Disk quota exceeded; make room"),
+        (FULL, [], 2, "error: a.json cannot be written: No space left on device; free disk space"),
+        (OVER_QUOTA, [], 2, "error: the disk is full: Disk quota exceeded; free disk space"),
     ],
 )
 def test_run_main(result, argv, code, stderr, capsys):
     with pytest.raises(SystemExit) as stop:
         run_main(main_that(result), Config, argv=argv)
     assert stop.value.code == code
-    rest = " and run it again\n" if stderr.endswith("make room") else ""
+    rest = " and run it again\n" if stderr.endswith("free disk space") else ""
     assert capsys.readouterr() == ("", stderr + rest)
 
 
