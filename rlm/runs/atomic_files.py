@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 def read_lines(path: Path, *, repair: bool = True) -> list[dict[str, Any]]:
     """Read the rows of a JSON lines file; return [] if the file does not exist.
 
-    An incomplete last line is ignored, and removed from the file with a warning.
+    An incomplete last line is ignored.
 
     Args:
-        repair: whether to remove an incomplete last line from the file. Pass False if another
-            process may still be writing this line.
+        repair: whether to remove an incomplete last line from the file, with a warning. Pass False
+            if another process may still be writing this line.
 
     Raises:
         UsageError: any other line is not a JSON object.
@@ -116,8 +116,8 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a file, and sync the file to disk.
 
-    After an error, such as a full disk, the file is as before: the next row of another thread must
-    not follow a part of a row.
+    After an error, such as a full disk, the file is unchanged, so that no later row follows a part
+    of a row.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json_lines(rows).encode("utf-8", "backslashreplace")  # see replace_file

@@ -144,7 +144,7 @@ def check_space(option: str, path: Path, needed: int) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an error while writing a file into a one-line message.
+    """Convert an error while writing a file into a UsageError.
 
     Raises:
         UsageError: an OSError or SafetensorError was raised in the context, or the plain Exception
@@ -193,7 +193,10 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder if it exists. It is renamed first, so that a kill leaves no part of it."""
+    """Delete a folder if it exists.
+
+    It is renamed first, so that a kill never leaves a partial folder under its name.
+    """
     doomed = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)  # a killed process may have left the folder
     if folder.exists():
@@ -275,7 +278,7 @@ def resume_run(
         origin: the `run_origin` of the current command.
         adapter: the trained tensors, which are stored as "adapter/<name>".
         may_change: options that a resumed run may change, because they do not affect training.
-        expected_keys: keys of the state that distinguish this stage from the other stage.
+        expected_keys: keys that a state of this stage (SFT or GRPO) must contain.
 
     Raises:
         UsageError: no checkpoint exists, or the checkpoint is from a run with another script,
@@ -291,7 +294,7 @@ def resume_run(
         )
     began = state["origin"]
     if began["base_hash"] != origin["base_hash"]:
-        raise UsageError(f"{where} was trained on another model or adapter")
+        raise UsageError(f"{where} was trained on another base model; choose another run")
     may_change = {*may_change, *free_steps(began["config"], origin["config"])}
     if changes := differences(began, origin, may_change):
         raise UsageError(
@@ -300,7 +303,7 @@ def resume_run(
         )
     saved = {key: t.shape for key, t in tensors.items() if key.startswith("adapter/")}
     if saved != {f"adapter/{name}": tensor.shape for name, tensor in adapter.items()}:
-        raise UsageError(f"{where} was trained on another model or adapter")
+        raise UsageError(f"{where} has an adapter with other tensors; choose another run")
     steps, asked = began["config"].get("steps"), origin["config"].get("steps")
     for what in changed_inputs(began.get("inputs", {}), origin["inputs"]):
         terminal.line(

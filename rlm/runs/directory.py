@@ -1,4 +1,4 @@
-"""The run directory, with config, metrics, samples, checkpoints and lock, and signal handling.
+"""The run directory, which contains the files of a run, and the handling of signals.
 
 runs/grpo/config.json  metrics.jsonl  train_logs.csv  samples.jsonl  curves.png
           checkpoints/step_000010/{state.safetensors, state.json, manifest.json}
@@ -160,7 +160,8 @@ class RunDirectory:
             first_step: 0, or the step at which a resumed run continues.
         """
         if self.writes:
-            with writing(self.path / "config.json"):  # a new run with --config does not resume
+            # With `resume` off, `--config config.json` starts a new run.
+            with writing(self.path / "config.json"):
                 replace_json(self.path / "config.json", {**config, "resume": False})
             self.tracker = open_tracker(config["tracker"], self.path, config, first_step)
 
@@ -214,7 +215,7 @@ class RunDirectory:
                 rows.pop()
             kept = [row for row in rows if row]
             if damaged := len(rows) - len(kept):
-                terminal.line(f"warning: damaged rows that were removed from {file}: {damaged}")
+                terminal.line(f"warning: number of damaged rows removed from {file}: {damaged}")
             with writing(file):
                 replace_file(file, json_lines(kept))
 

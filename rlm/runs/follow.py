@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         port = self.connection.getsockname()[1]
-        # Prevent DNS rebinding: with any host name accepted, any web page could read the run.
+        # Prevent DNS rebinding: if every host name were accepted, a web page could read the run.
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", f"open http://{ADDRESS}:{port}\n")
         marks = parse_qs(url.query, keep_blank_values=True).get("mark", [])

@@ -66,7 +66,7 @@ def accuracy_over_time(
     title: str,
     ylabel: str = "right, %",
 ) -> None:
-    """Draw one line with an interval band for each curve, over the minutes of training.
+    """Draw up to three curves with interval bands, over the minutes of training.
 
     Args:
         curves: a map from the name of a curve to its points, (minute, interval). Intervals are
@@ -134,7 +134,7 @@ def learning_curves(metrics: Sequence[Mapping[str, float]], path: Path, title: s
 
 
 def _draw_panel(axes: Axes, title: str, rows: Sequence[Mapping[str, float]], key: str) -> None:
-    """Draw a metric with the recorded intervals of a validation, or with the mean of the reward."""
+    """Draw a metric with its recorded intervals, or the reward with its running mean."""
     tidy(axes)
     axes.set_title(title, fontsize=10, loc="left")
     scale = 100 if title.endswith("%") else 1

@@ -44,7 +44,7 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
     Returns:
         A dictionary with `name`, `running` (None if unknown), `age` (seconds since the last step),
         `mark` (for the next call), `groups` (the groups since the mark), and `again` (whether the
-        log was restarted, so that `groups` contains all groups). If there are new steps, the
+        log was truncated, so that `groups` contains all groups). If there are new steps, the
         dictionary also contains `steps` (the metrics of each step) and `curves` for all steps,
         `total` (the number of steps of the whole run), and `left` (the remaining seconds).
 
@@ -67,7 +67,7 @@ def read_run(path: Path, mark: str = "") -> dict[str, Any]:
     if version == metrics_mark and mark:
         return news
     rows, config = read_log(metrics), read_json(path / "config.json")
-    # A process writes config.json when it begins to train, also if it resumes the run.
+    # Each training process writes config.json when it starts or resumes the run.
     began = (path / "config.json").stat().st_mtime if config else math.inf
     trained = max(0.0, state.st_mtime - began) if state else 0.0
     return news | {
@@ -87,8 +87,8 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
     A mark consists of an offset and a checksum of the last MARKED bytes before this offset.
 
     Returns:
-        The rows, the next mark, and whether the log was cut since the mark. A resumed or restarted
-        run cuts its logs; in this case, all rows are returned.
+        The rows, the next mark, and whether the log was truncated since the mark, as by a resumed
+        or restarted run. If it was truncated, all rows are returned.
     """
     start, known = (int(part, 16) for part in mark.split(".")) if mark else (0, 0)
     if not log.exists():
@@ -104,7 +104,7 @@ def _read_since(log: Path, mark: str) -> tuple[list[dict[str, Any]], str, bool]:
                 break
             rows.append(row)
             start += len(line)
-        # From the same stream, because a resumed run may have replaced the file meanwhile.
+        # Read the same stream, because a resumed run may have replaced the file meanwhile.
         return rows, f"{start:x}.{_checksum(stream, start):x}", again
 
 

@@ -22,8 +22,8 @@ from rlm.cli import terminal
 from rlm.runs.atomic_files import replace_file
 
 TRACKER_NAMES = ("none", "wandb", "tensorboard", "trackio")
-# Our metrics, and the names that dashboards of other GRPO tools use for them. Metrics are logged
-# under both names.
+# Maps our metrics to the names that dashboards of other GRPO tools use. Metrics are logged under
+# both names.
 ALIASES = {
     "reward/mean": "rollouts/returns_mean",
     "loss/policy": "training/loss",
@@ -32,13 +32,13 @@ ALIASES = {
     "eval/accuracy": "val/accuracy",
 }
 RUN_ID = ".run_id"  # file in the run directory with the id of the run for its tracker
-WANDB_HEADER = 7  # bytes of a W&B log without entries, as a process that is killed at once leaves
+WANDB_HEADER = 7  # size in bytes of a W&B log without entries, left by a process killed early
 TABLE_COLUMNS = ("step", "question", "gold", "completion", "reward", "advantage")
 TABLE_ROWS = 16  # maximum number of rows in a table; samples.jsonl contains all completions
 
 
 class Tracker:
-    """Sends logs to a back-end until the back-end raises an error."""
+    """Sends logs to a backend until the backend raises an error."""
 
     def __init__(self, name: str, back_end: BackEnd) -> None:
         self._name = name
@@ -67,7 +67,7 @@ class Tracker:
         self._call("table", step, rows[:TABLE_ROWS])
 
     def close(self) -> None:
-        """Close the back-end; later calls have no effect."""
+        """Close the backend; later calls have no effect."""
         self._call("close")
         self._back_end = None
 
@@ -81,7 +81,7 @@ class Tracker:
             terminal.line(f"tracker {self._name} failed and is no longer used: {error!r}")
 
 
-# Each back-end has the attribute `where`, which tells the user how to view the run, and the methods
+# Each backend has the attribute `where`, which tells the user how to view the run, and the methods
 # `log`, `table` and `close`.
 
 
@@ -124,7 +124,7 @@ class _Wandb:
 class _TensorBoard:
     def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
-        # Readers drop what an earlier process of this run logged from `first_step` on.
+        # TensorBoard drops what an earlier process of this run logged from `first_step` on.
         self._writer = module.SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
         rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
         self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}")

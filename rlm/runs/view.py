@@ -4,9 +4,10 @@
     rlm view runs/grpo --follow                       # http://127.0.0.1:8008, during the run
     rlm view runs/grpo --compare runs/other --output both.html
 
-The page contains curves with bands, a list of the steps, and the groups of each step. Completions
-are coloured by advantage and shown with their rewards and verdicts. Filters select completions that
-are wrong, truncated, or right for a wrong reason. The HTML file needs no server and no network.
+The page contains curves with intervals, a list of the steps, and the groups of each step.
+Completions are coloured by advantage and shown with their rewards and verdicts. Filters select
+completions that are wrong, truncated, or right for a wrong reason. The HTML file needs no server
+and no network.
 With --follow, the page is updated from the logs of the run.
 """
 

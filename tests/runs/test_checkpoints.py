@@ -293,7 +293,7 @@ def test_a_damaged_row_before_a_checkpoint_costs_no_other_row(tmp_path, capsys, 
     run.metrics_file.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))
     run.truncate(3)
     assert [row["step"] for row in run.metrics()] == [0, 2]
-    said = f"damaged rows that were removed from {run.metrics_file}: 1"
+    said = f"damaged rows removed from {run.metrics_file}: 1"
     assert said in "".join(capsys.readouterr().out.splitlines())
 
 
