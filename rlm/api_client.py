@@ -1,4 +1,4 @@
-"""The client for OpenAI-compatible servers: for the LLM APIs of the recipes, and for vLLM.
+"""A client for OpenAI-compatible servers: the LLM APIs that the recipes use, and vLLM.
 
 The client retries requests itself, because each attempt has to wait for the rate limit and count
 against the budget.
@@ -63,12 +63,12 @@ class Usage:
     """The cost and tokens of a request.
 
     Before the reply, these are the maximum cost and an estimate of the tokens. Then they are
-    replaced by the actual values.
+    replaced with the actual values.
     """
 
     cost: float = 0.0
     tokens: int = 0
-    started: float = 0.0
+    started: float = 0.0  # set by RateLimit.wait, on the clock of `time.monotonic`
 
 
 class Budget:
@@ -82,13 +82,13 @@ class Budget:
 
     @contextmanager
     def reserve(self, usage: Usage) -> Iterator[None]:
-        """Reserve a request's maximum cost while the request runs; then count its actual usage.
+        """Reserve a request's maximum cost while the request runs; then count its actual cost.
 
         If the maximum does not fit into the budget together with the requests in flight, wait for
         these requests: most of them will cost less than their maximum.
 
         Args:
-            usage: contains the maximum cost; the caller replaces it by the actual cost.
+            usage: contains the maximum cost; the caller replaces it with the actual cost.
 
         Raises:
             BudgetExceeded: the request does not fit even when no other request is in flight.
@@ -167,7 +167,7 @@ class APIError(UsageError):
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A reply. `text` is "" if the reply has no text (a reasoning model that was cut off)."""
+    """A reply. `text` is "" if the reply has no text, as when a reasoning model is cut off."""
 
     text: str
     finish_reason: str | None
@@ -203,7 +203,7 @@ class APIClient:
             key_source: the place where the user sets `api_key`, named in error messages.
             budget, rate_limit: may be shared by several clients; every attempt counts.
             concurrency: maximum number of requests in flight; further requests wait.
-            timeout: seconds without a byte from the server after which an attempt fails.
+            timeout: an attempt fails after this many seconds without a byte from the server.
             attempts: number of attempts per request, including the first.
             backoff: seconds before the second attempt, doubled before each further attempt.
 
@@ -240,7 +240,7 @@ class APIClient:
             APIError: the server rejected the request, every attempt failed, or the reply is
                 invalid.
             BudgetExceeded: the request could exceed the budget, so it was not sent.
-            UsageError: the server or model does not exist, or the server rejects the key.
+            UsageError: the URL or model does not exist (404), or the server rejects the key.
         """
         body = {"model": model, "messages": list(messages), "temperature": temperature}
         body |= {"max_tokens": max_tokens, **options}
@@ -251,8 +251,8 @@ class APIClient:
         try:
             choice, tokens = reply["choices"][0], _token_counts(reply)
             message = choice["message"]
-            text = _text(message.get("content"))  # some servers omit an empty one
-            # vLLM and OpenRouter send "reasoning", others the longer name.
+            text = _text(message.get("content"))  # some servers omit empty content
+            # vLLM and OpenRouter send "reasoning"; others send "reasoning_content".
             reasoning = _text(message.get("reasoning") or message.get("reasoning_content"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise APIError(f"{self.url}: the reply has no message or no usage", 200) from error
@@ -271,10 +271,13 @@ class APIClient:
         return models
 
     def served_weights(self, model: str) -> dict[str, Any]:
-        """Return the hashes of the base model, the adapter and the lessons behind a model's name.
+        """Return the hashes of the base model, the adapter and the lessons that a server uses.
 
         Only this project's server publishes them, so for other servers the result is empty. The
         requests are free.
+
+        Args:
+            model: the name of the served model.
         """
         root = self.url.removesuffix("/v1")
         try:

@@ -22,10 +22,10 @@ MAX_DECIMALS = 6  # digits after the decimal point
 
 
 class Tool(Protocol):
-    """A tool: a callable that returns the text to insert after a completion's text so far.
+    """A callable that returns the text to insert next into an unfinished completion.
 
     Attributes:
-        name: the name of the tool in the run's records.
+        name: recorded as `tool` in the config of a run that receives the tool as a Python object.
         trigger: the tool is called when the text ends with this string ("": after every token).
     """
 
@@ -33,10 +33,13 @@ class Tool(Protocol):
     trigger: str
 
     def __call__(self, text: str) -> str | None:
-        """Return the text to insert after `text`, the end of the completion so far, or None.
+        """Return the text to insert after `text`, or None.
 
         The result must depend only on `text`, because completions must be reproducible from the
         prompt, the seed and the weights.
+
+        Args:
+            text: the last part of the completion so far (at most 256 tokens).
         """
         ...
 
@@ -45,7 +48,7 @@ def as_tool(tool: object) -> Tool:
     """Return `tool` as a `Tool`; a class is instantiated.
 
     Raises:
-        TypeError: `tool` is not a Tool; the message names the missing attribute.
+        TypeError: `tool` is not a Tool; the message names what is missing.
     """
     tool = tool() if isinstance(tool, type) else tool
     for attribute in ("name", "trigger"):
