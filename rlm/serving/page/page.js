@@ -177,7 +177,7 @@ function newPanel(adapter, n) {
   const panel = { article, n, counts: Object.create(null), text: "", said: "" };
   for (const element of article.querySelectorAll("[class]")) panel[element.className] ??= element;
   const before = $("result").querySelector("article") ?? $("history").querySelector("article");
-  for (const folded of ["thinking", "details"]) { // keep the sections that the user has closed closed
+  for (const folded of ["thinking", "details"]) { // sections that the user has closed stay closed
     if (before) panel[folded].open = before.querySelector(`.${folded}`).open;
   }
   if (adapter) show(panel.who, adapter === BASE ? "Base" : `Trained: ${adapter}`);
@@ -334,7 +334,7 @@ function showRunning(running) {
   $("answer-now").hidden = true;
 }
 
-function showVotes(panel, winner) { // of a tie, the winner comes first
+function showVotes(panel, winner) { // in a tie, the winner comes first
   const votes = Object.entries(panel.counts).sort((a, b) => b[1] - a[1] || (b[0] === winner) - (a[0] === winner));
   showRows(panel.votes, votes.map(([given, count]) => {
     const bar = make("progress", given === winner ? "winner" : "");
@@ -382,7 +382,7 @@ const NUMBER = new RegExp(
 
 /** Returns remarks about the answer, such as warnings. */
 function remarksOf({ final_answer: final, warnings, model, answer_type: type = answerType(model.adapter) }) {
-  const remarks = warnings.map((text) => (text === "tie" ? "Two answers have equally many votes: the first is shown." : inWords(text)));
+  const remarks = warnings.map((text) => (text === "tie" ? "Several answers have equally many votes: the first is shown." : inWords(text)));
   if (final === null) remarks.push("No final answer in the form that was asked for.");
   else if (type === "number" && model.adapter !== BASE && !NUMBER.test(asked)) {
     remarks.push("The question seems to contain no number. This model has learned to answer every question with a number.");
