@@ -21,15 +21,16 @@ NEW_KEY_HINT = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
-FORM = "application/x-www-form-urlencoded"  # the default of curl -d
-WINDOW_SECONDS = 60  # of the rate limit
+FORM = "application/x-www-form-urlencoded"  # the media type that `curl -d` sends by default
+WINDOW_SECONDS = 60  # length of the window of the rate limit
 
 
 class Keys:
     """The API keys, stored as SHA-256 hashes. A server without keys listens only on loopback.
 
-    Wrong keys share one rate limit (middleware.py). No address is locked out, because all clients
-    behind a tunnel have the same address. Short keys are rejected, so that keys cannot be guessed.
+    Requests with a wrong key share one rate limit (middleware.py). No address is locked out,
+    because all clients behind a tunnel have the same address. Short keys are rejected, because they
+    could be guessed.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -84,7 +85,7 @@ def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
 
     Raises:
         UsageError: the file cannot be read, or a key is invalid. An empty variable or file is an
-            error too, because it would open the server.
+            error too, because the server would then require no key.
     """
     keys = []
     if "RLM_API_KEY" in env:
@@ -106,9 +107,8 @@ def load_keys(env: Mapping[str, str], key_file: Path | None) -> Keys:
 class AllowedHosts(set[str]):
     """The host names that requests may be addressed to, in lower case and without a port.
 
-    The check of the Host header prevents DNS rebinding: the owner of a web page can let the page's
-    name point to 127.0.0.1, so that the page may use this server, but the page cannot choose the
-    Host header.
+    The check of the Host header prevents DNS rebinding. A web page whose host name resolves to
+    127.0.0.1 could otherwise use this server. The page cannot choose the Host header.
     """
 
     def __init__(self, names: Iterable[str] = (), *, numeric: bool = False) -> None:
@@ -157,7 +157,7 @@ def read_origins(origins: Iterable[str]) -> list[str]:
 
 
 def is_form_of_ours(headers: Headers, allowed: Iterable[str]) -> bool:
-    """Return whether a request with the media type of a form comes from an allowed client.
+    """Return whether a request has the media type of a form and comes from an allowed client.
 
     `curl -d` sends this media type by default, without an Origin header. A browser sends a form to
     another server without a CORS preflight, so a web page may use this media type only if its
@@ -177,8 +177,8 @@ def client_address(peer: str, headers: Headers) -> str:
     """Return the client address for the rate limit of a public server.
 
     X-Forwarded-For is used only if the peer is this machine, where a tunnel's agent or a proxy
-    appends the client's address to the header. Requests without the header count for the peer. An
-    IPv6 client is identified by its network (/64), because one client has many addresses.
+    appends the client's address to the header. Otherwise the result is the address of the peer.
+    An IPv6 client is identified by its network (/64), because one client has many addresses.
     """
     values = headers.getlist("x-forwarded-for")
     if values and is_loopback(peer):

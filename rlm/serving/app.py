@@ -81,10 +81,10 @@ def create_routes(service: Service, *, needs_key: bool = False) -> FastAPI:
 
 
 async def _watch(service: Service) -> None:
-    """Fail all waiting requests when the engine hangs or is dead."""
+    """Fail all accepted requests when the engine hangs or is dead."""
     while True:
         await asyncio.sleep(0.5)
-        if problem := service.engine_problem():  # while the model loads, none are waiting
+        if problem := service.engine_problem():  # no requests are accepted while the model loads
             service.fail_all(problem)
 
 

@@ -62,7 +62,7 @@ class RunningRequest:
     last_token: float | None = None  # time of the last token so far
     error: Exception | None = None  # raised by a function that `guard` wrapped
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
-    outcome: str = "cancelled"  # at the end "finished" or the code of an HTTPProblem
+    outcome: str = "cancelled"  # becomes "finished" or the code of an HTTPProblem
 
     def __post_init__(self) -> None:
         self._loop, self._outputs = asyncio.get_running_loop(), asyncio.Queue()
@@ -186,7 +186,7 @@ class Engine:
 
     @property
     def has_thread(self) -> bool:
-        """Whether the thread runs, even if it did not stop in time."""
+        """Whether the thread still runs, for example because `stop` timed out."""
         return self._thread.is_alive()
 
     @property
@@ -233,7 +233,7 @@ class Engine:
 
     def _loop(self) -> None:
         while True:
-            with suppress(Empty):  # there is work, and no further command
+            with suppress(Empty):  # raised if there are sequences to generate and no commands
                 while command := self._commands.get(block=not any(self._running.values())):
                     command()
                 return
@@ -279,7 +279,7 @@ class Engine:
             request = running[handle]
             try:
                 _deliver(request, new)
-            except UsageError as error:  # the grammar turned out to be too complex
+            except UsageError as error:  # the grammar is too complex
                 self._remove(request)
                 request.put(HTTPProblem(422, "validation", str(error)))
             except Exception as error:  # only this request fails
@@ -310,8 +310,8 @@ def _deliver(request: RunningRequest, tokens: Sequence[Token]) -> None:
 def _fail_batch(requests: Sequence[RunningRequest]) -> None:
     """Fail the requests of a failed step.
 
-    A single request gets a 500. Several requests get a 503, which allows their clients to retry,
-    because only one of the requests may have caused the failure.
+    A single request gets a 500. Several requests get a 503, so that their clients retry: probably
+    only one of the requests caused the failure.
     """
     again = HTTPProblem(
         503, "engine_down", "a step of the batch failed: send the request again", retry_after=1

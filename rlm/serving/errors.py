@@ -56,7 +56,7 @@ _SAID = {
     "union_tag_invalid": "its {discriminator} must be {expected_tags}",
     "union_tag_not_found": "its {discriminator} is missing",
 }
-_NO_PATH = {  # maps the router's messages to advice for clients that use another protocol or path
+_NO_PATH = {  # maps the router's messages to advice for clients that use another path or method
     "Not Found": "this path does not exist; send questions to POST /phase1/reasoning, or with "
     "OpenAI's protocol to POST /v1/chat/completions (the client's base_url must end with /v1)",
     "Method Not Allowed": "this path does not support this method: use POST to send questions "
@@ -120,7 +120,7 @@ def as_problem(error: Exception) -> HTTPProblem:
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "validation")
         return HTTPProblem(error.status_code, code, _NO_PATH.get(error.detail, str(error.detail)))
-    return HTTPProblem(500, "internal", "internal error: see the server log for the request id")
+    return HTTPProblem(500, "internal", "internal error: look up the request id in the server log")
 
 
 def invalid(errors: Iterable[Mapping[str, Any]]) -> HTTPProblem:

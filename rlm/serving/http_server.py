@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 from rlm.cli import UsageError
 from rlm.serving.service import Service
 
-# Options of uvicorn. X-Forwarded-For is ignored, because clients can forge the header.
+# Options of uvicorn. It must not trust X-Forwarded-For, which clients can forge; see
+# `client_address` in access.py.
 UVICORN: dict[str, Any] = {
     "http": "h11",
     "lifespan": "on",

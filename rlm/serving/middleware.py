@@ -1,8 +1,8 @@
 """Check every request before the application: headers, Host, API key, rate limit and body.
 
 All paths except PUBLIC require an API key, so new and unknown routes are protected by default. The
-path is compared in the same form as in the router. Servers that authorise by a prefix of the path
-or by a rebuilt URL have had security holes.
+check uses the same path as the router: servers that authorise by a prefix of the path or by a
+rebuilt URL have had security holes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SecuritySettings:
     requests_per_minute: int = 120
     public: bool = False  # reachable through a tunnel without a key
     allowed_origins: Sequence[str] = ()  # origins of web pages that may use this server
-    failures_per_minute: int = 20  # requests with a wrong key, from all addresses together
+    failures_per_minute: int = 20  # maximum number of wrong keys, from all addresses together
 
 
 class SecurityMiddleware:
@@ -192,7 +192,7 @@ def _unknown_host(headers: Headers) -> HTTPProblem:
 
 
 def check_headers(scope: Scope, headers: Headers) -> None:
-    """Check the size of the headers and the length of the body.
+    """Check the size of the headers, and that only one of them gives the length of the body.
 
     Raises:
         HTTPProblem: 431 for large headers, 400 for a body with two lengths (request smuggling).
@@ -213,8 +213,8 @@ async def read_body(
 ) -> Receive:
     """Read the whole body within the limits of size and time.
 
-    If an allowed client sends a body as a form, and the body begins with a brace, its media type is
-    changed to JSON: a form never begins with a brace.
+    A body that an allowed client sends as a form is treated as JSON if it begins with a brace. A
+    form never begins with a brace.
 
     Returns:
         a `receive` callable that passes the whole body to the application at once.

@@ -69,7 +69,7 @@ class AdapterSampler:
 
     sampler: Sampler
     activate: Callable[[], None]  # makes this adapter the active adapter of the shared model
-    prefix: Sequence[int]  # the common beginning of all prompts
+    prefix: Sequence[int]  # token ids with which all prompts begin
 
 
 def find_models(
@@ -129,7 +129,7 @@ def find_models(
 
 
 def _base_info(adapter: Path, model: str | None) -> AdapterInfo:
-    """Return the info of the adapter that --base omits.
+    """Return the info of the default adapter, which --base does not serve.
 
     If the adapter is damaged and --model gives the base model, the info is empty.
     """
@@ -156,7 +156,7 @@ def _adding(hint: str) -> Iterator[None]:
 
 
 def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
-    """Return the adapters in a folder without the adapter `but`.
+    """Return the adapters in a folder, except the adapter `but`.
 
     Raises:
         UsageError: the folder contains no adapter.
@@ -174,14 +174,17 @@ def _adapters_in(folder: Path | None, but: Path | None) -> list[Path]:
     if not found:
         hint = ""
         if (folder / ADAPTER_FILES[0]).is_file():
-            hint = f"; it is an adapter: pass the folder that contains it, {folder.parent}"
-        raise UsageError(f"--adapters {folder}: no folder in it is an adapter{hint}")
+            hint = f"; it is itself an adapter: pass its parent folder, {folder.parent}"
+        raise UsageError(f"--adapters {folder}: this folder contains no adapters{hint}")
     return [path for path in found if not (but and path.resolve() == but.resolve())]
 
 
 def _check_files(path: Path, folder: Path | None) -> None:
     if not _NAME.fullmatch(path.name):
-        raise UsageError(f"{path}: an adapter name may contain only letters, digits and . _ -")
+        raise UsageError(
+            f"{path}: an adapter name has at most 64 letters, digits and . _ -, and begins with a "
+            "letter or digit; rename the folder"
+        )
     if folder is not None and path.parent == folder and path.resolve().parent != folder.resolve():
         raise UsageError(f"{path} is a link to a folder outside {folder}")
     unsafe = [file.name for file in path.iterdir() if file.suffix in _CAN_EXECUTE]
@@ -207,7 +210,7 @@ def load_samplers(
             with _adding(f"; {TRAIN_OR_BASE if is_default else _without(path)}"):
                 model = load_adapter(model, path, trainable=False, name=inner[name])
     set_adapter = _adapter_switch(model)
-    samplers, share = {}, 1 / len(models.adapters)  # memory fraction of each sampler
+    samplers, share = {}, 1 / len(models.adapters)  # fraction of the memory for each sampler
     for name, adapter in models.adapters.items():
         activate = partial(set_adapter, None if name == BASE else inner[name])
         activate()

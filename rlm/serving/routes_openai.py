@@ -166,16 +166,16 @@ class ChatRequest(Strict):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    # OpenAI's fields that are accepted only with values that have no effect:
+    # OpenAI's fields that are accepted only with values that have no effect, with two exceptions:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None
     logprobs: Annotated[Any, Only(False, what="a log-probability")] = None
     top_logprobs: Annotated[Any, Only(0, what="a log-probability")] = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat | None = None  # supported
     tools: Annotated[Any, Only([], what="a tool")] = None
     tool_choice: Annotated[Any, Only("none", "auto", what="a tool")] = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = None  # ignored
     functions: Annotated[Any, Only([], what="a function")] = None
     function_call: Annotated[Any, Only("none", "auto", what="a function")] = None
     modalities: Annotated[Any, Only(["text"], what="another modality")] = None
@@ -215,7 +215,7 @@ class ChatRequest(Strict):
             raise ValueError("the last message must have the role user")
         if roles[0] != "user":
             raise ValueError("the first message after the system messages must have the role user")
-        if is_empty(self.turns[-1][0]):  # the messages of the user at the end
+        if is_empty(self.turns[-1][0]):  # the joined user messages at the end
             raise ValueError("the last message is empty")
         if self.max_tokens and self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens mean the same: send only one")
@@ -304,7 +304,7 @@ def _context(request: ChatRequest) -> tuple[list[tuple[str, str, str]], str]:
 
 
 def _in_openai_names(problem: HTTPProblem, request: ChatRequest) -> HTTPProblem:
-    """Replace the name of the field in an error by its name in OpenAI's protocol.
+    """Replace the field's name in an error with its name in OpenAI's protocol.
 
     In the message, the name is replaced only at the beginning, because elsewhere the same word may
     have another meaning.

@@ -24,7 +24,7 @@ class Strict(BaseModel):
 
 
 def is_empty(text: str) -> bool:
-    """Return whether a text contains only spaces and zero-width characters."""
+    """Return whether a text contains no visible characters."""
     return not any(char.isprintable() and not char.isspace() for char in text)
 
 

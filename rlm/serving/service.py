@@ -1,4 +1,4 @@
-"""Checks requests of both protocols, submits them to the engine, and releases them at the end."""
+"""Check requests of both protocols, submit them to the engine, and release them at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rlm.serving.schema import JSONSchemaFormat, ReasoningRequest, TextFormat
 
 T = TypeVar("T")
 PREPARE_SECONDS = 10.0  # maximum time to compile a grammar or to render a prompt
-MAX_ABANDONED = 2  # maximum number of abandoned threads of each kind
+MAX_ABANDONED = 2  # maximum number of abandoned calls that still run, for each `_Preparation`
 
 
 class Service:
@@ -58,7 +58,8 @@ class Service:
     ) -> None:
         """
         Args:
-            experiences: lessons from earlier problems. The most similar ones are added to a prompt.
+            experiences: lessons from earlier problems. The lessons most similar to a question are
+                added to its prompt.
             nearest: the maximum number of lessons in a prompt.
         """
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
@@ -72,7 +73,7 @@ class Service:
         self._running: dict[str, RunningRequest] = {}
         # The tokens of each accepted, unfinished request. This includes requests in preparation.
         self._reserved: dict[str, int] = {}
-        # A future for each request in preparation. Setting it to a problem ends the request.
+        # A future for each request in preparation. An HTTPProblem as its result ends the request.
         self._preparing: set[asyncio.Future[HTTPProblem]] = set()
         # A slow schema must not hold up the requests without a schema.
         self._compiling, self._rendering = _Preparation(), _Preparation()
@@ -108,7 +109,7 @@ class Service:
         Args:
             api: name of the protocol, for the metrics.
             turns: earlier turns of the conversation, as (question, reasoning, answer).
-            system: text that is appended to the format's system prompt, unless it is this prompt.
+            system: text to append to the format's system prompt, unless the two are equal.
 
         Raises:
             HTTPProblem: the request exceeds a limit, the queue is full, or the engine is not ready.
@@ -211,7 +212,7 @@ class Service:
         return self.engine.has_thread or any(abandoned)
 
     def _admit(self, id: str, tokens: int) -> None:
-        """Give a request a place in the queue, or change the number of tokens of its place.
+        """Reserve a queue place and tokens for a request, or change the number of its tokens.
 
         A request that already has a place continues while the server drains.
         """
@@ -275,7 +276,7 @@ class Service:
     ) -> tuple[GrammarMatcher | None, list[int], tuple[str, ...]]:
         """Compile the constraint on the answer, if any, and render the prompt.
 
-        As many of the most similar lessons are added to the prompt as fit into it.
+        The most similar lessons are added to the prompt, as many as fit.
 
         Args:
             deadline: the request's deadline, on the clock of `time.monotonic`.
@@ -292,7 +293,7 @@ class Service:
         system_prompt = f"{format.system_prompt}\n{system}" if is_new else None
 
         def render(question: str, examples: Sequence[tuple[str, str]]) -> list[int]:
-            # After an earlier reply without tags, the model often does not reason.
+            # Add missing tags to earlier replies: without them, the model often does not reason.
             tag, _ = format.answer_tags
             earlier = [
                 (user, answer if tag in answer else format.completion(reasoning, answer))
@@ -311,7 +312,7 @@ class Service:
 
 
 class _Preparation:
-    """Runs calls of one kind, which prepare requests, in threads. Only one call runs at a time.
+    """Runs calls that prepare requests, one at a time, each in a thread.
 
     A call that takes longer than PREPARE_SECONDS is abandoned, so that it does not block the calls
     of other requests. Python cannot stop its thread, so the number of such threads is limited.
@@ -366,7 +367,7 @@ class _Preparation:
 def _in_thread(call: Callable[[], T]) -> Future[T]:
     """Run a call in a daemon thread, which does not keep the process alive."""
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # an abandoned call still sets its result
+    done.set_running_or_notify_cancel()  # prevents cancellation: an abandoned call sets its result
 
     def run() -> None:
         try:

@@ -83,8 +83,8 @@ class Tunnel:
                 ngrok_path=str(find_agent(os.environ)),
                 config_path=str(path),
                 start_new_session=True,  # Ctrl-C must not end the agent before the server
-                # This is shorter than our time limit, because pyngrok's error contains the
-                # agent's message.
+                # Shorter than our own limit, so that pyngrok times out first: its error contains
+                # the agent's message.
                 startup_timeout=int(0.75 * OPEN_SECONDS),
             )
             config.auth_token = None  # pyngrok would put it on the command line
