@@ -147,7 +147,7 @@ class OrchestratorTrainer(GRPOTrainer):
     ) -> None:
         """Log the metrics of a step, and append every graph with its trace to rollouts.jsonl.
 
-        The metrics are extended by those that only train_logs.csv contains.
+        This method adds the metrics that only train_logs.csv needs.
         """
         penalty = self.config.kl_weight * metrics.get("loss/kl_weighted", 0.0)
         metrics = metrics | {
