@@ -2,8 +2,8 @@
 
 The model answers under random schemas of four kinds, at temperature 1. `jsonschema` validates each
 answer that was not cut off. Then completions of equal length are sampled in turns with and without
-masks. This runs on one thread and counts CPU time, so that other processes do not matter. The exit
-status is 1 if an answer does not match its schema.
+masks. They run on one thread, and CPU time is counted, so that other processes do not matter. The
+exit status is 1 if an answer does not match its schema.
 
     python -m benchmarks.structured_outputs --json docs/results/structured_outputs.json
 """
