@@ -160,6 +160,7 @@ class Training:
         return self.start(name, *resume).wait()
 
     def _meet(self, process: subprocess.Popen, fault: str, seconds: float) -> int:
+        """Send a signal after `seconds`, except for a full disk, and return the exit status."""
         if fault == "full disk":
             return process.wait()
         with suppress(subprocess.TimeoutExpired):

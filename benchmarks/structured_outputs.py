@@ -38,7 +38,7 @@ FREE = "free"
 @dataclass
 class StructuredOutputsConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
-    schemas: int = flag(200, "number of random schemas, of four types in turn", min=4)
+    schemas: int = flag(200, "number of random schemas, of four kinds in turn", min=4)
     max_new_tokens: int = flag(256, "maximum completion length in tokens", min=8)
     rows: int = flag(8, "number of timed completions, sampled at the same time", min=1)
     timed_tokens: int = flag(96, "length of a timed completion in tokens", min=1)

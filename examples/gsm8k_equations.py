@@ -136,9 +136,9 @@ def read_equations(answer: str) -> Solution:
 def read_sentences(answer: str) -> Solution:
     """Return the equations and the published text around them.
 
-    The published text repeats both sides of each equation: `48 / 2 = <<48/2=24>>24 clips`. Here the
-    sentence is `<<48/2=24>> clips`. The result is empty if a number in the text differs from the
-    calculator's result, or if the text contains a calculation without an annotation.
+    The published text repeats both sides of each equation: `48 / 2 = <<48/2=24>>24 clips`. The
+    returned solution reads `<<48/2=24>> clips`. It is empty if a number in the text differs from
+    the calculator's result, or if the text contains a calculation without an annotation.
     """
     equations, nothing = read_equations(answer).equations, Solution([], [""])
     texts = _NOTE.split(answer.rpartition("####")[0].strip())[::3]
@@ -160,7 +160,7 @@ def read_sentences(answer: str) -> Solution:
 
 
 def _as_written(left: str) -> re.Pattern[str]:
-    """Match `left` and = at the end of a text, also with spaces, $ and thousands separators."""
+    """Return a pattern for `left` and = at the end of a text; spaces, $ and commas are optional."""
     tokens = re.findall(r"\d+|\D", left)
     digits = [r",?".join(token) if token.isdigit() else re.escape(token) for token in tokens]
     spaced = [d.replace(r"\*", r"[*xX×]") for d in digits]

@@ -185,7 +185,7 @@ class EvidenceConfig:
 
     @property
     def tool(self) -> str:
-        """The initial adapter's tool, for training and for judging."""
+        """The initial adapter's tool, for training and for the evaluation."""
         return AdapterInfo.load(self.adapter).tool if self.adapter else "none"
 
     # --- the cells ------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class EvidenceConfig:
 
 
 # Settings for GSM8K. The arms start from the shipped adapter and use its calculator, because so
-# small a model learns too little from a few hundred solutions. All test problems are judged.
+# small a model learns too little from a few hundred solutions. All test problems are used.
 GSM8K = {
     "adapter": Path("weights/final_rlm_lora"), "lora_r": 32, "solved": 64, "sft_passes": 1,
     "steps": 20, "learning_rate": 1e-4, "max_new_tokens": 160, "base_new_tokens": 256,

@@ -80,7 +80,7 @@ class SelectConfig(AskingConfig):
         "attempts",
         min=1,
     )
-    kinds: tuple[str, ...] = flag(KINDS, "types of candidates to make", choices=KINDS)
+    kinds: tuple[str, ...] = flag(KINDS, "kinds of candidates to make", choices=KINDS)
     held_out: int = flag(160, "number of held-out problems for testing the candidates", min=1)
     trial_size: int = flag(
         64,

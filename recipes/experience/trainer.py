@@ -82,7 +82,7 @@ class Trainer:
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
-        """Raise UsageError if the run was started with other options.
+        """Save the options of the run; raise UsageError if it was started with other options.
 
         Its existing records would not be comparable with new ones.
         """
