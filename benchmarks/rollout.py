@@ -50,7 +50,7 @@ class RolloutConfig(harness.BenchmarkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(rows % GROUP for rows in self.rows) or not self.rows:
-            raise ValueError(f"--rows must be multiples of {GROUP}, the completions of a prompt")
+            raise ValueError(f"--rows must be multiples of {GROUP} (completions per prompt)")
 
 
 Arms = Mapping[str, samplers.Draw]

@@ -75,8 +75,8 @@ class ShipConfig:
     )
     validation: int = flag(
         200,
-        "number of validation problems of each training dataset, which choose the average of the "
-        "adapters before and after GRPO; 0: ship the adapter as it is",
+        "number of validation problems of each training dataset, with which the weights of the "
+        "adapters before and after GRPO are chosen; 0: no average",
         min=0,
     )
     max_new_tokens: int = flag(160, "maximum completion length in tokens", min=1)

@@ -2,8 +2,8 @@
 
 The model answers under random schemas of four kinds, at temperature 1. `jsonschema` validates each
 answer that was not cut off. Then completions of equal length are sampled in turns with and without
-masks. This runs on one thread and counts CPU time, so that other processes do not matter. The exit
-status is 1 if an answer does not match its schema.
+masks. They run on one thread, and CPU time is counted, so that other processes do not matter. The
+exit status is 1 if an answer does not match its schema.
 
     python -m benchmarks.structured_outputs --json docs/results/structured_outputs.json
 """
@@ -38,7 +38,7 @@ FREE = "free"
 @dataclass
 class StructuredOutputsConfig(harness.BenchmarkConfig):
     adapter: Path | None = flag(None, "adapter to sample with")
-    schemas: int = flag(200, "number of random schemas, of four types in turn", min=4)
+    schemas: int = flag(200, "number of random schemas, of four kinds in turn", min=4)
     max_new_tokens: int = flag(256, "maximum completion length in tokens", min=8)
     rows: int = flag(8, "number of timed completions, sampled at the same time", min=1)
     timed_tokens: int = flag(96, "length of a timed completion in tokens", min=1)

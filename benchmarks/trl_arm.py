@@ -37,7 +37,7 @@ from rlm.model import (
 from rlm.rewards import CorrectnessReward
 from rlm.training import GRPOConfig, problems_for_step
 
-# TRL's settings that do not change what is learned; grpo_step sets them by `--trl-…`.
+# Default settings for TRL's speed and memory; grpo_step sets them with `--trl-…`.
 SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
 
 

@@ -77,7 +77,7 @@ def main(config: DemoConfig) -> int:
         run_dir=config.output / "grpo",
     )
     sft = resolve_config(train_sft.SFTConfig, sft_argv)
-    grpo = parse(train_grpo.GRPOConfig, grpo_argv)  # reports a mistake in it before stage 1
+    grpo = parse(train_grpo.GRPOConfig, grpo_argv)  # reports its mistakes before stage 1
     settings = _evaluation_settings(config, sft, grpo)
     dataset = required(settings.dataset, "dataset")
     problems = load_problems(dataset, "test", max_samples=config.problems)

@@ -136,9 +136,9 @@ def read_equations(answer: str) -> Solution:
 def read_sentences(answer: str) -> Solution:
     """Return the equations and the published text around them.
 
-    The published text repeats both sides of each equation: `48 / 2 = <<48/2=24>>24 clips`. Here the
-    sentence is `<<48/2=24>> clips`. The result is empty if a number in the text differs from the
-    calculator's result, or if the text contains a calculation without an annotation.
+    The published text repeats both sides of each equation: `48 / 2 = <<48/2=24>>24 clips`. The
+    returned solution reads `<<48/2=24>> clips`. It is empty if a number in the text differs from
+    the calculator's result, or if the text contains a calculation without an annotation.
     """
     equations, nothing = read_equations(answer).equations, Solution([], [""])
     texts = _NOTE.split(answer.rpartition("####")[0].strip())[::3]
@@ -160,7 +160,7 @@ def read_sentences(answer: str) -> Solution:
 
 
 def _as_written(left: str) -> re.Pattern[str]:
-    """Match `left` and = at the end of a text, also with spaces, $ and thousands separators."""
+    """Return a pattern for `left` and = at the end of a text; spaces, $ and commas are optional."""
     tokens = re.findall(r"\d+|\D", left)
     digits = [r",?".join(token) if token.isdigit() else re.escape(token) for token in tokens]
     spaced = [d.replace(r"\*", r"[*xX×]") for d in digits]
@@ -184,11 +184,11 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
     - the source of a number is unknown: it may depend on a number that is drawn anew;
     - the question writes a number that no equation uses, such as a total that would be wrong;
     - an equation is not exact, or the question asks for the largest of something;
-    - the solution's text has a number that is neither in the question nor in an equation, or counts
-      in words what the question does not.
+    - the solution's text has a number that is neither in the question nor in an equation, or a
+      number word that is not in the question.
     """
     equations = solution.equations
-    # All numbers, also those of 5:8.
+    # All numbers, also the 5 and the 8 of 5:8.
     written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]
     used = [Fraction(n) for left, _ in equations for n in _NUMBER.findall(left)]
     counted, shares = said_in_words(question)
@@ -305,7 +305,7 @@ def recompute(
 
 def compute(expression: str) -> Fraction | None:
     """Compute +, -, *, / and brackets of decimal numbers exactly; return None for anything else."""
-    if re.search(r"%|(?:^|[-+*/(])\s*\+", expression):  # a percentage or a plus sign
+    if re.search(r"%|(?:^|[-+*/(])\s*\+", expression):  # a percentage or a unary plus
         return None
     try:
         return evaluate_expression(expression)

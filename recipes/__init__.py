@@ -1,4 +1,4 @@
-"""Recipes that apply the GRPO loop to other actors than a single reasoning model.
+"""Recipes that apply GRPO to more than a single model: to agents, and to lessons in a prompt.
 
 A recipe may import `rlm` and the scripts of the project, but never another recipe.
 """

@@ -169,7 +169,7 @@ def _curve(
     rows, scores, model = [], config.folder(cell) / "scores", examiner.model
     final = {n: t.clone() for n, t in model.named_parameters() if "lora_" in n}
     validate = partial(_validate, config, examiner, validation)
-    on_the_way = {}  # not for SFT, whose checkpoints are written every minute, not at fixed steps
+    on_the_way = {}  # only the methods `grpo` and `trl` have points before the end
     if not ARMS[cell.arm].role and "seconds_until" in training:
         on_the_way = _points(config, config.folder(cell) / "train")
     for step, folder in on_the_way.items():

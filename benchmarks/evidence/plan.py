@@ -32,7 +32,7 @@ class Arm(NamedTuple):
     kind: str
     needs: tuple[str, ...] = ()  # methods that must run first with the same seed
     # "baseline" (equal cost, equal information), "control" (must not gain), "algorithm" (another
-    # algorithm, as many completions), "choice" (one thing changed) or "" (none of these)
+    # algorithm, as many completions), "choice" (a variant of GRPO or TOPR) or "" (none of these)
     role: str = ""
     grpo: Mapping[str, Any] = {}  # options of GRPOConfig that differ from the grid's
     rounds: int = 1  # rounds of rejection sampling, each of which starts from the previous adapter
@@ -55,7 +55,7 @@ VALIDATE_EVERY, VALIDATION_PROBLEMS = 3, 100  # steps between validations, probl
 START = "sft"
 OURS = "grpo"  # the method whose training time is the budget of the baselines
 FLIPPED = (0.05, 0.1, 0.2)  # shares of flipped rewards, as with a verifier that makes mistakes
-BEST = "topr"  # the default algorithm; if the grid contains it, the report shows its leads
+BEST = "topr"  # the default algorithm; if the grid contains it, the report shows its lead
 # DAPO takes this share of a step's problems. It replaces groups with equal rewards (four in ten at
 # the start), so that it samples about as many completions as GRPO.
 DYNAMIC_SHARE = 0.6
@@ -146,7 +146,7 @@ def count(default: int, help: str, at_least: int = 1) -> Any:
 class EvidenceConfig:
     command: str = flag("run", "command to run", choices=("run", "report"), positional=True)
     cells: tuple[str, ...] = flag((), "cells to run, e.g. grpo-s0, trl-*, *-s1 (empty: all)")
-    list: bool = flag(False, "only list the finished and the missing cells")
+    list: bool = flag(False, "only list the finished and the unfinished cells")
     seeds: tuple[int, ...] = flag((0, 1, 2), "training seeds")
     grid: Path = flag(Path("runs/evidence"), "folder for the cells")
     docs: Path = flag(Path("docs/results/six"), "folder for the report")
@@ -181,11 +181,11 @@ class EvidenceConfig:
     def __post_init__(self) -> None:
         check_values(self)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("--seeds needs different numbers, at least one")
+            raise ValueError("--seeds must be one or more different numbers")
 
     @property
     def tool(self) -> str:
-        """The initial adapter's tool, for training and for judging."""
+        """The initial adapter's tool, for training and for the evaluation."""
         return AdapterInfo.load(self.adapter).tool if self.adapter else "none"
 
     # --- the cells ------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class EvidenceConfig:
 
 
 # Settings for GSM8K. The arms start from the shipped adapter and use its calculator, because so
-# small a model learns too little from a few hundred solutions. All test problems are judged.
+# small a model learns too little from a few hundred solutions. All test problems are used.
 GSM8K = {
     "adapter": Path("weights/final_rlm_lora"), "lora_r": 32, "solved": 64, "sft_passes": 1,
     "steps": 20, "learning_rate": 1e-4, "max_new_tokens": 160, "base_new_tokens": 256,

@@ -58,9 +58,10 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
 
 
 def _curve_points(results: Results, arm: str, axis: str, kind: str) -> list[Point]:
-    """Return the points that all seeds have: the start, equal numbers of samples, and the end.
+    """Return the points that all seeds have: the start, the end, and the checkpoints in between.
 
-    Other points are left out, such as that of the additional checkpoint of an interrupted run.
+    Checkpoints are matched by their number of samples. Those that are not in all seeds are left
+    out, such as the additional checkpoint of an interrupted run.
     """
     starts = {cell["seed"]: cell["curve"][-1] for cell in results.arms[START]}
     rows = []

@@ -26,7 +26,7 @@ TAUGHT = tuple(
 )
 
 WORDS = ("taught", "practised", "unseen")  # test sets of word problems; most tables pool them
-OTHER = "reasoning_gym"  # a test set of older results
+OTHER = "reasoning_gym"  # a test set that only older results contain
 TITLES = {
     "taught": "types with worked solutions",
     "practised": "types with answers only",

@@ -28,7 +28,10 @@ def write_report(config: EvidenceConfig) -> None:
     copy_results(config)
     results = Results.load(config.docs / "evidence")
     if not results.arms:
-        raise UsageError(f"no cell is finished in {config.grid} or {config.docs}/evidence")
+        raise UsageError(
+            f"no cell is finished in {config.grid} or {config.docs}/evidence: run "
+            "python -m benchmarks.evidence first"
+        )
     page = config.docs / "README.md"
     values = contents(results)
     if values["learned"]:

@@ -1,8 +1,8 @@
 """Trains the adapter of a cell.
 
 The functions run in the cell's process, write to the cell's directory and return the contents of
-`train.json`. The adapter after the last update is evaluated. Only in runs with early stopping, the
-trainer may select an earlier adapter by its validation.
+`train.json`. The adapter after the last update is evaluated. With early stopping, the trainer may
+select an earlier adapter by its validation.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
     """Run rejection sampling with as many completions as GRPO, for about as long.
 
     Each round samples its part of the problems with the previous round's adapter. It then trains
-    this adapter on all right completions so far, with at least as many examples as the round has
-    new ones.
+    this adapter on all right completions so far. The number of examples is at least that of the
+    round's new right completions.
     """
     rounds, practice = ARMS[cell.arm].rounds, pools(config, cell.seed).practice
     adapter, budget = _start(config, cell), _budget(config, cell) / rounds
@@ -124,7 +124,7 @@ def _rejection(config: EvidenceConfig, cell: Cell) -> Record:
 
 
 def _harvest(config: EvidenceConfig, cell: Cell) -> Record:
-    """Run SFT on the right completions of this seed's GRPO, for about as long as its updates."""
+    """Run SFT on the right completions of this seed's GRPO run, for as long as its updates took."""
     ours = config.folder(Cell(OURS, cell.seed))
     steps = read_json(ours / "train.json")["steps"]
     drawing = sum(step["sample"] + step["score"] for step in steps)

@@ -176,7 +176,7 @@ def variables_of(name: str) -> dict[str, str]:
 def _is_own_server(entry: Mapping[str, Any]) -> bool:
     """Return whether a role that only environment variables define uses this project's server.
 
-    A key without a URL belongs to a provider whose URL was forgotten.
+    A key without a URL is for a provider whose URL is missing.
     """
     if "base_url" not in entry:
         return "api_key" not in entry

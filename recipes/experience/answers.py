@@ -105,7 +105,7 @@ def answer_all(
     stage: str,
     nearest: int = NEAREST,
 ) -> Replies:
-    """Sample replies to each problem, whose prompt has the nearest lessons of the library."""
+    """Sample replies to each problem, with the nearest lessons of the library in its prompt."""
 
     def task(problem: Problem, sample: int) -> tuple[str, Callable[[], ChatReply]]:
         asked = apply_experiences(problem.question, library, nearest)

@@ -30,7 +30,7 @@ class DemoConfig:
     dataset: str = flag("word-problems:1", "dataset of problems to answer")
     split: str = flag(
         "test_families",
-        "split of the dataset; the default's problem types are new to the bare model, but similar "
+        "split of the dataset; the default's problem types are new to the base model, but similar "
         "to training problems of the adapter in weights/",
     )
     problems: int = flag(240, "number of problems to evaluate", min=1)

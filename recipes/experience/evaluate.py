@@ -76,7 +76,7 @@ class EvaluateConfig(AskingConfig):
     samples: int = flag(4, "number k of answers per problem", min=1)
     temperature: float = flag(0.3, "sampling temperature", min=0)
     role: str = flag("generator_1", "role whose endpoint is evaluated", choices=GENERATORS)
-    run_dir: Path = flag(RUN_DIR, "folder of the run that wrote the libraries, and for the results")
+    run_dir: Path = flag(RUN_DIR, "folder of the run that wrote the libraries, and of the results")
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -138,12 +138,12 @@ def questions_of(library: Path) -> set[str]:
 
 
 def placebo(library: Sequence[Experience]) -> list[Experience]:
-    """Return a library that gives each lesson's problems the least similar lesson instead.
+    """Return a control library, in which the least similar lesson replaces each lesson.
 
-    The prompts then change as often as with the real library, but contain lessons of other
-    problems. A lesson is left out if even the least similar lesson is similar enough to be used for
-    its problems (`reach`). Lessons of recipes.experience.train have a reach of 0, so all are left
-    out.
+    The replacement is used for the problems of the original, so as many prompts contain lessons as
+    with the real library. A lesson gets no replacement if even the least similar lesson is within
+    its `reach`, that is, similar enough to be used for its problems. Lessons of
+    recipes.experience.train have a reach of 0, so none of them gets a replacement.
     """
     others = [min(library, key=lambda e: similarity(e.about, place.about)) for place in library]
     return [
@@ -172,7 +172,7 @@ def compare(problems: Sequence[Problem], replies: Mapping[str, Replies]) -> dict
         before = [*rows[BASELINE]["scores"].values()] if rows else []
         rows[name] = {
             "problems": len(whole),
-            # A bootstrap interval of equal scores would have no width.
+            # With one sample per problem, the scores are 0 or 1 and get Wilson's interval.
             "accuracy": summarize_scores(values, trials={*values} <= {0, 1}),
             "difference": paired_bootstrap(before, values) if rows else None,
             "tokens_read": sum(reply.prompt_tokens for reply in given),

@@ -74,7 +74,7 @@ def replace_library(library: Path, items: Sequence[Lesson], questions: Sequence[
     if before.strip() not in ("", "[]", text.strip()):
         kept = library.with_suffix(".prev.json")
         problems_file(kept).unlink(missing_ok=True)
-        # The questions are copied, not moved: after a kill, the next call moves the library.
+        # The questions are copied, not moved: a kill must not leave the library without them.
         if problems_file(library).exists():
             replace_file(problems_file(kept), problems_file(library).read_bytes())
         library.replace(kept)

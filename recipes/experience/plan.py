@@ -31,7 +31,7 @@ from rlm.grading import parse_number, split_completion
 MAX_TEXT = 50_000  # maximum characters of a reply that are searched for JSON
 MAX_OPENINGS = 50  # maximum number of "{" at which decoding is tried
 MAX_RULE = 300  # maximum characters of a rule
-MAX_BITS = 4096  # maximum size of the numerator and of the denominator of each value
+MAX_BITS = 4096  # maximum size of the numerator and the denominator of a value, in bits
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -183,10 +183,11 @@ def parse_plan(reply: str, *, acyclic: bool = False) -> Plan:
 
 
 def check_plan(plan: Plan) -> dict[str, float]:
-    """Check the form of a plan, and return values from 0 to 1.
+    """Check the form of a plan, and return scores from 0 to 1.
 
-    These are the share of steps whose inputs are all known or computed earlier, whether the steps
-    compute the target by rules, and the share of rules that are arithmetic.
+    - `inputs_there` is the share of steps whose inputs are all known or computed earlier.
+    - `target_reached` is 1 if such a step computes the target by an arithmetic rule, else 0.
+    - `rules_parse` is the share of rules that are arithmetic.
     """
     rules = [(link.effect, is_arithmetic(link.rule)) for link in plan.causal_graph]
     known, steps, with_inputs = set(plan.knowns), plan.computation_plan, 0
@@ -207,8 +208,9 @@ def check_plan(plan: Plan) -> dict[str, float]:
 def plan_value(plan: Plan) -> Fraction | None:
     """Compute the target by the plan's own steps in exact arithmetic.
 
-    Return None if it cannot be computed: a value is unknown, a percentage or has more than MAX_BITS
-    bits, a formula is invalid, or a formula uses more than + - * / // % ** and the EXACT_FUNCTIONS.
+    Return None if it cannot be computed: a value is unknown, is a percentage or has more than
+    MAX_BITS bits, a formula is invalid, or a formula uses other operations than + - * / // % ** and
+    EXACT_FUNCTIONS.
     """
     known = {name: parse_number(str(value)) for name, value in plan.knowns.items()}
     # "30%" may be meant as 30 or as 0.3.

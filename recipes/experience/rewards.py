@@ -129,9 +129,9 @@ def fusion_reward(fused: Plan, proposals: Sequence[Plan]) -> float:
     r_fusion = 0.3 consistency + 0.3 conflict resolution + 0.2 preservation + 0.2 improvement.
 
     - Consistency is the share of the merged graph that also occurs in a proposal.
-    - Preservation is the share that the merged graph keeps of what at least half of the proposals
-      contain.
-    - Both shares are weighted: 0.4 for nodes and 0.6 for edges.
+    - Preservation considers the nodes and edges that at least half of the proposals contain. It is
+      the share of them that the merged graph keeps.
+    - In both shares, nodes have a weight of 0.4, and edges a weight of 0.6.
     - Conflict resolution considers the quantities for which the proposals have different rules. It
       is the share of them for which the merged plan has exactly one rule, taken from a proposal.
       Without such quantities, it is NO_CONFLICT.
@@ -164,7 +164,7 @@ def _share(part: set, whole: set) -> float:
 
 
 def _rules(plan: Plan) -> set[tuple[str, str]]:
-    """Return the pairs (effect, rule) of a plan; rules have no spaces and no left-hand sides."""
+    """Return the pairs (effect, rule) of a plan, without the spaces and left sides of rules."""
     rules = {(link.effect, "".join(link.rule.split())) for link in plan.causal_graph}
     return {(effect, text) for effect, rule in rules if (text := rule.rpartition("=")[2])}
 

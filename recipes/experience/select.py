@@ -80,11 +80,11 @@ class SelectConfig(AskingConfig):
         "attempts",
         min=1,
     )
-    kinds: tuple[str, ...] = flag(KINDS, "types of candidates to make", choices=KINDS)
+    kinds: tuple[str, ...] = flag(KINDS, "kinds of candidates to make", choices=KINDS)
     held_out: int = flag(160, "number of held-out problems for testing the candidates", min=1)
     trial_size: int = flag(
         64,
-        "number of held-out problems per candidate: those most similar to the problem it is from",
+        "number of held-out problems per candidate: those most similar to its own problem",
         min=6,
     )
     alpha: float = flag(

@@ -1,4 +1,4 @@
-"""Trains one role: samples a group of rollouts per problem, and learns lessons from differences.
+"""Trains one role: samples a group of rollouts per problem, and learns from their differences.
 
 The records of a run are the source of truth. The record of a problem is written before the library
 file and contains the updated library, so nothing is lost if the process is killed between the two
@@ -82,7 +82,7 @@ class Trainer:
         self.library.resume(self.records)
 
     def check_options(self, options: Row) -> None:
-        """Raise UsageError if the run was started with other options.
+        """Save the options of the run; raise UsageError if it was started with other options.
 
         Its existing records would not be comparable with new ones.
         """
@@ -312,18 +312,18 @@ class Trainer:
         listed = ", ".join(f"{count} {name}" for name, count in counts.items())
         if self.is_critic and not plans:
             why = "no generator has two valid plans for the same problem, which could be merged"
-            remedy = "set models that can write plans for the generators in --api-config"
+            remedy = "in --api-config, set generator models that can write plans"
         elif not plans.get("parsed"):
             why = f"no reply was a valid plan ({listed or 'no replies'})"
             remedy = f"raise {self.agent.limited_by}, " * ("truncated" in plans)
-            remedy += "set a model that can write plans in --api-config"
+            remedy += "set a model in --api-config that can write plans"
         elif not summary["groups with σ > τ"]:
             right = f"{summary['right']} of {summary['rollouts']} attempts were right"
             why = f"the attempts at each problem have similar scores, σ ≤ {self.tau:g} ({right})"
             remedy = "use more or other problems (--max-problems, --dataset), raise --temperature"
         else:
             why = f"{summary['groups with σ > τ']} comparisons gave no valid lesson ({listed})"
-            remedy = "set a model that can write lessons in --api-config"
+            remedy = "set a model in --api-config that can write lessons"
         return (
             f"nothing was learned: {why}; {remedy}, or run: "
             "python -m recipes.experience.select (worked examples, for small models)"

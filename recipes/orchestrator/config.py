@@ -160,7 +160,7 @@ class OrchestratorConfig(GRPOConfig):
         by_default = not ("agent_adapter" in given or given.get("agent_url"))
         name = values.get("agent_model") or values.get("model")
         if by_default and name and (why := adapter_mismatch(DEFAULT_AGENT_ADAPTER, name)):
-            terminal.line(f"the agents use the bare model: {why}")
+            terminal.line(f"the agents use their base model without an adapter: {why}")
             values["agent_adapter"] = None
         return values
 
@@ -174,7 +174,7 @@ PUBLISHED_NAMES = {
 
 
 class Config:
-    """Contains the options of the original README, as attributes that code can assign."""
+    """Contains the options in PUBLISHED_NAMES, as attributes that code can assign."""
 
     def __init__(self) -> None:
         for name, option in PUBLISHED_NAMES.items():

@@ -3,7 +3,7 @@
 All rows use the same agents. An attempt at a problem may use twice --agent-max-tokens: a single
 agent in one reply, and two agents in two replies. The tokens that the orchestrator writes are not
 part of this limit and have a separate column. In the row with a vote, the number of votes is chosen
-so that they have about as many tokens as the orchestrator and its agents together. Rows are paired
+so that they use about as many tokens as the orchestrator and its agents together. Rows are paired
 by problem, so a problem on which an agent's API failed is left out of all rows. The confidence
 intervals are over the problems, and do not cover the differences between seeds.
 
@@ -43,7 +43,7 @@ from rlm.runs import check_writable, json_lines, replace_file, replace_json
 SINGLE = "single agent"
 BARE, UNTRAINED, TRAINED = (f"orchestrator, {s}" for s in ("bare model", "untrained", "trained"))
 ADAPTERS = {BARE: None, UNTRAINED: "start", TRAINED: "default"}
-# The oracle's plan is made from the worked solution. Its row shows how much a good plan can reach.
+# The oracle's plan is made from the worked solution. Its row shows the accuracy of a good plan.
 ORACLE = "two agents, oracle's plan"
 # Maps each column heading of the second table to the metric of a row and its number format.
 COLUMNS = {
@@ -138,11 +138,11 @@ def load_run(run_dir: Path) -> Orchestrator:
 
 
 def orchestrator_rows(orchestrator: Orchestrator, problems: Sequence[Problem]) -> dict[str, Row]:
-    """Solve the problems with the bare model, the initial adapter and the trained adapter."""
+    """Solve the problems with the base model, the initial adapter and the trained adapter."""
     rows = {}
     for name, adapter in ADAPTERS.items():
         if adapter == "start" and orchestrator.config.sft_adapter is None:
-            continue  # training started from the bare model
+            continue  # training started from the base model
         with using_adapter(orchestrator.policy, adapter):
             rows[name] = [[run] for run in orchestrator.solve(problems)]
         terminal.line(f"{name}: done")

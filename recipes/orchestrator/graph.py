@@ -31,7 +31,7 @@ REASONS = (
     "no_json",  # the text contains no {
     "bad_json",  # the JSON is invalid: truncated, with a raw line break, or with a repeated key
     "trailing_text",  # the JSON is followed by text other than a closing fence
-    "schema",  # the JSON is valid but does not describe a graph of two agents of --graph-form
+    "schema",  # the JSON is valid, but is no graph of two agents with the field of --graph-form
 )
 FIELDS = {"prompts": "system_prompt", "questions": "question"}  # --graph-form → field of an agent
 

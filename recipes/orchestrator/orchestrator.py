@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rlm.sampling import RolloutSampler
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
-MAX_REQUESTS = 16  # requests in flight to the agents' server
+MAX_REQUESTS = 16  # maximum number of concurrent requests to the agents' server
 SYSTEM_PROMPTS = PROMPTS["orchestrator"]  # one for each value of --graph-form
 
 
@@ -90,7 +90,7 @@ def choose_agents(config: OrchestratorConfig) -> AgentModel | RemoteLLM:
 
 
 def identify_agents(agents: AgentModel | RemoteLLM) -> dict[str, str]:
-    """Return a description of the agents and a hash of their weights; {} if no hash is known.
+    """Return {description of the agents: hashes of their weights}; {} if no hash is known.
 
     A server's hash is known only if it is this project's own server.
     """

@@ -14,7 +14,7 @@ from recipes.orchestrator.graph import Graph
 from rlm.data import Problem
 from rlm.grading import Equation, find_equations
 
-WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # the second agent alone solves the problem
+WHOLE_PROBLEM = Graph.plan("{problem}", "{problem}")  # only the second answer counts
 # Relative frequencies of the kinds of random plans. WHOLE_PROBLEM is not among them: it scores best
 # among the bad plans, so GRPO would converge to it before learning to divide a problem.
 KINDS = {"solution": 2, "operations": 1}

@@ -3,8 +3,8 @@
 All first agents run in one batch, and then all second agents. The reward is 1 if the last agent's
 final number is the reference answer, else 0. An invalid graph remains in its group with a reward of
 0, because a retry would hide the failure from the learner. An orchestrator could also solve the
-problem itself and write the answer into a prompt, and no verifier would notice. Such leaks are
-counted, and by default their reward is 0 (--zero-leaks).
+problem itself and write the answer into a prompt. Such leaks are counted, and by default their
+reward is 0 (--zero-leaks).
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ class Trajectory:
 
     @property
     def verdict(self) -> Verdict:
-        """Grade the last reply so far leniently.
+        """Grade the last reply leniently.
 
-        If there is no such reply, the verdict is incorrect and its reason names the cause.
+        If the graph is invalid or an API failed, the verdict is incorrect and its reason says why.
         """
         if isinstance(self.graph, InvalidGraph):
             return Verdict(False, self.graph.reason, None)
@@ -359,7 +359,8 @@ class GraphReward:
 def graph_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute the metrics of graphs and agents over these trajectories.
 
-    Rates are shares of all graphs, except that `graph/distinct` is a share of the valid graphs.
+    Rates are shares of all graphs, except for two: `graph/distinct` is a share of the valid graphs,
+    and `agents/truncated_rate` is a share of the replies.
     """
     if not trajectories:  # this process received no problems
         return {}

@@ -147,7 +147,7 @@ class OrchestratorTrainer(GRPOTrainer):
     ) -> None:
         """Log the metrics of a step, and append every graph with its trace to rollouts.jsonl.
 
-        The metrics are extended by those that only train_logs.csv contains.
+        This method adds the metrics that only train_logs.csv needs.
         """
         penalty = self.config.kl_weight * metrics.get("loss/kl_weighted", 0.0)
         metrics = metrics | {
@@ -177,7 +177,7 @@ class OrchestratorTrainer(GRPOTrainer):
             ]
             run.directory.append(run.directory.path / "rollouts.jsonl", rows)
 
-    def _cold_start(self) -> str:
+    def _start_advice(self) -> str:
         """Return advice on how to start training from an adapter that can write graphs."""
         if self._loaded is None:
             return "leave out --sft-adapter none, so that the cold start teaches the JSON format"
@@ -200,7 +200,7 @@ class OrchestratorTrainer(GRPOTrainer):
         if self.config.sft_adapter is None and self.distributed.is_main:
             terminal.line(
                 "warning: the orchestrator starts without a trained adapter, so hardly any of its "
-                f"graphs will be valid, and the others have a reward of 0: {self._cold_start()}"
+                f"graphs will be valid, and the others have a reward of 0: {self._start_advice()}"
             )
         room = context_window(self.policy), self.config.max_new_tokens
         test = drop_long_prompts(test, self.render, *room, "test problems")

@@ -538,7 +538,7 @@ def test_a_default_agent_adapter_that_is_missing_is_said(
     monkeypatch.chdir(tmp_path)
     typed = ["--model", str(base), "--dataset", "word-problems:1", "--sft-adapter", str(start)]
     assert resolve_config(OrchestratorConfig, typed).agent_adapter is None
-    assert "the agents use the bare model" in capsys.readouterr().out
+    assert "the agents use their base model" in capsys.readouterr().out
     named = resolve_config(OrchestratorConfig, [*typed, "--agent-adapter", "nowhere"])
     with pytest.raises(UsageError, match="nowhere does not exist"):
         choose_agents(named)
@@ -556,7 +556,7 @@ def test_a_default_agent_adapter_of_another_base_is_left_out(
     save_adapter(policy, byte_tokenizer(), tmp_path / DEFAULT_AGENT_ADAPTER, about)
     typed = ["--model", str(base), "--dataset", "word-problems:1", "--sft-adapter", str(start)]
     assert resolve_config(OrchestratorConfig, typed).agent_adapter is None
-    assert "the agents use the bare model: " in capsys.readouterr().out
+    assert "the agents use their base model without an adapter: " in capsys.readouterr().out
     kept = resolve_config(OrchestratorConfig, [*typed, "--agent-model", str(other)])
     assert kept.agent_adapter == DEFAULT_AGENT_ADAPTER
     named = resolve_config(
