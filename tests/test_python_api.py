@@ -153,7 +153,7 @@ def test_rows_and_problems_are_taken_alike():
     assert as_problems(dataset)[8].answer == "16"
     numbers = [{"question": "3 + 3?", "answer": 6}]
     assert as_problems(Dataset.from_list(numbers).with_format("numpy"))[0].answer == "6"
-    with pytest.raises(UsageError, match="dataset is a dict of train: pass one of its values"):
+    with pytest.raises(UsageError, match="dataset is a dict of train: pass one split, or a list"):
         as_problems(DatasetDict({"train": dataset}))
     assert as_problems(iter(ROWS))[0].id == "dataset-1"
     mixed = as_problems([problems[0], ROWS[1]])

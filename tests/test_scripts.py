@@ -284,7 +284,7 @@ def test_every_stage_warns_of_questions_that_ask_for_another_form(
     file = tmp_path / "mine.jsonl"
     rows = [{"question": f"{i}? Put the answer after ####.", "answer": i} for i in range(20)]
     file.write_text("\n".join(json.dumps(row | {"solution": "It is said."}) for row in rows))
-    said = "questions ask for another form of the answer than the system prompt (answer after ####)"
+    said = "questions ask for a different answer format than the system prompt (answer after ####)"
     common = ("--model", model_dir, "--dataset", file)
     assert run(train_sft, *common, "--dry-run", 1) == 0
     assert f"warning: 18 of 18 {said}" in capsys.readouterr().out

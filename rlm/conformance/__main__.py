@@ -3,7 +3,7 @@
     python -m rlm.conformance                                # print a table
     python -m rlm.conformance --trainer my_trainer.py:adapter --json conformance.json
 
-The table covers this trainer, TRL and verl if they are installed, and optionally your own trainer.
+The table covers this trainer, TRL and verl (if installed), and optionally your own trainer.
 The exit code is 1 if a formula of this trainer or of your trainer differs.
 docs/reference/conformance.md lists the formulas, and describes how to write an adapter.
 """

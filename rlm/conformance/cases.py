@@ -1,4 +1,4 @@
-"""Runs the cases of cases.yaml, and compares the results of trainers with the expected results.
+"""Run the cases of cases.yaml, and compare the results of trainers with the expected results.
 
 In the shapes, n is the number of rows (completions), and T is their padded length.
 """
@@ -18,15 +18,15 @@ import yaml
 from torch import Tensor
 
 # The peers are the other trainers. Each has a module peer_<name>, whose constant SOURCE is the
-# trainer's own module, from which lines are cited.
+# trainer's own module. The notes on known differences cite lines of this module.
 PEERS = ("trl", "verl")
 FILE = Path(__file__).with_name("cases.yaml")
 # The default options of a case with the formula "loss".
 LOSS = {
     "aggregation": "sequence",  # "sequence", "token", or "constant": sum / (rows · constant)
     "constant": 8,
-    "ratio": "token",  # or "sequence"
-    "objective": "ppo",  # or "weighted" or "tapered"
+    "ratio": "token",  # or "sequence" (GSPO)
+    "objective": "ppo",  # or "weighted" (CISPO) or "tapered" (TOPR)
     "clip_low": 0.2,
     "clip_high": 0.2,
     "kl_weight": 0.0,
@@ -172,7 +172,7 @@ def place(source: ModuleType, line: str) -> str:
 
 def table(cases: list[Case], user: Callable[..., Any] | None) -> dict[str, Any]:
     """Run every case with this trainer, the installed peers and the user's trainer, if given."""
-    from rlm.conformance.ours import ours  # imports the trainer
+    from rlm.conformance.ours import ours  # imported here, because it imports the trainer
 
     peers, missing = load_peers()
     rows = []

@@ -14,24 +14,23 @@ from rlm.cli import UsageError
 from rlm.grading import ANSWER_TYPES, grade, parse_number, read_choice, split_completion
 
 FIELDS = ("question", "answer", "solution", "completion", "choices", "answer_type", "id")
-HOW_TO_NAME = "name yours with --columns question=COLUMN,answer=COLUMN"
+HOW_TO_NAME = "map them with --columns question=COLUMN,answer=COLUMN"
 
 QUESTION_FIELDS = ("question", "prompt", "problem")
 ANSWER_FIELDS = ("answer", "response")
 CHOICE_FIELDS = ("choices", "options")
-# Prefixes of columns with one choice each, followed by a letter or a number. WinoGrande, PIQA,
-# SWAG, COPA and MedMCQA have such columns.
+# A column with one choice is named with one of these prefixes and a letter or a number, as in
+# WinoGrande, PIQA, SWAG, COPA and MedMCQA.
 CHOICE_PREFIXES = ("option", "option_", "choice", "choice_", "ending", "sol", "op")
 CHAT_FIELDS = ("messages", "conversations")  # conversations: the format of ShareGPT
 BOOLEANS = ("true", "false")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Prefixes and endings of columns with choices that begin with answerA (SocialIQA) or answer0
-# (CosmosQA). Columns that begin with answer1 are not included, because they may be several
-# reference answers.
+# Choices may also be in the columns answerA, answerB, … (SocialIQA) or answer0, answer1, …
+# (CosmosQA). Without answer0, the columns answer1, answer2, … may be several reference answers.
 ANSWER_COLUMNS = (("answer", LETTERS), ("answer", "012345"))
 
 Row = Mapping[str, Any]
-# The callers strip the remaining text, so the pattern need not match the spaces before the line.
+# Matches an answer tag or a line "Final answer …" at the end. The callers strip the text before it.
 FINAL_LINE = re.compile(r"(?:<answer>.*|[*_]*final answer\b[^\n]*)\s*\Z", re.I | re.S)
 REASONING_TAGS = ("think", "reasoning")  # those of `rlm.data.prompts.FORMATS`
 _STATED_AT_END = re.compile(r"(?:\n[^\S\n]*####[^\n]*|<answer>.*)\Z", re.S)
@@ -82,8 +81,8 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
             of key b of the object in column a (verl: `reward_model.ground_truth`), `a.0` is the
             first entry of the list in column a, and `a+b` joins the texts of columns a and b. For
             the field answer_type, an answer type instead of a column applies to all rows. If the
-            map contains a question, it replaces the question of a chat, whose last message remains
-            the completion.
+            map contains a question, this column replaces the question of a chat, and the
+            assistant's last message becomes the completion.
 
     Raises:
         MissingColumn: the row lacks one of the columns.
@@ -102,11 +101,11 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
 def name_classes(rows: Iterable[Row], features: Mapping[str, Any] | None) -> Iterator[Row]:
     """Yield the rows of a dataset with the names of classes instead of their numbers.
 
-    The numbers remain if a class has the name of a column, as in COPA, whose answer choice1 is the
-    number of a choice.
+    A column keeps its numbers if a class has the name of a column: COPA's class choice1 means the
+    choice in the column choice1.
 
     Args:
-        features: the features of a `datasets.Dataset`, of which each `ClassLabel` has names.
+        features: the features of a `datasets.Dataset`. Each `ClassLabel` has names.
     """
     columns = features or {}
     named = {column: getattr(feature, "names", None) or () for column, feature in columns.items()}
@@ -180,7 +179,7 @@ def column_names(row: Row) -> list[str]:
 
 
 def find_layout(row: Row, columns: Mapping[str, str]) -> dict[str, str]:
-    """Return from which columns of a row the question, answer, solution and choices are read.
+    """Return the columns of a row that contain the question, answer, solution and choices.
 
     >>> find_layout({"prompt": "2 + 3?", "target": "5"}, {"answer": "target"})
     {'question': 'prompt', 'answer': 'target'}
@@ -205,7 +204,7 @@ def find_layout(row: Row, columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def unread_texts(row: Row, renamed: Row) -> list[str]:
-    """Return the columns of a row with a text of several words that is not shown to the model.
+    """Return the columns of a row that contain four or more words and are not shown to the model.
 
     Args:
         renamed: the row after `rename_columns`.
@@ -243,7 +242,8 @@ def read_chat(row: Row) -> Row:
     prompt. Other rows are returned unchanged.
 
     Raises:
-        LeftOut: the row has several turns, or its completion is a proof or ends without a number.
+        LeftOut: the row has several turns, no user message or a message that is not text, or it
+            has no answer and its completion does not end with one.
         ValueError: the messages are malformed.
     """
     if _given(row, ANSWER_FIELDS) is None and (answer := _verl_answer(row)) is not None:
@@ -264,7 +264,7 @@ def read_chat(row: Row) -> Row:
         return row
     turns = [text for role, text in prompt if role == "user"]
     if len(turns) != 1 or any(role == "assistant" for role, _ in prompt):
-        raise LeftOut("with several turns, or none")
+        raise LeftOut("with several turns or no user message")
     used = {*CHAT_FIELDS, "completion", *QUESTION_FIELDS}
     rest = {k: v for k, v in row.items() if k not in used}
     found = _read_completion(last, rest, turns[0]) if last else {}
@@ -307,7 +307,7 @@ def read_answer(row: Row) -> Row:
     """
     name = next((name for name in ANSWER_FIELDS if row.get(name) is not None), None)
     value = row[name] if name else None
-    if isinstance(value, str) and value.lstrip().startswith("{"):  # "[0, 1]" is an interval
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # but "[0, 1]" may be an interval
         value = _parsed(value)
     if isinstance(value, Mapping):
         key = next((key for key in ("text", "spans") if isinstance(value.get(key), list)), None)
@@ -345,8 +345,7 @@ def read_choices(row: Row, first: int | None = None) -> Row:
 
     Args:
         first: the number of the first choice, which `first_number` infers from the rows of the
-            file. If it is None, a number is treated as a choice among numbers, as a label, or else
-            as an index from 0.
+            file. If it is None, a number that is neither a choice nor a label is an index from 0.
 
     Raises:
         ValueError: the choices are not texts, or the answer is not one of the choices.
@@ -361,7 +360,7 @@ def read_choices(row: Row, first: int | None = None) -> Row:
     if len(texts) > len(LETTERS):
         raise ValueError(f"more than {len(LETTERS)} choices: {len(texts)}")
     listed = _given(row, CHOICE_FIELDS)
-    # A number among numbers is a choice, unless other rows show that answers are indices.
+    # A number among numbers is the choice itself, unless other rows show that answers are indices.
     is_value = first is None and isinstance(listed, list) and not isinstance(answer, str)
     is_value = is_value and answer in listed
     place = listed.index(answer) if is_value else _place_of(answer, labels, texts, first)
@@ -429,12 +428,12 @@ def _split_choices(text: str) -> list[str]:
     """
     _, *parts = _LABELS.split(text)
     if len(parts) < 4 or [letter.upper() for letter in parts[::2]] != [*LETTERS[: len(parts) // 2]]:
-        raise ValueError("the choices are a single text; write a list")
+        raise ValueError("the choices are a single text that cannot be split; write a list")
     return [choice.strip() for choice in parts[1::2]]
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
-    """Return the labels and the texts of the choices in a row, or empty lists without choices.
+    """Return the labels and the texts of the choices in a row; both are empty without choices.
 
     A row whose answer_type is "number", "text" or "open" has no choices, whatever its columns are
     called.
@@ -468,7 +467,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
 
 
 def _lettered(row: Row) -> list[str]:
-    """Return the names of a row's columns with one choice each, such as A, B, … or option1, ….
+    """Return the names of the columns that contain one choice each: A, B, … or option1, ….
 
     The list is empty if the row has fewer than two such columns.
     """
@@ -502,7 +501,7 @@ def _place_of(
             return LETTERS.index(letter)
     if number is not None and number < len(texts):
         return number
-    lowered = [text.lower() for text in texts]  # "True" among the choices, true in the data
+    lowered = [text.lower() for text in texts]  # the answer true may mean the choice "True"
     return lowered.index(text.lower()) if text.lower() in lowered else None
 
 
@@ -526,16 +525,16 @@ def _read_completion(text: str, rest: Row, question: str) -> dict[str, str]:
         verdict = grade(text, None, strict=False, kind=kind)
         if not verdict.is_answer or verdict.answer is None:
             raise LeftOut(f"with a completion that does not end with a {kind}")
-        # "3 * 4 = 12" is no plain number.
+        # If the answer is "3 * 4 = 12", use its value.
         is_plain = not is_number or parse_number(verdict.answer) is not None
         found["answer"] = verdict.answer if is_plain else str(verdict.value)
     return found
 
 
 def without_tags(solution: str) -> str:
-    """Return the text inside the reasoning tags of a solution; without such text, the rest of it.
+    """Return the text inside the reasoning tags of a solution, or else the rest of the solution.
 
-    The answer at its end, in `<answer>` tags or in a last line of the form `#### 5`, is left out.
+    An answer at the end, in `<answer>` tags or in a last line of the form `#### 5`, is left out.
     """
     for tag in REASONING_TAGS:
         reasoning, rest = split_completion(solution, tag)
@@ -561,12 +560,12 @@ def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
     Reasoning in a field of its own is put into `<think>` tags before the text.
     """
     if not _are_messages(messages):
-        raise ValueError("messages is not a list of role and content")
+        raise ValueError("the messages are not a list of objects with role and content")
     found = []
     for message in messages:
         role = message["role"] if "role" in message else message["from"]
         if not isinstance(role, str):
-            raise ValueError(f"the role of a message is not a text: {str(role)[:40]!r}")
+            raise ValueError(f"the role of a message is not a string: {str(role)[:40]!r}")
         text = message["content"] if "content" in message else message.get("value")
         if isinstance(text, list):  # a list of content parts, which must all be text
             parts = [part.get("text") for part in text if isinstance(part, Mapping)]

@@ -1,4 +1,4 @@
-"""Read experience libraries and add the most similar lessons to a question.
+"""Read experience libraries, which contain lessons, and add the most similar ones to a question.
 
 recipes/experience writes a library as a JSON list of objects with the key `content`. A library can
 be used with any model.
@@ -26,8 +26,9 @@ class Experience:
     content: str
     id: str = ""
     question: str = ""
-    about: str = ""  # the text to which questions are compared
-    # Minimum similarity of a question for which the lesson is used, measured when it was tested.
+    about: str = ""  # the text with which questions are compared
+    # The lesson is used only for questions with at least this similarity. It is the smallest
+    # similarity among the problems with which the lesson was tested.
     reach: float = 0.0
 
 
@@ -58,7 +59,7 @@ def load_experiences(path: str | Path) -> tuple[Experience, ...]:
             f"{path} is not an experience library: expected a JSON list of objects with `content`"
         ) from error
     if not all(lesson.content for lesson in lessons):
-        raise UsageError(f"{path} contains an empty lesson")
+        raise UsageError(f"{path} contains an empty lesson: remove it")
     return lessons
 
 

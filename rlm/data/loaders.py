@@ -81,9 +81,9 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 NAMES = {name: name for name in SPLITS} | {hub["path"].lower(): name for name, hub in HUB.items()}
 CONFIGS = {"gsm8k": ("main", "socratic")}
-# Endings of other files, whose names are not taken for datasets on the hub.
+# Suffixes of unsupported files. A name with such a suffix is not taken for a dataset on the hub.
 OTHER_FILES = (".gz", ".zip", ".txt", ".xlsx", ".xls", ".ods", ".arrow", ".feather")
-SMALL_FILE = 2**22  # maximum size of a file that is read twice, in bytes
+SMALL_FILE = 2**22  # maximum size of a file that `check_dataset` reads, in bytes
 # What a user can do about invalid rows of a dataset that others have published.
 OTHER_ROWS = (
     "choose other --columns, another config or another --split, or write the valid rows into a "
@@ -91,7 +91,7 @@ OTHER_ROWS = (
 )
 # The default levels, and the word in --dataset that requests solutions in sentences.
 ALL_LEVELS, SENTENCES = "1-4", "sentences"
-# Default numbers of generated problems, for train by dataset and for the other splits.
+# Default number of generated problems: in train, by dataset, and in each other split.
 TRAIN_SIZES, OTHER_SIZE = {"word-problems": 2000, "elementary": 8000}, 500
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -253,14 +253,13 @@ class OwnFile:
         raise UsageError(f"--dataset {path}: the file does not exist{others}")
 
     def load(self, split: str, selection: Selection) -> list[Problem]:
-        """Load a split: validation is up to a tenth of the file, and train is the rest."""
+        """Load a split: test is the whole file, validation a part of it, and train the rest."""
         (role, bounds), (source, cut) = split_slice(split), split_slice(selection.rows or "train")
         if role not in FILE_SPLITS:
             raise UsageError(f"{self} has no split {role!r}; it has {', '.join(FILE_SPLITS)}")
         if source != "train":
             raise UsageError(
-                f"--split {selection.rows}: a file has one split, train; pass for example "
-                "train[:500]"
+                f"--split {selection.rows}: select rows of a file as train, for example train[:500]"
             )
         bounds = cut if selection.rows else bounds
         problems = self.read(selection.columns, bounds, quiet=role == "validation")
@@ -321,7 +320,7 @@ class HubDataset:
         )
 
     def load(self, split: str, selection: Selection) -> list[Problem]:
-        """Load a split; if none is published, validation is held out of the training rows.
+        """Load a split; a validation split that is not published is held out of train.
 
         With `max_samples`, a split of more than POOL rows is read only until
         max(POOL, max_samples) problems are found, in a fixed random order.
@@ -343,8 +342,8 @@ class HubDataset:
         if quiet:
             limit = POOL  # the validation split must not depend on max_samples
         columns = parse_columns(selection.columns)
-        told = {"limit": limit, "quiet": quiet, "columns": columns, "remedy": OTHER_ROWS}
-        problems = parse_rows(rows, f"{self} {stored}", prefix, _parse_hub, **told)
+        options = {"limit": limit, "quiet": quiet, "columns": columns, "remedy": OTHER_ROWS}
+        problems = parse_rows(rows, f"{self} {stored}", prefix, _parse_hub, **options)
         held_out = hold_out(problems[:POOL], "validation", str(self)) if is_carved else []
         if quiet:
             return held_out[:max_samples]
@@ -363,10 +362,10 @@ class HubDataset:
         self, problems: list[Problem], columns: dict[str, str], name: str
     ) -> list[Problem]:
         """Remove training problems whose question is also in the published split `name`."""
-        told = {"quiet": True, "columns": columns, "remedy": OTHER_ROWS}
+        options = {"quiet": True, "columns": columns, "remedy": OTHER_ROWS}
         try:
             rows = self._rows(name)
-            published = parse_rows(rows, f"{self} {name}", name, _parse_hub, **told)
+            published = parse_rows(rows, f"{self} {name}", name, _parse_hub, **options)
         except UsageError as error:
             if name != "test":
                 raise
@@ -456,7 +455,7 @@ def load_problems(
 
 
 def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) -> list[Problem]:
-    """Load several datasets; columns and slices do not apply to the named ones."""
+    """Load several datasets; columns and slices apply only to files and org/name hub datasets."""
     role, _ = split_slice(split)
     all_named = all(isinstance(part, NamedDataset) for part in parts)
     if all_named and (selection.rows or role != split):
@@ -472,7 +471,8 @@ def _load_mixture(parts: Sequence[Dataset], split: str, selection: Selection) ->
     repeated = len(problems) - len({problem.id for problem in problems})
     if repeated:
         raise UsageError(
-            f"{repeated} ids are in more than one of the datasets: rename the files or the ids"
+            f"{repeated} ids are in more than one of the datasets: change the ids or rename the "
+            "files"
         )
     return shuffle_train(problems, role, selection.seed)
 

@@ -56,13 +56,13 @@ TAKEN_FIELDS |= {"self", "prompts", "completions", "completion"}
 TAKEN_FIELDS |= {"reference_answer", "reference_answers"}
 NEEDED = (
     f"expected rows with {' or '.join(QUESTION_FIELDS)}, and {' or '.join(ANSWER_FIELDS)}, or "
-    "Problems"
+    "a list of Problems"
 )
 # Columns in which `rlm.data.columns.read_chat` may find the answer.
 ANSWER_INSIDE = {*CHAT_FIELDS, "completion", "solution", "reward_model"}
 MAX_BAD_SHARE, BAD_LINES_SHOWN = 0.05, 5
 HEAD = 1000  # maximum number of rows searched to infer the number of the first choice (0 or 1)
-# Matches what separates worked steps from an answer. No right completion contains it in its answer.
+# Matches the tags and marks that separate worked steps from an answer. No answer may contain them.
 _FORMAT = re.compile(rf"</?(?:{'|'.join(REASONING_TAGS)}|answer)>|\n####")
 # Texts that make the report of `parse_rows` a warning.
 ANOTHER_ANSWER = "with another answer"
@@ -86,7 +86,7 @@ class Problem:
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is an answer, and the solution contains more than it, as SFT requires."""
+        """Whether there is an answer and a solution that differs from it, as SFT requires."""
         return bool(self.answer) and normalize_answer(self.solution) not in (
             None,
             normalize_answer(self.answer),
@@ -304,9 +304,9 @@ def as_problems(dataset: Iterable[Problem | Row], name: str = "dataset") -> list
     Raises:
         UsageError: `dataset` is empty or of another type, or its rows are invalid.
     """
-    if isinstance(dataset, Mapping):  # a DatasetDict, a column-wise dict
+    if isinstance(dataset, Mapping):  # a DatasetDict, or a dict of columns
         raise UsageError(
-            f"{name} is a dict of {', '.join(map(str, dataset))}: pass one of its values"
+            f"{name} is a dict of {', '.join(map(str, dataset))}: pass one split, or a list of rows"
         )
     if isinstance(dataset, str) or not isinstance(dataset, Iterable):
         raise UsageError(f"{name} is {dataset!r:.60}: {NEEDED} (load_gsm8k, load_problems)")
@@ -360,7 +360,7 @@ def _text(row: Row, *names: str, default: str | None = None) -> str:
     value = default if name is None else row[name]
     if value is None:
         raise MissingColumn(f"no field {' or '.join(names)}")
-    if isinstance(value, bool) or not isinstance(value, str | Number):  # numpy's and Decimal too
+    if isinstance(value, bool) or not isinstance(value, str | Number):  # covers numpy and Decimal
         first = f" (--columns {name}=COLUMN.0 uses the first item of a list)"
         raise ValueError(f"{name} is neither text nor a number{first * isinstance(value, list)}")
     if isinstance(value, float) and not value.is_integer():
@@ -418,7 +418,7 @@ def parse_openmath(row: Row, default_id: str, *, keep_code: bool) -> list[Proble
 
 
 def parse_rollouts(row: Row, default_id: str) -> list[Problem]:
-    """Convert the right rollouts in a line of recipes/experience to problems with solutions."""
+    """Convert the right rollouts in a row written by recipes/experience to problems."""
     rollouts = row.get("rollouts")
     if not isinstance(rollouts, list) or not rollouts:
         raise ValueError("no rollouts")

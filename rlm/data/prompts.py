@@ -42,8 +42,8 @@ STRFTIME_NOW = (
 )
 MAX_FILE_NAME = 255  # characters; a longer --system-prompt is a text, not a file name
 IGNORE_INDEX = -100  # label of tokens that PyTorch's cross-entropy leaves out of the loss
-# Matches a request for another form of the answer than an answer tag, but not an "Answer:" at the
-# end of a question, which only begins the reply.
+# Matches a request for an answer format without answer tags, but not an "Answer:" at the end of a
+# question, which only begins the reply.
 _OTHER_FORM = re.compile(
     r"\banswer\b[^\n]{0,60}?(?:####|\\boxed\b)|(?:####|\\boxed\{\})[^\n]{0,40}?\banswer\b"
     r"|\b(?:form|format|after|as|with|write)\b[^\n.?!]{0,20}?\banswer: ?\S",
@@ -128,7 +128,7 @@ class Format:
 
 
 def describe_other_forms(problems: Sequence[Problem], format: Format) -> str:
-    """Describe how many questions ask for another form of the answer than the system prompt.
+    """Describe how many questions ask for a different answer format than the system prompt.
 
     Returns:
         The description, with an example and what to do; "" if there are no such questions, or if
@@ -142,9 +142,9 @@ def describe_other_forms(problems: Sequence[Problem], format: Format) -> str:
     if not found:
         return ""
     return (
-        f"{len(found)} of {len(problems)} questions ask for another form of the answer than the "
+        f"{len(found)} of {len(problems)} questions ask for a different answer format than the "
         f"system prompt ({found[0]}): remove this request from the questions, because the answer "
-        f"is expected in {tag}{end}; or, if your --reward reads the other form, pass "
+        f"is expected in {tag}{end}; or, if your --reward reads the other format, pass "
         '--system-prompt ""'
     )
 
@@ -170,7 +170,7 @@ FORMATS = Formats(
 )
 
 
-# Matches the end of a template that begins the reply with an open or an empty reasoning block.
+# Matches an open or an empty reasoning block at the end of a rendered prompt.
 _OPENED = re.compile(
     "|".join(rf"<{f.reasoning_tag}>\s*(?:</{f.reasoning_tag}>\s*)?\Z" for f in FORMATS.values())
 )
@@ -240,9 +240,10 @@ def encode_text(
 
 
 def encode_inserted_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of a text that follows other text, where no space is added before it.
+    """Return the token ids of a text that is inserted after other text.
 
-    SentencePiece tokenizers (Llama 2) add a space before a text that they encode.
+    SentencePiece tokenizers (Llama 2) add a space before a text that they encode. This space is
+    left out.
     """
     ids = encode_text(tokenizer, text)
     if not ids or str(tokenizer.convert_ids_to_tokens(ids[0]))[0] != "▁":
@@ -390,8 +391,8 @@ def _place_texts(
         usual = ""
     if usual != "".join(_alternate(pieces, texts)):
         print_once(
-            f"the chat template of {name} changes the texts of messages; they are inserted "
-            "unchanged here"
+            f"the chat template of {name} changes the texts of messages; the prompt contains them "
+            "unchanged"
         )
     return pieces, texts
 

@@ -71,7 +71,7 @@ def read_file(path: Path) -> Iterator[tuple[int, bytes | Row]]:
         )
     try:
         yield from reader(path)
-    except (OSError, EOFError) as error:  # EOFError, BadGzipFile: a truncated file
+    except (OSError, EOFError) as error:  # EOFError or BadGzipFile: a damaged .gz file
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read the data file {path}: {reason}") from error
     except (ValueError, csv.Error) as error:
@@ -168,7 +168,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
     Raises:
         ValueError, csv.Error: the encoding is another one, a row has more cells than the first
             line, two columns have the same name, or a quote is misplaced (in a tab-separated file,
-            quotes are then plain text). Otherwise, a part of an answer or whole rows would be lost.
+            quotes are then plain text). Reading on would lose parts of answers or whole rows.
     """
     csv.field_size_limit(MAX_CELL)
     with _open(path) as stream:
@@ -212,7 +212,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _named_cells(text: str, **layout: Any) -> csv.DictReader[str]:
-    """Return a reader of a CSV text's rows, whose first line names the columns."""
+    """Return a DictReader of a CSV text, whose first line names the columns."""
     reader = csv.DictReader(io.StringIO(text, ""), skipinitialspace=True, **layout)
     reader.fieldnames = names = [name.strip() for name in reader.fieldnames or []]
     repeated = [name for name, count in Counter(filter(None, names)).items() if count > 1]

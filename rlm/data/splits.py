@@ -1,7 +1,7 @@
 """Split problems into train, validation and test, and select rows with a slice such as train[:500].
 
 Train and validation never have a question in common. The validation problems are selected by a hash
-of their questions, so they do not depend on the order of the file. (Those of GSM8K are its first.)
+of their questions, so they do not depend on the order of the file. (GSM8K's are its first rows.)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FILE_SPLITS = ("train", "validation", "test")
 # Maximum number of questions in a held-out validation split, which gets a tenth of all questions
 # and at least one.
 HELD_OUT = 200
-# If --max-samples is set, this many problems (or --max-samples, if that is more) are read from a
-# larger split of OpenMathInstruct-1 (gigabytes) or of any other dataset on the hub. Train is a
+# With --max-samples, only this many problems (or --max-samples, if that is more) are read from a
+# split of OpenMathInstruct-1 or of an org/name hub dataset, because it may be large. Train is a
 # sample of these problems. A validation split that is not published is held out of the first POOL.
 POOL = 5000
 

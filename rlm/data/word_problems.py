@@ -2,7 +2,7 @@
 
 Two tables describe families of problems, each with one story: word_problems.yaml (positive
 integers) and elementary.yaml (plain arithmetic, decimals, fractions, percentages, larger numbers).
-The split of a problem is a hash of its family and its numbers, so that no two splits share a
+A hash of a problem's family and stated numbers determines its split, so no two splits share a
 problem, whatever the seeds and counts are. The held-out families form a separate split, which
 measures transfer to new stories.
 """
@@ -148,7 +148,7 @@ class Step:
 
 
 def solve(steps: Sequence[str], numbers: Mapping[str, int | Fraction]) -> Iterator[Step]:
-    """Yield the exact results of steps such as ``cost = price * count``, one by one."""
+    """Compute steps such as `cost = price * count` exactly, and yield them one by one."""
     values = dict(numbers)
     for step in steps:
         name, _, left_term, operator, right_term = step.split()
@@ -329,7 +329,7 @@ def _draw_all(
     rng: random.Random,
     draw: Callable[[Family, random.Random], tuple[Problem, str]],
 ) -> Iterator[Problem]:
-    """Yield new problems of a split from each family in turn, without the exhausted families."""
+    """Yield new problems of a split from each family in turn until all families are exhausted."""
     seen: set[str] = set()
     families = list(families)
     while families:

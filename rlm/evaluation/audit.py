@@ -1,6 +1,6 @@
 """Audit the grader (`eval.py --audit-reward`): find the samples on which graders disagree.
 
-If a verifier rejects right answers, the model only seems not to learn. The audit grades every
+A grader that rejects right answers hides what a model has learned. The audit grades every
 completion in a run's samples.jsonl strictly, leniently, and with math-verify if it is installed.
 math-verify runs in a separate process with a time limit, because some texts take minutes to parse.
 """
@@ -106,13 +106,13 @@ class Audit:
     """
 
     completions: int = 0
-    correct: Counter[str] = field(default_factory=Counter)  # accepted completions by grader
+    correct: Counter[str] = field(default_factory=Counter)  # accepted completions, by grader
     differ: Counter[str] = field(default_factory=Counter)  # "lenient right, strict wrong", …
     # Reasons of strict verdicts for the completions that lenient accepts and strict rejects.
     reasons: Counter[str] = field(default_factory=Counter)
     # Completions with a positive reward that the strict grader rejects, or the reverse.
     reward_differs_from_strict: int = 0
-    math_verify_timeouts: int = 0
+    math_verify_timeouts: int = 0  # including crashes of the worker
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # by key of `differ`
 
     def false_negatives(self) -> dict[str, dict[str, float]]:
@@ -171,7 +171,7 @@ def audit_samples(
 def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     """Audit the samples of a run and return the exit code.
 
-    The figures and some examples are printed, and audit.json is written to `output`.
+    The results and some examples are printed, and audit.json is written to `output`.
 
     Raises:
         UsageError: the run has no samples, or its config cannot be read.
@@ -210,7 +210,7 @@ def _show(run_dir: Path, result: Audit) -> None:
         rows["reasons why strict rejects what lenient accepts"] = reasons
     rows["reward differs from strict"] = f"{result.reward_differs_from_strict} completions"
     if result.math_verify_timeouts:
-        rows["math-verify timed out"] = f"{result.math_verify_timeouts} completions"
+        rows["math-verify timed out or crashed"] = f"{result.math_verify_timeouts} completions"
     terminal.table(f"Audit of {n} completions of {run_dir}", rows)
     for pair, examples in result.examples.items():
         right, wrong = (name.rpartition(" ")[0] for name in pair.split(", "))

@@ -214,7 +214,7 @@ def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     no test split. Validation is held out of the rows on which the last adapter was trained.
     """
     trained = {file for info in adapters for file in data_files(info.dataset or "")}
-    # A file that is missing may have been moved, or named from another folder.
+    # A missing file may have been moved, or its path may be relative to another folder.
     moved = {file.name for file in trained if not file.exists()}
     is_trained = any(file in trained or file.name in moved for file in data_files(dataset))
     if not is_trained and has_test(dataset):

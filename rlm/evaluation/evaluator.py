@@ -39,18 +39,18 @@ class Graded:
 class Evaluation:
     """Problems with k graded completions each.
 
-    `format_rate` and `truncated_rate` are shares of all completions. Figures with an interval are
+    `format_rate` and `truncated_rate` are shares of all completions. Results with an interval are
     dicts of mean, low and high (`summarize_scores`). The accuracy covers only the problems that
     have a reference answer.
     """
 
     problems: Sequence[Problem]
     groups: Sequence[Sequence[Graded]]  # the k completions of each problem
-    # The value of a custom reward for each completion; None for a completion without a reward.
+    # The value of --reward for each completion; None for a completion without a reward.
     rewards: Sequence[Sequence[float | None]] | None = None
 
     def score(self, scorer: Callable[..., Scores]) -> list[list[float | None]]:
-        """Return what `scorer` gives each completion: a reward, or None for no reward."""
+        """Return the reward that `scorer` gives each completion, or None for no reward."""
         texts = [[graded.text for graded in group] for group in self.groups]
         truncated = [[graded.truncated for graded in group] for group in self.groups]
         ids = [[[*graded.token_ids] for graded in group] for group in self.groups]
@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def comparable(self) -> list[tuple[Problem, Sequence[Graded]]]:
-        """Return the problems that have a reference answer, with their groups."""
+        """The problems that have a reference answer, with their groups."""
         pairs = zip(self.problems, self.groups, strict=True)
         return [(problem, group) for problem, group in pairs if problem.answer_type != "open"]
 

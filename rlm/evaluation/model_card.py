@@ -1,4 +1,4 @@
-"""Write the model card of an adapter: its description, training data, figures and licences.
+"""Write the model card of an adapter: its description, training data, results and licences.
 
 python -m rlm.evaluation.model_card weights/final_rlm_lora   # prints the card
 """
@@ -85,7 +85,7 @@ def _measured(run: Mapping[str, Any]) -> str:
 
     The text warns that the result is biased if it was used to select the adapter.
     """
-    if run.get("average"):  # its validation was that of the adapter before averaging
+    if run.get("average"):  # the recorded validation is that of the adapter before averaging
         return (
             "No result of these averaged weights is recorded. Run `python eval.py` to measure it."
         )

@@ -96,8 +96,8 @@ def write_report(
             terminal.line(f"  {name}: {_difference(difference)}{same}")
         if pairs and len(next(iter(found.values())).problems) < MIN_PROBLEMS:
             terminal.line(
-                f"  warning: fewer than {MIN_PROBLEMS} problems cannot show a difference, whatever "
-                "its interval is"
+                f"  warning: with fewer than {MIN_PROBLEMS} problems, no difference is "
+                "significant, whatever its interval is"
             )
     if note:
         terminal.line(f"  {note}")

@@ -1,7 +1,7 @@
 """Statistics of an evaluation: 95 % intervals, paired comparisons and pass@k.
 
-The bootstrap resamples problems, because the completions of one problem are not independent. The
-module does not import torch, and scipy, which has the same tests, is not a dependency.
+The bootstrap resamples problems, because the completions of one problem are not independent. SciPy
+offers the same statistics, but is not a dependency.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
 
     A resample is drawn as multinomial counts of the distinct values. This has the same distribution
     as drawing indices but needs less memory. If all values are equal, the interval has width 0.
-    Equal values have equal intervals, because the random generator has a fixed seed.
+    The same input always gives the same interval, because the random generator has a fixed seed.
     """
     if not len(values):
         raise ValueError("no values to resample")
@@ -129,7 +129,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-# With fewer problems no difference is significant: a sign test of 5 problems has p = 2/2⁵ > 0.05.
+# With fewer problems, no difference is significant: a sign test of 5 problems has p ≥ 2/2⁵ > 0.05.
 MIN_PROBLEMS = 6
 
 

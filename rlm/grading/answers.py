@@ -37,7 +37,7 @@ from rlm.grading.numbers import (
 AnswerType = Literal["number", "choice", "text", "open"]
 ANSWER_TYPES: tuple[AnswerType, ...] = get_args(AnswerType)
 MAX_CHOICE = 1000  # maximum length of a text with a choice; the patterns below may be quadratic
-MAX_TEXT = 1000  # a longer text is compared as a whole, and never as a number
+MAX_TEXT = 1000  # a longer text is only case-folded and stripped, and never read as a number
 
 _LETTER = re.compile(
     r"[\s(\[\"'*_$]*(?:(?:the\s+)?(?:option|choice|answer)[\s:]+(?:is\s+)?)?[\s(\[\"'*_$]*"
@@ -189,7 +189,7 @@ REASONS: tuple[str, ...] = (
     "not_a_choice",  # multiple choice: the answer is not one letter
 )
 
-_MAX_TEXT = 4000  # maximum number of characters, at the end of a text, searched for an answer
+_MAX_SEARCHED = 4000  # maximum number of characters, at the end of a text, searched for an answer
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
     if kind == "open":
         return _read_other(regions[-1] if regions else text, kind)
     if not regions:
-        text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+        text = _MARKUP.sub("\n", text[-_MAX_SEARCHED:])
         regions = _boxes(text)
         for pattern in (_CHOICE_IS, _OPTION_IS) if kind == "choice" else (_ANSWER_IS,):
             regions = regions or pattern.findall(text)[-1:]
@@ -333,7 +333,7 @@ def _find_other(text: str, answer_tag: str, kind: AnswerType) -> Claim:
 def explicit_answers(text: str, answer_tag: str) -> list[str]:
     """Return the contents of answer tags, else of boxes, else the number after the last ####."""
     tagged = [_MARKUP.sub("\n", inside) for inside in _tagged(text, answer_tag)]
-    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    text = _MARKUP.sub("\n", text[-_MAX_SEARCHED:])
     return tagged or _boxes(text) or _HASHES.findall(text)[-1:]
 
 
@@ -345,7 +345,7 @@ def _find(text: str, answer_tag: str) -> Claim:
     """
     if regions := explicit_answers(text, answer_tag):
         return _only_claim([read_number(region) for region in regions], "several_numbers")
-    text = _MARKUP.sub("\n", text[-_MAX_TEXT:])
+    text = _MARKUP.sub("\n", text[-_MAX_SEARCHED:])
     for line in reversed(_ANSWER_IS.findall(text)):
         if sentence := _SENTENCE.match(line):
             return read_number(sentence[0])
@@ -412,7 +412,7 @@ def grade(
     Args:
         gold: the reference answer, or a GSM8K answer that ends with "#### 24". If it is None, the
             verdict only reports the answer found. It is ignored if the question is open.
-        strict: whether to apply the strict or the lenient grading.
+        strict: whether to grade strictly; otherwise, the grading is lenient.
         kind: the answer type.
     """
     if kind == "number" and gold is not None:
@@ -439,18 +439,18 @@ def grade(
         # "100,200" is read as a number, but it is also the list "100, 200".
         correct |= _without_spaces(claim.text) == _without_spaces(gold)
     reason = claim.reason or ("correct" if correct else "wrong" if compares else "ungraded")
-    longest = MAX_NUMBER if kind == "number" else _MAX_TEXT
+    longest = MAX_NUMBER if kind == "number" else _MAX_SEARCHED
     return Verdict(correct, reason, claim.text[:longest].strip() or None, claim.value)
 
 
 def after_hashes(text: str) -> str:
-    """Return the reference answer after #### in a GSM8K answer; a text without #### is returned.
+    """Return the reference answer after #### in a GSM8K answer, or a text without #### unchanged.
 
     >>> after_hashes("4 * 6 = 24\\n#### 24"), after_hashes("24")
     ('24', '24')
     """
     _, hashes, rest = text.rpartition("####")
-    # MetaMathQA adds another line.
+    # MetaMathQA adds another line after the answer.
     return (rest.strip().splitlines() or [""])[0].strip() if hashes else text
 
 

@@ -3,12 +3,12 @@ r"""Exact arithmetic in texts: evaluate expressions, and find and check every eq
 The left side of an equation is a chain of numbers with + - * / × · ÷ x, `\times`, `\cdot`, `\div`,
 parentheses, `$`, `%` and thousands separators. GSM8K's calculator annotations are read too
 (`3 + 5 = <<3+5=8>>8` contains two equations). An equation is skipped if it may be only a part of a
-longer one: a part of an expression with words or units between its numbers
-(`2 apples + 3 * 4 = 14`), or next to an operator, function or symbol that is not supported
-(`10^2 + 5 = 105`, `twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Other symbols around an equation do not
-hide it (`✓ 3 + 4 = 8!`), and a calculator annotation must be one complete equation: `<<3+4=7!>>`
-does not hold. Nothing is evaluated as code: a parser reads each expression in one pass. Patterns
-run in linear time and sizes are bounded, so hostile text takes only milliseconds.
+longer one. This is the case if words or units are between the numbers (`2 apples + 3 * 4 = 14`), or
+if the equation is next to an unsupported operator, function or symbol (`10^2 + 5 = 105`,
+`twice 5 + 1 = 11`, `2 + 2 = 4 dozen`). Other symbols around an equation do not hide it
+(`✓ 3 + 4 = 8!`). A calculator annotation must be one complete equation: `<<3+4=7!>>` does not hold.
+Nothing is evaluated as code: a parser reads each expression in one pass. Patterns run in linear
+time and sizes are bounded, so hostile text takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _CHAIN = re.compile(
     rf"(?:\s*+=\s*+(?P<result>-?+\$?+-?+{_NUMBER})(?P<percent>(?:[ \t]*+%)?+)(?!{_CONTINUES}))?"
 )
 _FACTORIALS = {str(n): factorial(n) for n in range(2, 21)}
-# Spaces between a chain and its context, with bold type that ends or begins: "**Step 1:** 3 + 4".
+# Matches the spaces before a chain, and bold type that ends or begins there: "**Step 1:** 3 + 4".
 _AROUND = re.compile(r"(?:(?<=\S)(?:\*\*|__)(?=[ \t]))?[ \t($]*(?:(?<![\w)\]}])(?:\*\*|__))?\Z")
 # Matches the context of a chain that is only the end of a longer expression. The context ends in
 # an operator (a bullet stands alone), a number, a variable, a symbol, a function or ...

@@ -3,8 +3,8 @@
 A lexer converts a text to a string of token kinds with one character per token ("She earns $1,000."
 becomes `W W $N.`). Regular expressions over this string then examine the surroundings of each
 number. Nothing is evaluated as code, all patterns run in linear time, and all sizes are bounded, so
-hostile text takes only milliseconds in any thread, and no text raises an error. (`numbers_in` reads
-a whole text; its time grows with the length of the text.)
+hostile text takes only milliseconds, and no text raises an error. (`numbers_in` reads a whole text;
+its time grows with the length of the text.)
 
 Supported numbers are 1000, 1,000, 1 000, 1'000, 1_000 and 1{,}000 (groups of exactly three digits
 with the same separator); 0.5, .5, 1e3 and 6 × 10^{-3}; 3/4 without spaces ("36 / 2" is arithmetic),
@@ -320,7 +320,7 @@ def last_number(text: str) -> Claim:
     last = claims[-1]
     if len(claims) > 1 and claims[-2].value != last.value and _LISTING.fullmatch(before[-1]):
         opening = before[-2].rstrip(" d$-+")
-        # After a line break, this is a list only if the number before fills its line, too.
+        # After a line break, it is a list only if the previous number is alone on its line, too.
         if "\n" not in before[-1] or opening[-1:] in ("", "\n"):
             return Claim(None, last.text, "several_numbers")
     return last if last.value is not None else Claim(None, last.text, "not_a_number")
@@ -347,7 +347,7 @@ def numbers_in(text: str) -> set[Fraction]:
 
 
 def states_number(text: str, value: Fraction, question: str, tolerance: float = 0.0) -> bool:
-    """Return whether a text contains `value`, with any sign, as a number that is not in a question.
+    """Return whether a text contains `value`, with any sign, as a number that is not in `question`.
 
     Args:
         tolerance: the maximum difference between the number and `value`, relative to `value`.

@@ -1,4 +1,4 @@
-"""The reward interfaces: `RewardFunction`, plain functions, and functions with TRL's signature."""
+"""The reward interfaces: `RewardFunction`, functions of one completion, and TRL's signature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlm.cli import UsageError, terminal
 
-# None means no verdict: the rollout is left out of the group statistics and of the loss.
+# None means no reward: the rollout is left out of the group statistics and of the loss.
 Reward = float | None
 # These arguments are passed to a function with TRL's signature only if it names them, because most
 # of them are not in the **kwargs that TRL passes.
@@ -65,7 +65,7 @@ class RewardFunction:
 
 
 class FunctionReward(RewardFunction):
-    """Calls a plain or `async` function or object with the arguments that its signature names.
+    """Calls a function or object, `async` or not, with the arguments that its signature names.
 
     TRL passes strings, or lists of messages if the dataset's prompts are conversations. A function
     that fails on strings but succeeds on messages receives messages in all later calls.
@@ -147,7 +147,7 @@ class PlainReward(FunctionReward):
 
 
 class PerCompletionReward(FunctionReward):
-    """Wraps a plain function `(completion, reference_answer) -> float | None`.
+    """Wraps a function `(completion, reference_answer) -> float | None`.
 
     The parameter for the reference answer may also be named `answer`. The signature may also
     contain `prompt` or `question`, and any columns.

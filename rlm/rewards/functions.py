@@ -153,7 +153,7 @@ class ReasoningQualityReward(RewardFunction):
 
 
 class CombinedReward(RewardFunction):
-    """The weighted mean of several rewards, its parts. Each part is also logged.
+    """The weighted mean of several rewards, which are its parts. Each part is also logged.
 
     A part may be a function, or a pair (reward, weight). A part that returns None or NaN is left
     out of the mean. If no part is left, or the remaining weights do not add up to more than 0, the
@@ -211,7 +211,7 @@ class CombinedReward(RewardFunction):
         for name, value in values.items():
             self._sums[f"reward/{name}"] += value
         weight = sum(self.weights[name] for name in values)
-        if weight <= 0:  # no part gave a verdict, or only parts with negative weights did
+        if weight <= 0:  # no part gave a reward, or only parts with negative weights did
             return None
         return sum(self.weights[name] * value for name, value in values.items()) / weight
 

@@ -74,9 +74,9 @@ class Scorer:
         time_limit: the time limit in seconds for one call of a user's reward.
 
     Raises (when called):
-        UsageError: every call failed, in the first step or in `MAX_FAILED_STEPS` consecutive steps,
-            the number of returned values differs from the number of completions, or the reward
-            returned no number for any completion of the first step.
+        UsageError: every call failed in the first step or in `MAX_FAILED_STEPS` consecutive steps;
+            the reward returned a wrong number of values; or it returned None or NaN for every
+            completion of the first step.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class Scorer:
         reasons = [[verdict.reason for verdict in group] for group in verdicts]
         if not rollouts:
             return Scores([[] for _ in groups], reasons=reasons)
-        self.reward.pop_metrics()  # drop the metrics of a validation since the last step
+        self.reward.pop_metrics()  # discard what a validation since the last step has added
         rewards = self._ask_all(self.reward, rollouts)
         failed = [value for value in rewards if isinstance(value, REWARD_ERRORS)]
         self._warn(failed, len(rollouts))
-        self._check_verdicts(rewards)
+        self._check_rewards(rewards)
         counts = {"correct": 0, **Counter(sorted(chain(*reasons)))}
         sums = {f"reason/{reason}": count for reason, count in counts.items()}
         sums |= self.reward.pop_metrics()
@@ -152,8 +152,8 @@ class Scorer:
         values = iter(value if isinstance(value, float) else None for value in rewards)
         return Scores([[next(values) for _ in group] for group in groups], metrics, reasons)
 
-    def _check_verdicts(self, rewards: Sequence[Reward | BaseException]) -> None:
-        """Reject a reward whose first call returns None or NaN for every completion."""
+    def _check_rewards(self, rewards: Sequence[Reward | BaseException]) -> None:
+        """Reject a reward that returns only None or NaN, and has not returned a number before."""
         if not self.gave_verdict and all(reward is None for reward in rewards):
             raise UsageError(
                 f"the reward returned no number for any of {len(rewards)} completions (None or NaN "
@@ -253,7 +253,7 @@ class Scorer:
     def _warn(self, failed: Sequence[BaseException], calls: int) -> None:
         reasons = dict.fromkeys(map(self._reason, failed))
         for reason in (reason for reason in reasons if reason not in self.warned):
-            terminal.line(f"warning: the reward failed, so its completion is left out: {reason}")
+            terminal.line(f"warning: the reward failed, so the completion is left out: {reason}")
             self.warned.add(reason)
         self.failed_steps = self.failed_steps + 1 if len(failed) == calls else 0
         if self.failed_steps >= MAX_FAILED_STEPS:

@@ -32,7 +32,7 @@ def reward(completion: str, reference_answer: str, **columns: Any) -> float | No
         other. None leaves the completion out of the comparison and out of the loss.
     """
     verdict = columns.get("strict_verdict") or grade(completion, reference_answer, strict=True)
-    if not verdict.correct:  # verdict.reason contains the reason
+    if not verdict.correct:  # verdict.reason says why
         return 0.0
     is_short = len(completion) <= SHORT and not columns.get("is_truncated")
     return 1.1 if is_short else 1.0

@@ -139,7 +139,7 @@ BAD_LINES = {
     "no field answer or response": {"question": "?", "answer": None},
     "question is empty": {"question": "  ", "answer": "1"},
     "question is neither text nor a number": {"question": True, "answer": "1"},
-    "messages is not a list of role and content": {"question": ["?"], "answer": "1"},
+    "the messages are not a list of objects with role": {"question": ["?"], "answer": "1"},
     "answer is neither text nor a number": {"question": "?", "answer": [[1]]},
     "the answer is an object; name one of its keys": {"question": "?", "answer": {"a": 1}},
     "the answer is not a number (line 31: 'inf')": b'{"question": "?", "answer": Infinity}',

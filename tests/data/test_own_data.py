@@ -108,12 +108,12 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", rows_of(30))
     assert refusal(path, columns="question=ask,answer=reply") == (
         f"{path}: line 1: no column 'reply' (30 of 30 lines are invalid: fix them); the columns "
-        "are ask, target: name yours with --columns question=COLUMN,answer=COLUMN"
+        "are ask, target: map them with --columns question=COLUMN,answer=COLUMN"
     )
     (tmp_path / "mine.jsonl").write_text('{"ask": "1?", "target": "1"}\noops')
     said = refusal(path)
     assert "no field answer or response (2 of 2" in said
-    assert "the columns are ask, target: name yours with --columns" in said
+    assert "the columns are ask, target: map them with --columns" in said
 
 
 def test_a_csv_file_that_is_broken_is_refused_in_a_line(tmp_path):
@@ -350,7 +350,10 @@ def test_a_number_outside_the_choices_of_its_file_is_refused(tmp_path, outside):
             {"choices": ["water", "rock"], "answer": "C"},
             "the answer is not one of the choices: 'C'",
         ),
-        ({"choices": "water or rock", "answer": 1}, "the choices are a single text; write a list"),
+        (
+            {"choices": "water or rock", "answer": 1},
+            "the choices are a single text that cannot be split; write a list",
+        ),
         ({"choices": [["water"], ["rock"]], "answer": 1}, "not a list of two or more texts"),
         ({"choices": ["x"] * 27, "answer": 1}, "more than 26 choices"),
         (
@@ -392,7 +395,7 @@ def test_a_worked_answer_in_words_is_no_reference_answer():
         ({"answer": "yes"}, None, "--columns answer_type=text"),
         ({"answer": "0,5"}, None, "invalid: fix them); write decimals with a point"),
         ({"answer": "1.234,50 \u20ac"}, None, "write decimals with a point, such as 0.5"),
-        ({"task": {"gold": 5}}, None, "the columns are question, task.gold: name yours with"),
+        ({"task": {"gold": 5}}, None, "the columns are question, task.gold: map them with"),
         ({}, None, "--columns answer_type=open"),
         ({"answer": "5", "solution": ["5"]}, None, "--columns solution=COLUMN.0 uses the first"),
         ({"choices": ["water", "rock"], "label": -1}, "answer=label", "such as --split validation"),
@@ -649,7 +652,7 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
     # The same slice has the same held-out problems.
     assert load_problems(path, "validation[:40]", columns=COLUMNS) == validation
     assert sorted(answers(load_problems(path, "test[90:]", columns=COLUMNS))) == [*range(90, 100)]
-    assert "a file has one split" in refusal(path, rows="test[:5]")
+    assert "select rows of a file as train" in refusal(path, rows="test[:5]")
 
 
 def test_named_data_sets_take_neither_columns_nor_slices(tmp_path):
@@ -779,7 +782,7 @@ def test_a_prompt_without_an_assistant_needs_an_answer():
 
 def test_a_role_that_is_no_text_is_refused():
     asked = {"role": ["user"], "content": "2 + 3?"}
-    with pytest.raises(UsageError, match=r"the role of a message is not a text: \"\['user'\]\""):
+    with pytest.raises(UsageError, match=r"the role of a message is not a string: \"\['user'\]\""):
         as_problems([{"messages": [asked, REPLY]}])
 
 
@@ -795,7 +798,7 @@ def test_chat_rows_that_are_not_used_are_counted_by_reason(tmp_path, caplog):
     path = write_jsonl(tmp_path / "chat.jsonl", [*good, several, several, no_number, picture])
     assert len(load_problems(path, "test")) == 30
     assert caplog.records[0].message == (
-        f"{path}: 30 of 34 rows used, 4 left out: 2 with several turns, or none; "
+        f"{path}: 30 of 34 rows used, 4 left out: 2 with several turns or no user message; "
         "1 with a completion that does not end with a number; 1 with a message that is not text; "
         "question from messages, answer from the end of messages, solution from messages"
     )

@@ -294,7 +294,7 @@ OPENS_THINK = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")  # DeepS
     [
         (CHATML, ""),
         (MISTRAL, ""),
-        (SMOLLM_3, "changes the texts of messages; they are inserted unchanged here"),
+        (SMOLLM_3, "changes the texts of messages; the prompt contains them unchanged"),
         (QWEN_3, "changes the texts of messages"),  # it would drop the reasoning of the example
         (GEMMA, "has no system role: the system prompt is put before the first user message\n"),
         (DROPS_SYSTEM, "has no system role: the system prompt is put before the first user"),
@@ -382,7 +382,7 @@ def test_bytes_that_are_no_text_are_one_line(tokenizer):
 def test_questions_that_ask_for_another_form_are_counted(question, shown):
     problems = [Problem("a", question, "5"), Problem("b", "What is 2 + 3?", "5")]
     said = describe_other_forms(problems, DEEPSEEK)
-    start = "1 of 2 questions ask for another form of the answer than the system prompt"
+    start = "1 of 2 questions ask for a different answer format than the system prompt"
     assert said.startswith(f"{start} ({shown}): remove") if shown else said == ""
     assert describe_other_forms(problems, DEEPSEEK.with_prompt("Think.")) == ""
 
