@@ -155,8 +155,8 @@ class ReasoningQualityReward(RewardFunction):
 class CombinedReward(RewardFunction):
     """The weighted mean of several rewards, its parts. Each part is also logged.
 
-    A part may be a function, or a pair (reward, weight). A part that returns None or NaN is left
-    out of the mean. If no part is left, or the remaining weights do not add up to more than 0, the
+    A part is a reward, a function, or a pair (reward, weight). A part that returns None or NaN is
+    left out of the mean. If no part is left, or the remaining weights do not add up to more than 0, the
     result is None.
     """
 
