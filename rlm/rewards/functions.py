@@ -156,8 +156,8 @@ class CombinedReward(RewardFunction):
     """The weighted mean of several rewards, its parts. Each part is also logged.
 
     A part is a reward, a function, or a pair (reward, weight). A part that returns None or NaN is
-    left out of the mean. If no part is left, or the remaining weights do not add up to more than 0, the
-    result is None.
+    left out of the mean. If no part is left, or the remaining weights do not add up to more than 0,
+    the result is None.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:
