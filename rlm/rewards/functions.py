@@ -155,9 +155,9 @@ class ReasoningQualityReward(RewardFunction):
 class CombinedReward(RewardFunction):
     """The weighted mean of several rewards, which are its parts. Each part is also logged.
 
-    A part may be a function, or a pair (reward, weight). A part that returns None or NaN is left
-    out of the mean. If no part is left, or the remaining weights do not add up to more than 0, the
-    result is None.
+    A part is a reward, a function, or a pair (reward, weight). A part that returns None or NaN is
+    left out of the mean. If no part is left, or the remaining weights do not add up to more than 0,
+    the result is None.
     """
 
     def __init__(self, rewards: Sequence[Any], weight: float = 1.0) -> None:

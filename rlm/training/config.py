@@ -284,8 +284,8 @@ class GRPOConfig:
     )
     save_every: int = flag(
         10,
-        "steps between checkpoints (the last two are kept), in addition to those before step 1 and "
-        "at the end; 0: only these two",
+        "steps between checkpoints, in addition to one before step 1 and one at the end (0: only "
+        "these); the last two are kept",
         min=0,
     )
     max_minutes: float | None = flag(

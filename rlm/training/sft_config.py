@@ -130,7 +130,8 @@ class SFTConfig:
     resume: bool = flag(False, "continue the run in --run-dir from its newest checkpoint")
     dry_run: int = flag(
         0,
-        "print this many examples (3 if no number is given) and the counts, without training",
+        "print this many examples (3 if no number is given) and how many are left out, without "
+        "training",
         bare=3,
         min=0,
     )
