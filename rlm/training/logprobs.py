@@ -33,7 +33,7 @@ LOGITS_CHUNK = 128
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive attention mask, (B, 1, S, S), of packed sequences.
 
-    Each token attends to the earlier tokens of the prompt and of its own completion.
+    Each token attends to itself, and to the earlier tokens of the prompt and of its completion.
     """
     own = segments[:, :, None] == segments[:, None, :]
     prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
