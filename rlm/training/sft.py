@@ -128,9 +128,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 def examples_within_window(
     policy: PreTrainedModel | PeftModel, examples: Sequence[Example]
 ) -> list[Example]:
-    """Return the examples that fit into the model's context window, and into its local window.
+    """Return the examples that fit into the model's context window.
 
-    The attention of the packed training pass ignores local windows.
+    `context_window` includes the local window, because packed training ignores local windows.
     """
     window = context_window(policy)
     return [e for e in examples if window is None or len(e["input_ids"]) <= window]
@@ -250,7 +250,7 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         """Begin a new run, or load the newest checkpoint of a run that is resumed."""
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
-        self.steps, self.step = config.steps(len(examples)), 0  # all steps, steps done before
+        self.steps, self.step = config.steps(len(examples)), 0  # total, already done
         self._seconds_before = 0.0
         self._loaded: dict[str, Tensor] = {}
         self._epoch_began = torch.get_rng_state()
