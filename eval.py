@@ -170,7 +170,7 @@ def made_of(
     problems: Sequence[Problem],
     examples: Sequence[tuple[str, str]],
 ) -> dict[str, object]:
-    """Return everything that the completions of a row depend on, except the decoding and the code.
+    """Return what a row's completions depend on, except the decoding options and the code.
 
     Stored completions are reused only if these values are unchanged.
     """

@@ -134,7 +134,7 @@ class InferenceConfig:
                     "--merge and --gguf write a trained model: leave out the question and --base"
                 )
             if self.gguf and self.merge_dtype != "float32":
-                raise ValueError("--gguf needs --merge-dtype float32: use --merge in a second run")
+                raise ValueError("--gguf needs --merge-dtype float32: use --merge in another run")
         elif self.json and self.question is None:
             raise ValueError("--json answers one question: give the question on the command line")
 

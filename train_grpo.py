@@ -98,7 +98,8 @@ if TYPE_CHECKING:
 class GRPOTrainer:
     """Trains a LoRA adapter with GRPO."""
 
-    # A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
+    # recipes/orchestrator overrides `load_model`, `render`, `validation_scores` and `log`, and sets
+    # `scorer`.
 
     def __init__(
         self,

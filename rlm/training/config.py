@@ -457,7 +457,7 @@ class GRPOConfig:
         return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def steps_for(self, problem_count: int) -> int:
-        """Return `steps`, or the number of steps in one pass over the problems if it is unset."""
+        """Return `steps`, or if it is unset, the number of steps in one pass over the problems."""
         return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:

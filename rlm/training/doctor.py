@@ -149,7 +149,7 @@ def _metrics(
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
-    """Detect a chat template that belongs to another tokenizer or that drops a message."""
+    """Detect a chat template of another tokenizer, or one that drops the system prompt."""
     text = str(tokenizer.decode(render_prompt(tokenizer, "QUESTION", format)))
     foreign = sorted(
         marker

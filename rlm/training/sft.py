@@ -66,8 +66,8 @@ if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is importe
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 SAVE_SECONDS = 60.0  # minimum time between two checkpoints
 KEEP = 2  # number of checkpoints that are kept
-# Options that may change when a run is resumed. Training does not depend on these options, or a
-# hash of the model or the data that the option names is compared instead.
+# Options that may change when a run is resumed. Training does not depend on them, or they select a
+# model or data whose hash is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
     *("eval_samples", "micro_batch", "max_minutes"),

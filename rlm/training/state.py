@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAX_CONSECUTIVE_SKIPS = 3
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
 # Options that may change when a run is resumed. Apart from rounding, training does not depend on
-# these options, or a hash of the model, adapter or data that the option names is compared instead.
+# them, or they select a model, an adapter or data whose hash is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "sft_adapter", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),

@@ -518,8 +518,8 @@ class TrainingRun:
         and gradient checkpointing.
 
         Args:
-            compute: splits rollouts by `micro_batches`. It must neither apply a gradient nor
-                exchange anything with other processes.
+            compute: calls `micro_batches`, so a repeated call uses the smaller size. It must
+                neither apply a gradient nor exchange anything with other processes.
         """
         try:
             return compute(*args, **kw)
