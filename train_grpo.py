@@ -159,7 +159,7 @@ class GRPOTrainer:
         return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
-        """Run the training loop, export the last or the best adapter, and return a summary.
+        """Train, export the last or the best adapter, and return a summary.
 
         Args:
             dataset: the training problems: Problems, dicts or a `datasets.Dataset`, with the
