@@ -1,10 +1,10 @@
 """Measures how much training helped: evaluates the base model, the SFT adapter and the GRPO adapter
 on the same problems.
 
-Each row of the report shows the greedy accuracy of one model with a 95 % interval, and is compared
-with the row above it (GRPO with the base, if it was not trained from the SFT adapter). --samples
-adds mean@k, maj@k and pass@k. By default, the model, the dataset, the tags and the quantization are
-those with which the last adapter was trained.
+Each row of the report shows the greedy accuracy of one model with a 95 % confidence interval, and
+is compared with the row above it. If GRPO did not start from the SFT adapter, its row is compared
+with the base model. --samples adds mean@k, maj@k and pass@k. By default, the model, the dataset,
+the tags and the quantization are those of the GRPO adapter, or else of the SFT adapter.
 
     python eval.py                                   # weights/sft_lora, weights/final_rlm_lora
     python eval.py --dataset gsm8k --max-samples 500 --samples 8
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED_NOTE = "smollm2-135m is dequantised Q4_1: published SmolLM2 figures do not apply"
+EMBEDDED_NOTE = "smollm2-135m is dequantized from Q4_1: published SmolLM2 figures do not apply"
 
 
 def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list[tuple[str, str]]:
@@ -71,7 +71,8 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
         )
         usable = [p for p in train if p.has_steps and p.question not in evaluated]
         if len(usable) < config.few_shot:
-            raise UsageError(f"--dataset {config.dataset} has too few worked examples")
+            too_few = f"--dataset {config.dataset} has too few worked examples"
+            raise UsageError(f"{too_few}; lower --few-shot")
     except UsageError as error:
         terminal.line(f"no few-shot row: {error}")
         return []
@@ -85,13 +86,11 @@ def fit_window(
     window: int | None,
     problems: Sequence[Problem],
 ) -> tuple[list[Problem], list[tuple[str, str]]]:
-    """Select the problems and the few-shot examples that fit into the model's context window.
-
-    This prints what is left out.
+    """Select what fits into the model's context window, and print what is left out.
 
     Returns:
         The problems whose prompts fit, and the few-shot examples. The list of examples is empty if
-        the few-shot prompt of a problem does not fit.
+        any few-shot prompt does not fit.
     """
     render = partial(render_problem, tokenizer, format=config.format)
     problems = drop_long_prompts(problems, render, window, config.max_new_tokens)
@@ -171,7 +170,7 @@ def made_of(
     problems: Sequence[Problem],
     examples: Sequence[tuple[str, str]],
 ) -> dict[str, object]:
-    """Return everything that the completions of a row depend on, except the decoding and the code.
+    """Return what a row's completions depend on, except the decoding options and the code.
 
     Stored completions are reused only if these values are unchanged.
     """
@@ -205,8 +204,8 @@ def make_scorer(config: EvaluateConfig, problems: Sequence[Problem]) -> Scorer |
         return scorer
     if all(problem.answer_type == "open" for problem in problems):
         raise UsageError(
-            f"the answers of {config.dataset} are open (answer_type): pass a reward that judges "
-            "them with --reward FILE.py:NAME"
+            f"the answers of {config.dataset} are open (answer_type): use --reward FILE.py:NAME "
+            "with a reward that judges them"
         )
     return None
 

@@ -1,7 +1,7 @@
 """Asks the trained model a question, streams its reasoning, and then prints the answer.
 
     python inference.py "Each box holds 6 eggs. How many eggs do 4 boxes hold?"
-    python inference.py                # a prompt loop
+    python inference.py                # an interactive prompt
     python inference.py --base "…"     # the same model without the adapter, for comparison
     python inference.py --n 8 "…"      # eight answers; the most frequent one wins
     python inference.py --budget 64 "…"    # at most 64 tokens of reasoning
@@ -9,7 +9,7 @@
     python inference.py --json "…"     # one JSON object, for programs
     python inference.py --merge merged     # merge the adapter into the base model, and save it
     python inference.py --gguf rlm.gguf    # save the merged model for llama.cpp and ollama
-    python inference.py --experiences LIBRARY.json "…"     # with lessons of recipes/experience
+    python inference.py --experiences LIBRARY.json "…"     # with lessons from recipes/experience
 
 From Python:
     from inference import generate_reasoning, load_rlm_model
@@ -67,7 +67,7 @@ class InferenceConfig:
     )
     tool: str = flag(
         "auto",
-        "tool that writes into answers: calculator, FILE.py:NAME or none; auto: as in training",
+        "tool that writes into completions: calculator, FILE.py:NAME or none; auto: as in training",
     )
     answer_type: str | None = flag(
         None,
@@ -127,14 +127,14 @@ class InferenceConfig:
         if sum(x is not None for x in (self.response_format, self.regex, self.choice)) > 1:
             raise ValueError("give only one of --response-format, --regex and --choice")
         if self.n > 1 and self.temperature == 0:
-            raise ValueError("--n above 1 needs a temperature above 0: all answers would be equal")
+            raise ValueError("--n above 1 needs --temperature above 0: else all answers are equal")
         if self.writes:
             if self.question is not None or self.base:
                 raise ValueError(
                     "--merge and --gguf write a trained model: leave out the question and --base"
                 )
             if self.gguf and self.merge_dtype != "float32":
-                raise ValueError("--gguf needs --merge-dtype float32: use --merge in a second run")
+                raise ValueError("--gguf needs --merge-dtype float32: use --merge in another run")
         elif self.json and self.question is None:
             raise ValueError("--json answers one question: give the question on the command line")
 
@@ -153,7 +153,7 @@ def generate_reasoning(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """Generate a completion that contains the reasoning and the answer, including their tags."""
+    """Generate a completion with the reasoning, the answer and their tags."""
     from rlm.sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens, temperature)
@@ -310,7 +310,9 @@ def _print_summary(reply: Reply, config: InferenceConfig) -> None:
     terminal.line("")
     if votes := reply.answer.vote_counts:
         if votes.winner is not None:
-            terminal.line(f"\nthe most likely of the winning answers:\n{shown.response}")
+            terminal.line(
+                f"\nthe most likely completion with the winning answer:\n{shown.response}"
+            )
         terminal.bars(votes.counts, votes.n)
     who = "base" if config.base else str(config.adapter)
     status = shown.thinking.status

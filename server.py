@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from rlm.serving import AllowedHosts, Keys, Service
 
 DRAIN_SECONDS = 25.0  # maximum time to wait for running requests at shutdown
-# Limits with --public: requests per minute for each address, and tokens for each request.
+# Limits with --public: requests per minute for each address, and tokens for each request (or
+# --max-new-tokens, if that is larger).
 PUBLIC_REQUESTS, PUBLIC_TOKENS = 20, 1024
 REQUESTS = 120  # requests per minute for each key
 
@@ -65,7 +66,7 @@ class ServerConfig:
     )
     tool: str = flag(
         "auto",
-        "tool that writes into answers: calculator, FILE.py:NAME or none; auto: as in training",
+        "tool that writes into completions: calculator, FILE.py:NAME or none; auto: as in training",
     )
     experiences: Path | None = flag(
         None, "library of lessons; the most similar lessons are added to each prompt"
@@ -143,7 +144,7 @@ def main(config: ServerConfig) -> int:
     logs.configure(sys.stderr, as_json=config.log_json)
     service = _service(config, library)
     code = asyncio.run(_serve(config, service, keys, listening))
-    if service.has_threads:  # a thread that returns from C code would abort the interpreter's exit
+    if service.has_threads:  # they may return from C code during a normal exit, which aborts Python
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

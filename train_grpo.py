@@ -98,7 +98,8 @@ if TYPE_CHECKING:
 class GRPOTrainer:
     """Trains a LoRA adapter with GRPO."""
 
-    # A recipe overrides `load_model`, `render`, `validation_scores` and `log`, and sets `scorer`.
+    # recipes/orchestrator overrides `load_model`, `render`, `validation_scores` and `log`, and sets
+    # `scorer`.
 
     def __init__(
         self,
@@ -112,8 +113,8 @@ class GRPOTrainer:
         """Load the model and the initial adapter.
 
         Args:
-            reward_fn: a RewardFunction, a function, or a list of these (default: config.reward, or
-                else CorrectnessReward).
+            reward_fn: a RewardFunction, a function, or a list of rewards or (reward, weight) pairs
+                (default: config.reward, else CorrectnessReward).
             tool: the tool that writes into completions (default: config.tool).
 
         Raises:
@@ -131,7 +132,7 @@ class GRPOTrainer:
         )
         config = self.config
         self._asked_steps = config.steps  # None: one pass over the problems
-        self.answer_types = start.answer_types  # `prepare` replaces these by the data's types
+        self.answer_types = start.answer_types  # `prepare` replaces these with the data's types
         tags = required(config.reasoning_format, "--reasoning-format")
         self.format = FORMATS[tags].with_prompt(config.system_prompt)
         self.scorer: StepScorer = Scorer(reward, tags)
@@ -158,7 +159,7 @@ class GRPOTrainer:
         return render_problem(self.tokenizer, problem, self.format)
 
     def train(self, dataset: Iterable, eval_dataset: Iterable | None = None) -> dict[str, Any]:
-        """Run the training loop, export the last or the best adapter, and return a summary.
+        """Train, export the last or the best adapter, and return a summary.
 
         Args:
             dataset: the training problems: Problems, dicts or a `datasets.Dataset`, with the
@@ -284,10 +285,10 @@ class GRPOTrainer:
     def _set_constant_logprobs(
         self, run: TrainingRun, rollouts: Sequence[Rollout], source: OldLogprobs
     ) -> None:
-        """Set the log-probabilities of rollouts that stay constant during the updates of a step.
+        """Compute the log-probabilities that stay constant during the updates of a step.
 
-        `ref_logprobs` are set if there is a KL term, and `old_logprobs` if `source` is a forward
-        pass.
+        The rollouts receive `ref_logprobs` if there is a KL term, and `old_logprobs` if `source` is
+        "forward pass".
         """
         config = self.config
         if not config.kl_weight and source != "forward pass":

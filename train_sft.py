@@ -152,7 +152,7 @@ def learn(
 
     Raises:
         UsageError: there is no run to resume, or the run to resume was started with other options;
-            or a folder is not writable; or no example fits into the context window of the model.
+            or --output or --run-dir is not writable; or no example fits into the context window.
         Interrupted: a signal was received; the current step was finished and saved.
     """
     from transformers import set_seed  # after rlm.model, which silences import warnings
@@ -168,7 +168,7 @@ def learn(
     examples, held_out = (examples_within_window(policy, rows) for rows in (examples, held_out))
     if not examples:
         raise UsageError("no example fits into the context window of the model")
-    config = replace(config, epochs=config.epochs_for(len(examples)))  # run.json records a number
+    config = replace(config, epochs=config.epochs_for(len(examples)))  # so run.json contains it
     with RunDirectory(config.run_dir, resume=config.resume) as run:  # moves an earlier run away
         announce(config, device, policy, len(examples), read - len(examples), is_last)
         check_window(policy, examples, config.dataset)
@@ -213,7 +213,8 @@ def start_policy(config: SFTConfig, device: Device, base_hash: str) -> PeftModel
         new = {"r": config.lora_r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
         policy = new_adapter(base, **new)
     if not getattr(policy.peft_config["default"], "lora_dropout", 0):
-        # PEFT's LoRA layers convert bf16 to fp32 and back, which takes a seventh of a step's time.
+        # The fused layers support no dropout. PEFT's LoRA layers convert bf16 to fp32 and back,
+        # which takes a seventh of a step's time.
         use_fused_layers(policy)
     return policy
 
@@ -236,16 +237,16 @@ def announce(
             "device": device,
             "data": f"{config.dataset or 'from Python'}: {examples} examples{too_long}",
             "trainable": "{:,} of {:,} parameters".format(*policy.get_nb_trainable_parameters()),
-            "steps": f"{steps} of {min(config.batch_size, examples)} examples, {passes}, learning "
+            "steps": f"{steps} × {min(config.batch_size, examples)} examples, {passes}, learning "
             f"rate {config.learning_rate:g}",
             "output": config.output,
         },
     )
     if steps < ENOUGH_STEPS:
         enough = epochs * math.ceil(ENOUGH_STEPS / steps)
-        number = f"{steps} step{'s' * (steps > 1)}"
+        number = f"{steps} steps are" if steps > 1 else "1 step is"
         remedy = f"use --epochs {enough}" if is_last else "use more --start-questions"
-        terminal.line(f"warning: {number}, which is too few: {remedy}")
+        terminal.line(f"warning: {number} too few: {remedy}")
 
 
 def summary_card(config: SFTConfig, history: dict) -> None:

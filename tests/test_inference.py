@@ -74,7 +74,7 @@ def ask(adapter, capsys):
 def test_several_answers_vote(ask, scripted):
     out, code = ask("vote", "--n", 4)
     assert code == 0
-    first, _, rest = out.partition("the most likely of the winning answers:")
+    first, _, rest = out.partition("the most likely completion with the winning answer:")
     assert first.strip() == SIX  # the first sample was streamed, but is outvoted
     assert rest.strip().startswith(ADD)
     assert [line.split()[-3:] for line in rest.splitlines() if " of 4" in line] == [

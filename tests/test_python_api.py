@@ -79,7 +79,7 @@ def test_a_run_is_one_pass_over_a_dataset_and_says_what_it_does(model_dir, tmp_p
         "steps: 3 (",
         "algorithm: grpo: A = ",
         "2 of 2 validation problems are training problems too",
-        "training starts from a bare model",
+        "training starts without an SFT adapter",
         f"python train_sft.py --model {model_dir}",
         "reward_fn=[FormatReward(), CorrectnessReward()]",
         "memory",
@@ -101,13 +101,13 @@ def test_a_taught_start_and_a_reward_of_ones_own_are_not_warned_of(model_dir, tm
     trainer = rlm.GRPOTrainer(model_dir, config, letters, device=CPU)
     assert trainer.train(ROWS, [])["steps_run"] == 2
     said = capsys.readouterr().out
-    assert "bare model" not in said
+    assert "without an SFT adapter" not in said
     assert "training problems too" not in said
     taught = a_config(
         tmp_path, sft_adapter=tmp_path / "run_adapter", output=tmp_path / "next", steps=1
     )
     rlm.GRPOTrainer(str(model_dir), taught, device=CPU).train(ROWS)
-    assert "bare model" not in capsys.readouterr().out
+    assert "without an SFT adapter" not in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_ones_own_is_used(tmp_path):

@@ -259,7 +259,7 @@ def test_evaluate_refuses_an_adapter_before_the_bases_row(trained, tmp_path, mon
     ("kind", "reward", "said"),
     [
         ("open", "steps", "open answers (answer_type), which no built-in reward can judge"),
-        ("open", None, "pass a reward that judges them with --reward FILE.py:NAME"),
+        ("open", None, "use --reward FILE.py:NAME with a reward that judges them"),
         ("text", "mine.py:columns", "requires colour, which the data does not have"),
     ],
 )

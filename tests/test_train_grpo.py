@@ -199,7 +199,7 @@ def validated(*means, measure="accuracy", problems=6):
     return record
 
 
-LAST, BETTER = "the adapter after the last step (2)", "scored better than"
+LAST, BETTER = "the adapter after the last step (2)", "scored significantly better than"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ LAST, BETTER = "the adapter after the last step (2)", "scored better than"
     [
         # With six problems, 5 solved problems are not significantly better than 3.
         (validated(1, 5, 3), {}, 2, f"{LAST}; step 1 scored better by +33.3 points"),
-        (validated(1, 5, 3), {}, 2, "(95 % interval -33.4 to +100.0, best of 2); not signif"),
+        (validated(1, 5, 3), {}, 2, "(95 % interval -33.4 to +100.0, best of 2), but not signif"),
         (validated(1, 5, 3), {"stopped": "the KL rose"}, 1, "; the KL rose"),
         # A lead of 20 of 100 problems has t = 4.97, so p is far below 0.05 / 2.
         (validated(10, 60, 40, problems=100), {}, 1, f"step 1, which {BETTER} {LAST}, by +20.0"),
@@ -636,7 +636,7 @@ def test_bad_gradients_from_the_start_at_half_the_rate_too_end_the_run(
     with pytest.raises(UsageError, match="even at half the learning rate; start again"):
         train(model_dir, a_config(tmp_path, steps=30))
     said = capsys.readouterr().out
-    assert "continuing from the weights of step 0 with half the learning rate" in said
+    assert "continuing from the checkpoint of step 0 with half the learning rate" in said
     assert said.count("update skipped") == 6  # three before and three after the restore
 
 

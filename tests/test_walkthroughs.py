@@ -163,7 +163,7 @@ def test_python_blocks(early_model, hub, capsys):
     assert Path("runs/grpo/metrics.jsonl").is_file()
     out = capsys.readouterr().out
     assert "steps: 3 (" in out  # one pass, with 4 problems in each step
-    assert "training starts from a bare model" in out
+    assert "training starts without an SFT adapter" in out
     assert "no CUDA GPU here, so the base model is loaded without quantization" in out
     # The blocks define these names, but do not use them.
     assert names["reward_fn"]("<think>so</think><answer>5</answer>", "5") > 0.5

@@ -28,7 +28,7 @@ class Algorithm:
     distinct: bool = False  # count equal completions with rewards above the mean only once
     signal_only: bool = False  # exclude groups with equal rewards from the denominators
     dynamic_sampling: bool = False  # replace groups with equal rewards
-    overlong_share: float = 0.0  # share of max_new_tokens, at its end, in which length is penalized
+    overlong_share: float = 0.0  # the length penalty applies to this last share of max_new_tokens
     # Defaults of the options that depend on the algorithm.
     mini_batch_size: int | None = None  # problems per optimizer update; None: all problems
     learning_rate: float = 1e-4
@@ -96,12 +96,12 @@ ALGORITHMS = {
         "CISPO in MiniMax-M1, arXiv 2506.13585", "std", "token", 1.0, 4.0, objective="weighted"
     ),
     "maxrl": Algorithm("MaxRL, arXiv 2602.02710", "mean", "token", 0.2, 0.2),
-    # TOPR differs from GRPO (arXiv 2402.03300) as follows. The right completions of a group share a
-    # total weight of 1, and the wrong completions a total weight of 1/4, so a rare right answer
-    # counts most. For right completions the likelihood is maximized without clipping, because many
-    # small updates would soon reach the clipping bounds. In a wrong completion, the gradient of a
-    # token shrinks as the token becomes less likely than when it was sampled, because making it
-    # even less likely does not teach the right answer.
+    # This variant of TOPR differs from GRPO as follows. The right completions of a group share a
+    # total weight of 1, and the wrong completions a total weight of 1/4, so the weight of a right
+    # completion is larger if it is rare. The likelihood of right completions is maximized without
+    # clipping, because many small updates would soon reach the clipping bounds. In a wrong
+    # completion, the gradient of a token shrinks as the token becomes less likely than when it was
+    # sampled, because making it even less likely does not teach the right answer.
     "topr": Algorithm(
         "TOPR, arXiv 2503.14286",
         "share",

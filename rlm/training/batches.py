@@ -2,9 +2,9 @@
 
 All random choices are pure functions of the arguments, so a resumed run replays no earlier steps.
 
-The letters in the shapes are: P problems, G group size, N = P·G rollouts of a step, n rollouts of a
-micro-batch, B packed sequences, S padded length of the packed sequences, M completion tokens,
-T padded length of the completions.
+The letters in the shapes are: P problems, G group size, n rollouts of a micro-batch, B packed
+sequences, S padded length of the packed sequences, M completion tokens, T padded length of the
+completions.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def rollout_seeds(problems: Sequence[Problem], seed: int, step: int, refill: int
 class Rollout:
     """A completion with its advantage and the other values that the loss needs."""
 
-    problem: int  # index of the problem, whose rollouts are packed after one copy of the prompt
+    problem: int  # index of the problem; its rollouts are packed after one copy of the prompt
     prompt: Sequence[int]
     completion: Sequence[int]
     advantage: float
-    weight: float  # weight in the loss of each token of the completion
+    weight: float  # weight of each token of the completion in the loss
     sampler_logprobs: Sequence[float] = ()
     tool_mask: Sequence[bool] = ()  # as in Completion: False for tokens written by a tool
     # The log-probabilities that stay constant during the updates of a step, each (length,).
@@ -99,13 +99,13 @@ class Rollout:
 def row_weights(lengths: Sequence[int], aggregation: str, constant: int) -> list[float]:
     """Return, for each rollout, the weight of its tokens in the loss of an update.
 
-    The denominator covers the whole update, so the gradient does not depend on how the rollouts
+    The denominator covers all N rollouts of the update, so the gradient does not depend on how they
     are split into micro-batches. `aggregation` selects the formula for rollout i:
         sequence  1 / (N · |o_i|)          GRPO: every completion counts the same
-        constant  1 / (N · constant)       Dr. GRPO: every token counts the same, always
+        constant  1 / (N · constant)       Dr. GRPO: every token counts the same in all updates
         token     1 / Σ |o_i|              DAPO: every token counts the same within the update
     `lengths` must include the rollouts with advantage 0. These rollouts are left out of the batch,
-    but they still count as samples. A length counts the tokens sampled by the model, without the
+    but they still count in N. A length |o_i| counts the tokens sampled by the model, without the
     tokens written by a tool. A length is 0 if all tokens of the rollout are masked.
 
     >>> row_weights([2, 4], "sequence", 8), row_weights([2, 4], "constant", 8)
@@ -151,8 +151,8 @@ def make_rollouts(
     A rollout with advantage 0 has exactly zero policy loss and gradient. Therefore such a rollout
     is left out unless there is a KL term, but it still counts in the denominator.
     `mask_truncated` removes the tokens of completions without an end token from every loss term and
-    from the token denominators. These completions still count as samples and in the group's mean
-    and std, as in TRL. Tokens written by a tool are removed in the same way.
+    from the token denominators. These completions still count in N (see `row_weights`) and in the
+    group's mean and std, as in TRL. Tokens written by a tool are removed in the same way.
 
     Args:
         advantages: the advantage of each rollout, (P, G).
@@ -214,7 +214,7 @@ def shard_rollouts(rollouts: Sequence[Rollout], distributed: Distributed) -> lis
 
 @dataclass
 class MicroBatch:
-    """Rollouts packed into tensors, in which the prompt of a group is stored only once.
+    """Rollouts packed into sequences, each of which contains a shared prompt only once.
 
     A packed sequence is [prompt, completion 1, completion 2, …]. `segments` contains the number of
     the part that each token belongs to: 0 for the prompt, i for completion i, and -1 for padding. A
@@ -242,7 +242,7 @@ class MicroBatch:
 
         The mask is True for the tokens that the model sampled, up to and including the end token.
         The mask is computed from the lengths and the tool mask, never from token ids. Every sum
-        over tokens uses this mask; the other tokens are attended to, but they have no loss.
+        over tokens in `policy_loss` uses this mask. Tool tokens are attended to, but have no loss.
         """
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         mask = torch.arange(max(self.lengths), device=lengths.device) < lengths[:, None]
@@ -254,7 +254,7 @@ class MicroBatch:
         logprobs: Tensor,
         rollouts: Sequence[Rollout],
     ) -> None:
-        """Keep log-probabilities (n, T) in the rollouts that this micro-batch was made from."""
+        """Store log-probabilities (n, T) in the rollouts that this micro-batch was made from."""
         for row, length, values in zip(self.rows, self.lengths, logprobs, strict=True):
             setattr(rollouts[row], name, values[:length])
 
@@ -279,10 +279,10 @@ def make_micro_batches(
     Args:
         max_rows: the maximum number of completions in a micro-batch.
         max_tokens: the maximum number of tokens, including padding, in a micro-batch. A single
-            completion may exceed this number.
+            completion with its prompt may exceed this number.
     """
     max_packed = min(max_rows, GPU_PACKED_ROWS) if device == "cuda" else max_rows
-    # Each problem has one packed sequence, which is split if it has too many rows or tokens.
+    # Each problem has one packed sequence, split if it exceeds `max_packed` or `max_tokens`.
     sequences: list[list[int]] = []
     open_sequence: dict[int, list[int]] = {}  # problem → its sequence that is not yet full
     for row, rollout in enumerate(rollouts):

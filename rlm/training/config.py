@@ -37,7 +37,7 @@ VLLM_COMMAND = "vllm serve"
 # Options that are not available with --backend tinker, because its server decides their values.
 ON_SERVER = ("quantize", "dtype", "sampler", "max_num_seqs", "train_batch_size")
 DEFAULT_SFT_ADAPTER = Path("weights/sft_lora")  # used if it fits the base model
-# Defaults for a large model; --steps only on a GPU (`defaults_by_size`).
+# Defaults for a large model; that of --steps applies only on a GPU (see `defaults_by_size`).
 GPU_DEFAULTS = {"steps": 200, "learning_rate": 2e-5}
 STEPS = 20  # default number of steps on the command line
 REFILL_ROUNDS = 3  # maximum number of rounds in which a step replaces groups with equal rewards
@@ -58,7 +58,7 @@ def switch(field: str, on: str) -> Flag:
 
 
 def always(reason: str) -> Flag:
-    """Make an alias for something that always holds: a boolean flag that rejects False."""
+    """Make a boolean flag for a feature that is always on; False raises a ValueError."""
 
     def becomes(wanted: bool) -> dict[str, Any]:
         if not wanted:
@@ -85,7 +85,8 @@ class GRPOConfig:
         *("steps", "batch_size", "group_size", "max_new_tokens", "learning_rate"),
     )
 
-    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}  # before torch is imported
+    # Stands in for the default that depends on the machine until torch is imported.
+    PROVISIONAL: ClassVar = {"max_new_tokens": LONGEST}
 
     OTHER_SPELLINGS: ClassVar = {
         **SWITCHES,
@@ -191,7 +192,8 @@ class GRPOConfig:
     )
     dynamic_sampling: bool = flag(
         None,
-        f"replace groups whose rewards are all equal, in up to {REFILL_ROUNDS} sampling rounds",
+        "replace groups whose rewards are all equal, "
+        f"in up to {REFILL_ROUNDS} more sampling rounds",
         default_text=ALGORITHMS_OWN,
     )
     overlong_buffer: int = flag(
@@ -226,7 +228,7 @@ class GRPOConfig:
     sampler: str = flag(
         "auto",
         "sample with merged weights, with base model and adapter separately, or with vLLM; auto: "
-        "depends on the memory",
+        "merged if possible",
         choices=("auto", "merged", "unmerged", "vllm"),
     )
     server: str | None = flag(
@@ -321,8 +323,9 @@ class GRPOConfig:
             "--server needs --sampler vllm or --backend tinker": (
                 self.server is not None and not by_vllm and self.backend != "tinker"
             ),
-            "--tool does not work with --sampler vllm: vLLM cannot write into a completion while "
-            "it is generated": self.tool != "none" and by_vllm,
+            "--tool does not work with --sampler vllm: vLLM cannot insert text while it samples": (
+                self.tool != "none" and by_vllm
+            ),
             "--doctor and --plan inspect a run's start; leave out --resume": looks and self.resume,
             "--doctor and --plan exclude each other; give only one of them": (
                 self.doctor and self.plan
@@ -401,9 +404,9 @@ class GRPOConfig:
         `resolve_config` calls this method.
 
         Raises:
-            UsageError: the initial adapter does not exist, or contradicts --lora-r or --lora-alpha.
-                The default adapter must exist only if neither --model nor --plan is given, because
-                training then continues from the result of SFT.
+            UsageError: --backend tinker lacks --model; or the initial adapter does not exist, or
+                contradicts --lora-r or --lora-alpha. The default adapter must exist only if neither
+                --model nor --plan is given, because training then continues from the result of SFT.
         """
         if given.get("backend") == "tinker":
             given = {"sft_adapter": None, **given}
@@ -445,7 +448,7 @@ class GRPOConfig:
 
     @property
     def formula(self) -> str:
-        """Format the minimised objective as one line."""
+        """Format the minimized objective as one line."""
         return self.resolved_algorithm.formula(str(self.max_new_tokens))
 
     @property
@@ -454,7 +457,7 @@ class GRPOConfig:
         return 1 + REFILL_ROUNDS if self.dynamic_sampling else 1
 
     def steps_for(self, problem_count: int) -> int:
-        """Return `steps`, or the number of steps in one pass over the problems if it is unset."""
+        """Return `steps`, or if it is unset, the number of steps in one pass over the problems."""
         return self.steps or math.ceil(problem_count / self.batch_size)
 
     def eval_group_size_for(self, problem_count: int) -> int:

@@ -33,7 +33,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Distributed:
-    """The processes of a run. In a single process, the methods leave their arguments unchanged."""
+    """The processes of a run. In a single process, the methods return their arguments unchanged."""
 
     rank: int = 0
     size: int = 1
@@ -47,7 +47,7 @@ class Distributed:
         if torch.cuda.is_available():
             rank, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if rank >= cards:
-                message = f"{rank + 1} or more processes on this machine, but it has {cards} GPUs"
+                message = f"at least {rank + 1} processes run on this machine with {cards} GPUs"
                 raise UsageError(f"{message}: start one process per GPU (--nproc-per-node {cards})")
             torch.cuda.set_device(rank)
         if not dist.is_initialized():
@@ -101,7 +101,7 @@ class Distributed:
         return box[0]
 
     def any(self, value: bool) -> bool:
-        """Return whether the value is true in any process, for example `interrupted`."""
+        """Return whether the value is true in any process."""
         return True in self.gather([value])
 
     def all_reduce(self, parameters: Iterable[Tensor]) -> None:
@@ -125,7 +125,7 @@ def _leave() -> None:
 
 @contextmanager
 def _explain_lost_process() -> Iterator[None]:
-    """Convert the RuntimeError that a lost process causes to a UsageError."""
+    """Convert the RuntimeError that a lost process causes into a UsageError."""
     try:
         yield
     except RuntimeError as error:

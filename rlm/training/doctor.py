@@ -23,7 +23,7 @@ from rlm.training.config import LORA_RATES, USUAL_RATES, GRPOConfig, judge_learn
 from rlm.training.trainer import StepScorer, Trainer, TrainingData
 
 PROBLEMS = 32  # number of problems to sample
-NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # thresholds above which a finding is a note or a fault
+NOTABLE_SHARE, FAULT_SHARE = 0.2, 0.8  # usual thresholds of a note and of a fault
 NO_MOVE = 1e-6  # learning rate below which the model learns nothing
 SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>")
 
@@ -149,7 +149,7 @@ def _metrics(
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, format: Format) -> Iterator[Finding]:
-    """Detect a chat template that belongs to another tokenizer or that drops a message."""
+    """Detect a chat template of another tokenizer, or one that drops the system prompt."""
     text = str(tokenizer.decode(render_prompt(tokenizer, "QUESTION", format)))
     foreign = sorted(
         marker
@@ -238,11 +238,11 @@ def _reward(
     """Detect a reward that does not prefer right answers.
 
     A right completion must earn more than each of several wrong ones, which are made here. If only
-    some of the sampled completions are right, their rewards must not all be equal.
+    some of the sampled completions are right, the sampled completions must have different rewards.
     """
     if problem.answer_type == "open":  # open answers have no reference
         return
-    # A reward may also check the reasoning, and then pays only for a worked solution.
+    # A reward may also check the reasoning, and then only a worked solution earns it.
     brief = "It follows."
     right = [tags.completion(text, problem.answer) for text in (brief, problem.solution or brief)]
     worthless = {
@@ -267,7 +267,7 @@ def _reward(
     if paid:
         yield Finding(
             "a wrong answer is rewarded",
-            f"these completions get as much reward as a right answer in the right format: "
+            f"these completions get at least the reward of a right answer in the right format: "
             f"{', '.join(paid)}",
             "this is fine if the reward is meant to allow it; otherwise check the reward function",
             fault=False,
@@ -283,7 +283,7 @@ def _signal(metrics: dict[str, float], config: GRPOConfig, teach: str) -> Iterat
     if share > FAULT_SHARE:
         yield Finding(
             "no signal",
-            f"in {share:.0%} of the groups, all rewards are equal (mean "
+            f"in {share:.0%} of the groups, all rewards are equal (mean reward "
             f"{metrics['reward, mean']:.3g}), so they have no gradient: about "
             f"{config.batch_size * (1 - share):.0f} of the {config.batch_size} groups in a step "
             "have one",

@@ -33,7 +33,7 @@ LOGITS_CHUNK = 128
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive attention mask, (B, 1, S, S), of packed sequences.
 
-    Each token attends to the earlier tokens of the prompt and of its own completion.
+    Each token attends to itself, and to the earlier tokens of the prompt and of its completion.
     """
     own = segments[:, :, None] == segments[:, None, :]
     prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
@@ -143,9 +143,9 @@ class _ScoreTokens(torch.autograd.Function):
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight, bias)  # (M, V)
-        slopes = ctx.needs_input_grad[0]  # if True, the coefficients overwrite the logits
-        logprobs, entropy = ops.token_logprobs(logits, targets, temperature, slopes)
-        if slopes:
+        gradients = ctx.needs_input_grad[0]  # if True, the coefficients overwrite the logits
+        logprobs, entropy = ops.token_logprobs(logits, targets, temperature, gradients)
+        if gradients:
             ctx.save_for_backward(logits @ weight / temperature)  # (M, hidden)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -153,5 +153,5 @@ class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return by_logprob[:, None].to(slope.dtype) * slope, *[None] * 5
+        (derivative,) = ctx.saved_tensors
+        return by_logprob[:, None].to(derivative.dtype) * derivative, *[None] * 5

@@ -23,8 +23,7 @@ class LossSums:
     policy: float  # the policy loss, without the KL term
     kl: float  # Σ weight · KL estimate: the KL term of the loss, before multiplying by kl_weight
     kl_total: float  # Σ KL estimate, without weights
-    # Number of tokens whose ratio is clipped. With "tapered", these are tokens with A < 0 and a
-    # ratio above 1, whose weight is limited to 1.
+    # Number of tokens whose ratio is clipped. With "tapered", only tokens with A < 0 are clipped.
     clipped: float
     tokens: int
 
@@ -73,15 +72,15 @@ def token_losses(
 
     In the formulas, ρ is the `policy_ratio` and A the advantage.
 
-    "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A). If the old log-probabilities equal the
-    current ones, the value is -A and the gradient is -A ∇logprob, as in REINFORCE with a group
-    baseline. The minimum is taken for both signs of A (Schulman et al., arXiv 1707.06347).
+    "ppo": l = -min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A), as in PPO (Schulman et al., arXiv
+    1707.06347). If the old log-probabilities equal the current ones, the value is -A and the
+    gradient is -A ∇logprob, as in REINFORCE with a group baseline.
 
     "weighted": l = -clip(ρ) A logprob, where the clipped ratio is a constant without gradient.
     Therefore every token has a gradient (CISPO, arXiv 2506.13585).
 
-    "tapered": l = -A logprob where A > 0, and the same as "weighted" where A < 0. The gradient of a
-    good completion does not shrink, however likely the completion has become. The gradient of a bad
+    "tapered": l = -A logprob where A > 0, and the same as "weighted" where A < 0. If A > 0, the
+    gradient does not shrink, however likely the completion has become. If A < 0, the gradient of a
     token shrinks as the token becomes less likely than when it was sampled (TOPR, arXiv 2503.14286,
     but with a ratio per token).
     """
@@ -101,15 +100,16 @@ def policy_loss(
     correct_sampler: bool = False,
     kl_weight: float = 0.0,
 ) -> tuple[Tensor, LossSums]:
-    """Compute the loss Σᵢ wᵢ Σₜ lᵢₜ + KL of a micro-batch, where l are the `token_losses`.
+    """Compute the loss of a micro-batch, Σᵢ wᵢ Σₜ (lᵢₜ + kl_weight · KLᵢₜ).
 
-    TRL's default multiplies the KL term by the ratio; this loss does not.
+    w are the weights in `batch`, l the `token_losses` and KL the `kl_estimate`. By default, TRL
+    multiplies KL by the ratio; this loss does not.
 
     Args:
         logprobs: the log-probabilities of the current policy, (n, T).
         batch: the micro-batch. Its `ref_logprobs` are needed for a KL term. If its `old_logprobs`
             are None, the detached `logprobs` are used.
-        correct_sampler: whether to multiply the loss by importance weights, because the sampler's
+        correct_sampler: whether to multiply l by importance weights, because the sampler's
             probabilities differ from the trainer's.
 
     Returns:

@@ -1,7 +1,7 @@
 """Estimate the memory of a run, and choose the size of the micro-batches.
 
-The memory for the activations that a forward pass saves is measured by running a few tokens through
-the loaded model. All other amounts are computed.
+A forward pass of a few tokens measures the memory for saved activations. All other amounts are
+computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlm.training.config import GRPOConfig
     from rlm.training.state import Learner
 
-PROBE_TOKENS = 64  # number of tokens with which the memory for activations is measured
+PROBE_TOKENS = 64  # number of tokens in the forward pass that measures the memory
 # Upper bounds for the tokens of a micro-batch, because larger micro-batches are hardly faster. The
 # matmuls of a CPU are saturated by a few hundred tokens in fp32 and by about a thousand tokens in
 # bf16; the matmuls of a GPU are saturated by several thousand tokens.
@@ -173,14 +173,14 @@ def fit_micro_batch(
     per_token = activation_bytes(policy)
     on_cpu = CPU_MICRO_BATCH.get(policy.dtype, min(CPU_MICRO_BATCH.values()))
     largest = tokens or (GPU_MICRO_BATCH if policy.device.type == "cuda" else on_cpu)
-    for twice in (False, True):
-        learning = partial(_learning_bytes, policy, per_token, twice, longest_sequence)
+    for checkpointing in (False, True):
+        learning = partial(_learning_bytes, policy, per_token, checkpointing, longest_sequence)
         size = largest
         while tokens is None and size > SMALLEST_MICRO_BATCH and learning(size) > room:
             size = max(size // 2, SMALLEST_MICRO_BATCH)
         if learning(size) <= room:
             break
-    return size, twice, learning(size)
+    return size, checkpointing, learning(size)
 
 
 def _learning_bytes(

@@ -1,7 +1,7 @@
 """The metrics of a training step (`area/name`), and what a run prints of them: the progress lines,
 the warnings and the summary.
 
-Each warning has a rule, which is evaluated on the last steps. The warning is printed when its rule
+An alert is a warning with a rule, which is evaluated on the last steps. It is printed when its rule
 begins to hold, and again only if the rule has stopped holding in between.
 """
 
@@ -29,7 +29,7 @@ PHASES = ("sample", "score", "learn")  # the phases of a step, in order
 Row = Mapping[str, float]  # a line of metrics.jsonl
 # A micro-batch of an update, its log-probabilities (n, T), its entropies (n, T), and its sums.
 Learned = tuple[MicroBatch, Tensor, Tensor, LossSums]
-RECENT_STEPS = 5  # number of last steps over which rules and the estimate of the time left average
+RECENT_STEPS = 5  # the rules and the estimate of the time left use this many last steps
 CUT_OFF = 0.1  # a larger share of truncated completions is reported, even after step 1
 FLAT_STEPS = 30  # the reward of the last third of these steps is compared with the first third
 FLAT_RISE = 0.01  # a smaller increase of the reward counts as flat

@@ -68,7 +68,7 @@ def show_plan(trainer: Trainer, data: TrainingData) -> None:
         dtype, why = policy.dtype, "as in learning: no merged copy"
     limit, model = "", required(config.model, "--model")
     if steps != config.steps:
-        limit = f", where --max-minutes {config.max_minutes:g} ends it"
+        limit = f", then --max-minutes {config.max_minutes:g} ends the run"
     terminal.table(
         "Plan: estimated, nothing was trained",
         {
@@ -76,8 +76,9 @@ def show_plan(trainer: Trainer, data: TrainingData) -> None:
             "sampling": Device(place, dtype, why),
             "learning": Device(place, policy.dtype, pick_device(config.dtype).reason),
             "max_num_seqs": f"{speed.max_num_seqs} completions at a time",
-            "micro-batches": f"{len(micro_batches)} of {len(micro_batches[0].lengths)} "
-            f"completions ({micro_batches[0].input_ids.numel()} tokens with prompts), gradient "
+            "micro-batches": f"{len(micro_batches)}, the largest with "
+            f"{len(micro_batches[0].lengths)} completions "
+            f"({micro_batches[0].input_ids.numel()} tokens with prompts), gradient "
             f"checkpointing {'on' if plan.checkpointing else 'off'}",
             "a step": f"{a_step:.1f} s: sampling {sampling:.1f}, learning {learning:.1f}",
             "a validation": f"{validation:.1f} s",
@@ -144,12 +145,12 @@ def time_sampling(
     params = SamplingParams(config.max_new_tokens, config.temperature)
     requests = [Request(ids, params, seed, config.group_size) for seed, ids in enumerate(prompts)]
     marks: list[float] = []
-    drawn: set[tuple[int, int]] = set()  # rows that have received their token of this round
+    drawn: set[tuple[int, int]] = set()  # rows that have a token from the current decoding step
     rows, began = 0, time.monotonic()
     with closing(sampler.stream(requests)) as stream:
         for token in stream:
             row = token.request, token.row
-            if not marks or row in drawn:  # a new round begins
+            if not marks or row in drawn:  # a new decoding step begins
                 marks.append(time.monotonic())
                 drawn = set()
             drawn.add(row)

@@ -91,8 +91,8 @@ def check_output_place(
 ) -> None:
     """Check that the run replaces neither its initial adapter nor its own files.
 
-    What is at `output` is moved to NAME.prev, and an earlier NAME.prev is deleted. Unless the run
-    is resumed, an earlier run in `run_dir` is moved and deleted in the same way.
+    An existing `output` is moved to NAME.prev, and an earlier NAME.prev is deleted. Unless the run
+    is resumed, the same happens to an existing `run_dir`.
 
     Args:
         start: the initial adapter, which `option` names.

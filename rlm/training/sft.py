@@ -66,8 +66,8 @@ if TYPE_CHECKING:  # rlm.model has to import bitsandbytes before peft is importe
 LOGGED = {"loss/sft": "loss", "optim/grad_norm": "grad_norm", "optim/lr": "learning_rate"}
 SAVE_SECONDS = 60.0  # minimum time between two checkpoints
 KEEP = 2  # number of checkpoints that are kept
-# Options that may change when a run is resumed. Training does not depend on these options, or a
-# hash of the model or the data that the option names is compared instead.
+# Options that may change when a run is resumed. Training does not depend on them, or they select a
+# model or data whose hash is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "dataset", "max_samples", "keep_code", "max_length", "adapter"),
     *("eval_samples", "micro_batch", "max_minutes"),
@@ -128,9 +128,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 def examples_within_window(
     policy: PreTrainedModel | PeftModel, examples: Sequence[Example]
 ) -> list[Example]:
-    """Return the examples that fit into the model's context window, and into its local window.
+    """Return the examples that fit into the model's context window.
 
-    The attention of the packed training pass ignores local windows.
+    `context_window` includes the local window, because packed training ignores local windows.
     """
     window = context_window(policy)
     return [e for e in examples if window is None or len(e["input_ids"]) <= window]
@@ -250,7 +250,7 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         """Begin a new run, or load the newest checkpoint of a run that is resumed."""
         self.config, self.run, self.adapter = config, run, adapter_tensors(policy)
-        self.steps, self.step = config.steps(len(examples)), 0  # all steps, steps done before
+        self.steps, self.step = config.steps(len(examples)), 0  # total, already done
         self._seconds_before = 0.0
         self._loaded: dict[str, Tensor] = {}
         self._epoch_began = torch.get_rng_state()

@@ -20,7 +20,7 @@ MAX_SAMPLES = 400  # default, except for the user's own data files
 # Number of steps that suffice for a small dataset. With 11 examples, a model learned nothing in one
 # step, but it learned a text task in twenty steps.
 ENOUGH_STEPS = 20
-# Defaults for a large model; except for the learning rate, only on a GPU (`defaults_by_size`).
+# Defaults for a large model; all but the learning rate apply only on a GPU (`defaults_by_size`).
 GPU_DEFAULTS = {"max_samples": 2000, "learning_rate": 2e-4, "micro_batch": 4}
 
 
@@ -177,8 +177,8 @@ class SFTConfig:
     def epochs_for(self, examples: int) -> int:
         """Return the number of passes over the examples.
 
-        If `epochs` is unset, the default is 1. For the user's own data files the default is the
-        number of passes that makes at least ENOUGH_STEPS steps.
+        If `epochs` is unset, the default is 1. For the user's own data files, the default is the
+        smallest number of passes with at least ENOUGH_STEPS steps.
         """
         enough = math.ceil(ENOUGH_STEPS / math.ceil(examples / self.batch_size))
         return self.epochs or (enough if self.dataset and own_files(self.dataset) else 1)

@@ -74,7 +74,7 @@ def mask_prompt(prompt: list[int], completion: list[int]) -> Example:
 
 
 def pack_examples(inputs: Mapping[str, Tensor], device: str, packed: bool) -> MicroBatch:
-    """Convert a padded batch of examples to a micro-batch without padding.
+    """Convert a padded batch of examples to a micro-batch.
 
     Args:
         inputs: `input_ids`, `attention_mask` and `labels`, each (B, S), padded on the right.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAX_CONSECUTIVE_SKIPS = 3
 LOG_BYTES = 50 * 2**20  # disk space for the metrics, samples and figures of a run
 # Options that may change when a run is resumed. Apart from rounding, training does not depend on
-# these options, or a hash of the model, adapter or data that the option names is compared instead.
+# them, or they select a model, an adapter or data whose hash is compared instead.
 MAY_CHANGE = {
     *("resume", "model", "sft_adapter", "dataset", "max_samples", "eval_samples"),
     *("run_dir", "output", "save_every", "max_minutes", "tracker"),
@@ -145,7 +145,7 @@ class TrainingState:
     def count_update(self, step: int, *, skipped: bool) -> None:
         """Count an update of a step, and adapt the loss scale.
 
-        `consecutive_skips` stays the same if the loss scale may have caused the overflow.
+        `consecutive_skips` stays the same if too large a loss scale may have caused the skip.
 
         Args:
             skipped: whether the update was skipped because its gradient was not finite.
@@ -165,7 +165,7 @@ class TrainingState:
         next step, because the same problems with the same weights would fail again.
 
         Raises:
-            UsageError: there is no good checkpoint, or a checkpoint was already restored before.
+            UsageError: there is no good checkpoint, or a checkpoint was already restored.
         """
         if self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
             return
@@ -184,11 +184,11 @@ class TrainingState:
         self.consecutive_skips, self.lr_scale = 0, 0.5
         terminal.line(
             f"{MAX_CONSECUTIVE_SKIPS} updates in a row had no finite gradient: continuing from the "
-            f"weights of step {loaded[1]['step']} with half the learning rate"
+            f"checkpoint of step {loaded[1]['step']} with half the learning rate"
         )
 
     def early_stopping_reason(self, step: int) -> str:
-        """Return why the run must stop, and print it; "" if there is no `Validations.fall`."""
+        """Return and print why the run must stop early; "" if there is no `Validations.fall`."""
         fall = self.validations.fall()
         if fall:
             terminal.line(
@@ -267,15 +267,15 @@ class TrainingState:
 
 
 class MixedPrecisionAdapter:
-    """The trained LoRA matrices: the model's weights and their fp32 master weights.
+    """The trained LoRA matrices, in the dtype of the model and as fp32 master weights.
 
     A bf16 model is fast only if its adapter is in bf16 too. The updates are too small for bf16, so
     they are added to fp32 master weights. In an fp32 model, the model's weights and the master
     weights are the same tensors, and nothing is copied between them.
 
     The smallest positive fp16 number is 6e-8, and most gradients of a single token in a batch of
-    ten thousand are smaller than this number. Therefore `backward` multiplies the loss by
-    `loss_scale`, and divides the gradients by `loss_scale` in fp32. If a gradient overflows, the
+    ten thousand are smaller than this number. Therefore, with an fp16 model, `backward` multiplies
+    the loss by `loss_scale`, and divides the gradients by it in fp32. If a gradient overflows, the
     update is skipped and `loss_scale` is halved. After GOOD_UPDATES finite updates in a row,
     `loss_scale` is doubled.
     """

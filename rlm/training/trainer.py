@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-LARGE_RATE = 1e-4  # a higher learning rate is reported if the model is large
+LARGE_RATE = 1e-4  # for a large model, this learning rate and higher ones are reported
 
 
 class StepScorer(Protocol):
@@ -153,9 +153,9 @@ def resolve_start(
 ) -> tuple[GRPOConfig, AdapterInfo, Tool | None]:
     """Complete the config for this base model and machine, and load the initial adapter's metadata.
 
-    Each change to the config is printed. Values that `GRPOConfig.resolve` has set are not changed.
-    A config made in Python may contain the default adapter, which is used only if it fits the base
-    model, or `quantize="auto"`, which is resolved here.
+    Values that `GRPOConfig.resolve` has set are not changed. A config made in Python may contain
+    the default adapter, which is used only if it fits the base model, or `quantize="auto"`, which
+    is resolved here. Options that differ from those of the adapter's training are printed.
 
     Returns:
         The completed config; the metadata of the initial adapter; and the tool of the run, which is
@@ -292,7 +292,7 @@ class TrainingData:
         dataset: Iterable[Problem | Mapping[str, Any]],
         eval_dataset: Iterable[Problem | Mapping[str, Any]] | None,
     ) -> TrainingData:
-        """Load the problems, and leave out those that do not fit into the context window."""
+        """Convert the datasets, and leave out problems that do not fit into the context window."""
         config, scorer = trainer.config, trainer.scorer
         problems, render = as_problems(dataset), cache(trainer.render)  # renders each prompt once
         if eval_dataset is None or (isinstance(eval_dataset, Sized) and not len(eval_dataset)):
@@ -318,10 +318,10 @@ class TrainingData:
                 warnings.append(other_forms)
             if isinstance(scorer.reward, CorrectnessReward) and config.sft_adapter is None:
                 warnings.append(
-                    "training starts from a bare model, and only a right answer in the right tags "
-                    "is rewarded, so the model will likely learn nothing: teach the tags first "
-                    f"({command_of('train_sft')} --model {config.model}), or reward the tags too "
-                    "(in Python: reward_fn=[FormatReward(), CorrectnessReward()])"
+                    "training starts without an SFT adapter, and only a right answer in the right "
+                    "tags is rewarded, so the model will likely learn nothing: teach the tags "
+                    f"first ({command_of('train_sft')} --model {config.model}), or reward the tags "
+                    "too (in Python: reward_fn=[FormatReward(), CorrectnessReward()])"
                 )
         kinds = answer_types(problems)
         is_own = isinstance(scorer, Scorer) and not is_built_in(scorer.reward)
@@ -395,8 +395,8 @@ def resume_if_restarted(config: GRPOConfig, distributed: Distributed) -> GRPOCon
     """Set `resume` if torchrun has restarted the processes (--max-restarts) of a run.
 
     torchrun repeats the command, which would start the run again from its first step. Checkpoints
-    from before torchrun was started belong to an earlier run, which --run-dir still contains if the
-    first attempt ended while it loaded the model.
+    that are older than torchrun's start belong to an earlier run. That run is still in --run-dir if
+    the first attempt ended while it loaded the model.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not distributed.any(restarts > 0):
@@ -407,7 +407,7 @@ def resume_if_restarted(config: GRPOConfig, distributed: Distributed) -> GRPOCon
 
 
 def launch_time() -> float:
-    """Return the time at which torchrun was started: the first ancestor without its variables."""
+    """Return the start time of torchrun, which is the first ancestor without its variables."""
     for ancestor in psutil.Process().parents():  # a script may be between torchrun and this process
         try:
             started = "TORCHELASTIC_RUN_ID" not in ancestor.environ()
@@ -484,7 +484,7 @@ class TrainingRun:
         return metrics | seconds
 
     def validate_if_due(self, step: int) -> dict[str, float]:
-        """Decide whether the run ends after a step, and validate if --eval-every asks for it.
+        """Decide whether the run ends after a step, and validate if a validation is due.
 
         The decision is the same in all processes.
 
@@ -518,8 +518,8 @@ class TrainingRun:
         and gradient checkpointing.
 
         Args:
-            compute: splits rollouts by `micro_batches`. It must neither apply a gradient nor
-                exchange anything with other processes.
+            compute: calls `micro_batches`, so a repeated call uses the smaller size. It must
+                neither apply a gradient nor exchange anything with other processes.
         """
         try:
             return compute(*args, **kw)

@@ -103,7 +103,7 @@ class Validations:
         lost = gain(self.start_accuracy, self.last_accuracy, looks)
         if lost.high >= 0 or gain(self.start, self.last).low > 0:
             return ""
-        return f"the accuracy changed by {describe(lost, 'accuracy')} against the start"
+        return f"the accuracy changed by {describe(lost, 'accuracy')} since the start"
 
     def add(self, step: int, scores: ProblemScores, accuracy: ProblemScores | None = None) -> bool:
         """Record a validation, and return whether it is the best so far.
@@ -169,13 +169,14 @@ def choose_export(validations: Validations, last_step: int, stopped: str = "") -
     lead = gain(last, best, validations.count - 1)  # the last is not a candidate
     by, is_sure = describe(lead, validations.measure), lead.low > 0
     if stopped or is_sure:
-        why = "significantly" if best.step else "no step was better; try a lower --learning-rate"
-        why = stopped or why
-        return "best", f"{named}, which scored better than {the_last}, by {by}; {why}"
-    why = "not significantly"
+        better = "significantly better" if is_sure else "better"
+        why = "" if best.step else "; no step was better; try a lower --learning-rate"
+        why = f"; {stopped}" if stopped else why
+        return "best", f"{named}, which scored {better} than {the_last}, by {by}{why}"
+    why = ", but not significantly"
     if math.isinf(lead.low):
-        why = f"too few validation problems to compare (fewer than {MIN_PROBLEMS})"
-    return "last", f"{the_last}; {named} scored better by {by}; {why}"
+        why = f"; too few validation problems to compare (fewer than {MIN_PROBLEMS})"
+    return "last", f"{the_last}; {named} scored better by {by}{why}"
 
 
 def describe_mean(mean: float, measure: str) -> str:
@@ -223,7 +224,7 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
     samples = sample_count(said["completions"], summary["validated_on"])
     return {
         f"validation {measure}": f"{', '.join(map(text, ('start', 'best', 'last')))}; {samples}",
-        "against the start": ", ".join(map(gained, names)),
+        "since the start": ", ".join(map(gained, names)),
         "exported": summary["reason"],
     }
 

@@ -48,14 +48,14 @@ def test_a_plan_changes_nothing(options, model_dir, tmp_path, capsys, monkeypatc
     assert "warning: learning rate too high: 0.01 breaks a policy" in said
 
 
-@pytest.mark.parametrize(("rate", "warns"), [(3e-4, True), (1e-4, False)])
+@pytest.mark.parametrize(("rate", "warns"), [(3e-4, True), (1e-4, True), (9e-5, False)])
 def test_the_rates_of_a_small_model_are_reported_for_a_large_one(
     model_dir, tmp_path, capsys, monkeypatch, rate, warns
 ):
     """The learning rate of a config made in Python does not depend on the size of the model."""
     monkeypatch.setattr("rlm.training.trainer.LARGE_MODEL", 1000)
     a_trainer(model_dir, a_config(tmp_path, learning_rate=rate)).prepare(PROBLEMS, PROBLEMS[:3])
-    said = "warning: learning rate 0.0003 is usual for a model of 135M parameters"
+    said = f"warning: learning rate {rate:g} is usual for a model of 135M parameters"
     assert (said in capsys.readouterr().out) == warns
 
 

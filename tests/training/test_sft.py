@@ -208,8 +208,8 @@ def own_file(path, rows, solved):
 @pytest.mark.parametrize(
     ("more", "steps", "said"),
     [
-        ((), "20 of 12 examples, 20 passes (--epochs)", None),
-        (("--epochs", 2), "2 of 12 examples, 2 passes", "warning: 2 steps, which is too few: "
+        ((), "20 × 12 examples, 20 passes (--epochs)", None),
+        (("--epochs", 2), "2 × 12 examples, 2 passes", "warning: 2 steps are too few: "
          "use --epochs 20"),
     ],
 )  # fmt: skip
