@@ -60,17 +60,21 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
     if not config.few_shot:
         return []
     evaluated = {problem.question for problem in problems}
+    usable: list[Problem] = []
     try:
-        count = config.few_shot + len(problems)  # some may be evaluated, or lack a solution
-        train = load_problems(
-            required(config.dataset, "--dataset"),
-            max_samples=count,
-            seed=config.seed,
-            columns=config.columns,
-            calculator_annotations=config.tool == Calculator.name,
-        )
-        usable = [p for p in train if p.has_steps and p.question not in evaluated]
-        if len(usable) < config.few_shot:
+        # Some problems may be evaluated, or lack a solution. If too few are left, load all.
+        for count in (config.few_shot + len(problems), None):
+            train = load_problems(
+                required(config.dataset, "--dataset"),
+                max_samples=count,
+                seed=config.seed,
+                columns=config.columns,
+                calculator_annotations=config.tool == Calculator.name,
+            )
+            usable = [p for p in train if p.has_steps and p.question not in evaluated]
+            if len(usable) >= config.few_shot:
+                break
+        else:
             too_few = f"--dataset {config.dataset} has too few worked examples"
             raise UsageError(f"{too_few}; lower --few-shot")
     except UsageError as error:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def count_valid(
     """Sample an answer to each random schema at temperature 1; count the outcomes by kind."""
     valid, invalid, cut, reasoned = counters = [Counter[str]() for _ in range(4)]
     rng = random.Random(config.seed)
-    schemas = [(k, random_schema(k, rng)) for _ in range(config.schemas // 4) for k in KINDS]
+    schemas = [(k, random_schema(k, rng)) for k in islice(cycle(KINDS), config.schemas)]
     params = SamplingParams(config.max_new_tokens, 1.0)
     streams = [
         ReasoningStream(

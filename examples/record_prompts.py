@@ -85,7 +85,7 @@ def as_http(text: str, book: dict[str, Any]) -> str:
         f"{json.dumps(entry['request'], ensure_ascii=False, indent=2)}\n\n"
         for entry in book["prompts"]
     ]
-    first = is_ours.index(True)
+    first = is_ours.index(True) if any(is_ours) else len(blocks)
     others = [b for b, ours in zip(blocks, is_ours, strict=True) if not ours]
     whole = "".join([*others[:first], *new, *others[first:]])
     return re.sub(r"\d+ of \d+ right", book["score"], whole, count=1)

@@ -712,6 +712,16 @@ def test_a_few_shot_row_whose_prompts_are_too_long_is_left_out(model_dir, tmp_pa
     assert (list(report["greedy"]["rows"]), report["left_out"]) == (["base"], 0)
 
 
+def test_few_worked_examples_are_found_among_many_rows(tmp_path):
+    rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(100)]
+    rows[90]["solution"] = "90 + 1 = 91"
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = evaluate.EvaluateConfig(dataset=str(file), few_shot=1, tool="none")
+    [(question, completion)] = evaluate.worked_examples(config, [])
+    assert (question, "90 + 1 = 91" in completion) == ("What is 90 + 1?", True)
+
+
 def test_where_all_are_too_long_it_is_one_line(model_dir, tmp_path, capsys):
     file = questions_in(tmp_path / "mine.jsonl", LONG)
     common = ["--model", model_dir, "--dataset", file, "--max-new-tokens", 200]

@@ -10,6 +10,7 @@ docs/reference/conformance.md lists the formulas, and describes how to write an 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,21 @@ def markdown(result: dict[str, Any]) -> list[str]:
             cell = found["status"]
             if cell == "differs":
                 cell = f"**differs by {found['by']:.2g}**"
-            if cell == "documented":
-                note = f"{name}: {found['why']} (`{found['place']}`)"
+            if note := _note(name, found):
                 notes += [note] if note not in notes else []
-                cell = f"documented as different, by {found['by']:.2g} ({1 + notes.index(note)})"
+                by = f"documented as different, by {found['by']:.2g}" if "by" in found else cell
+                cell = f"{by} ({1 + notes.index(note)})"
             cells.append(cell)
         lines.append(f"| {row['formula']} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
     return lines + [f"not compared: {n}: {why}" for n, why in result["not installed"].items()]
+
+
+def _note(name: str, found: Mapping[str, Any]) -> str:
+    """Return why a trainer differs or cannot be called, or "" if there is nothing to explain."""
+    if found["status"] == "documented":
+        return f"{name}: {found['why']} (`{found['place']}`)"
+    return f"{name}: {found['why']}" if found["status"] == "cannot be called" else ""
 
 
 if __name__ == "__main__":

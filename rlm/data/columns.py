@@ -362,8 +362,12 @@ def read_choices(row: Row, first: int | None = None) -> Row:
     listed = _given(row, CHOICE_FIELDS)
     # A number among numbers is the choice itself, unless other rows show that answers are indices.
     is_value = first is None and isinstance(listed, list) and not isinstance(answer, str)
-    is_value = is_value and answer in listed
-    place = listed.index(answer) if is_value else _place_of(answer, labels, texts, first)
+    if is_value and answer in listed:
+        place = listed.index(answer)
+    elif isinstance(_parsed(listed), Mapping) and (label := str(_whole(answer))) in labels:
+        place = labels.index(label)  # an index would be ambiguous, but the labels are explicit
+    else:
+        place = _place_of(answer, labels, texts, first)
     if place is None and str(answer).strip() in ("", "-1"):
         raise ValueError(
             "the row has no answer; many test splits have none, so choose another split, such as "

@@ -261,7 +261,7 @@ class OwnFile:
             raise UsageError(
                 f"--split {selection.rows}: select rows of a file as train, for example train[:500]"
             )
-        bounds = cut if selection.rows else bounds
+        bounds = cut if selection.rows and role != "test" else bounds
         problems = self.read(selection.columns, bounds, quiet=role == "validation")
         problems = hold_out(problems, role, str(self))
         return shuffle_train(problems, role, selection.seed)[: selection.max_samples]

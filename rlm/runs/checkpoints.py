@@ -157,9 +157,10 @@ def writing(path: Path) -> Iterator[None]:
         if not full and not isinstance(error, OSError | SafetensorError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
+        remedy = "make it writable" if isinstance(error, PermissionError) else "free disk space"
         raise UsageError(
-            f"{path} cannot be written: {reason}; files that were saved before are unchanged: free "
-            "disk space and run the command again (with --resume if the run had started)"
+            f"{path} cannot be written: {reason}; files that were saved before are unchanged: "
+            f"{remedy} and run the command again (with --resume if the run had started)"
         ) from error
 
 

@@ -55,7 +55,7 @@ def main(config: ViewConfig) -> int:
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}") from error
     count = sum(len(group["completions"]) for run in runs for group in run["groups"])
-    size = output.stat().st_size / 1e6
+    size = output.stat().st_size / 2**20
     terminal.line(f"written: {output} ({count} rollouts, {size:.1f} MB); open it in a browser")
     return 0
 

@@ -120,7 +120,7 @@ class AllowedHosts(set[str]):
         Raises:
             UsageError: a name cannot occur in a Host header, for example because it has a port.
         """
-        super().__init__(name.lower() for name in names)
+        super().__init__(name.lower().removeprefix("[").removesuffix("]") for name in names)
         for name in self:
             if _read_address(name) is None and not _NAME.fullmatch(name):
                 raise UsageError(f"--allow-host {name}: expected a name without scheme and port")

@@ -220,7 +220,7 @@ class Service:
         if problem := self.engine_problem() if accepted else self.not_ready():
             raise problem
         if tokens > self.limits.tokens:
-            raise _too_much("n", tokens, self.limits.tokens, "tokens in total")
+            raise _too_much("max_new_tokens", tokens, self.limits.tokens, "tokens in total")
         others = [reserved for other, reserved in self._reserved.items() if other != id]
         full = len(others) >= self.limits.requests
         if full or sum(others) + tokens > self.limits.tokens:

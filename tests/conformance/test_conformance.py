@@ -100,7 +100,9 @@ def test_a_peer_of_another_version_is_a_row_and_no_crash(trl, monkeypatch, capsy
     monkeypatch.setattr("rlm.conformance.cases.PEERS", ("trl",))
     monkeypatch.delattr(trl.SOURCE.GRPOTrainer, "_compute_loss")
     assert kit.main(kit.ConformanceConfig()) == 0
-    assert "| clip: four sides | equal | cannot be called |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| clip: four sides | equal | cannot be called (3) |" in printed
+    assert re.search(r"^3\. trl .*: AttributeError: .*_compute_loss", printed, re.M)
 
 
 def test_a_line_that_is_gone_is_said():

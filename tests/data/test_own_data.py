@@ -342,6 +342,14 @@ def test_a_number_outside_the_choices_of_its_file_is_refused(tmp_path, outside):
     assert f"line 2: the answer is not one of the choices: '{outside}'" in said
 
 
+@pytest.mark.parametrize("answer", [1, "1", 1.0])
+def test_a_number_names_an_explicit_label(answer):
+    """One row cannot show how its choices are numbered, but the labels do."""
+    for choices in ({"text": ["x", "y", "z"], "label": [1, 2, 3]}, {"1": "x", "2": "y", "3": "z"}):
+        [problem] = as_problems([{"question": STEM, "choices": choices, "answer": answer}])
+        assert problem.answer == "A"
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -652,6 +660,7 @@ def test_a_slice_of_a_file_comes_before_its_splits(tmp_path):
     # The same slice has the same held-out problems.
     assert load_problems(path, "validation[:40]", columns=COLUMNS) == validation
     assert sorted(answers(load_problems(path, "test[90:]", columns=COLUMNS))) == [*range(90, 100)]
+    assert len(load_problems(path, "test", **choice)) == 100  # as for a dataset on the hub
     assert "select rows of a file as train" in refusal(path, rows="test[:5]")
 
 

@@ -309,8 +309,8 @@ async function ask() {
   const marks = runs.map((run) => `mark=${encodeURIComponent(run.mark)}`).join("&");
   try {
     const response = await fetch(`news?${marks}`, { cache: "no-store" });
-    if (!response.ok) throw new Error(String(response.status));
-    take(await response.json());
+    if (response.ok) take(await response.json());
+    else $("state").textContent = await response.text();
   } catch {
     $("state").textContent = "the page's server has gone: start rlm view --follow again";
   }
