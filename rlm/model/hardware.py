@@ -55,10 +55,10 @@ class Device:
 
 
 def pick_device(dtype: str = "auto") -> Device:
-    """Select an accelerator if there is one, and the dtype that is fastest on this hardware.
+    """Select a CUDA GPU if there is one, and the dtype that is fastest on this hardware.
 
     Args:
-        dtype: "auto", or the name of a dtype, which is then used.
+        dtype: "auto", or the name of the dtype to use.
     """
     if dtype != "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -174,14 +174,14 @@ def hub_base(info: AdapterInfo) -> str:
 
 
 def licence_of(name: str) -> str:
-    """Return the licence of a base model, or "" if the licence is not known here."""
+    """Return the licence of a base model; "" if this module does not know it."""
     known = {model: licence for model, licence, _ in GPU_MODELS.values()}
     known |= dict.fromkeys((EMBEDDED_MODEL, "Qwen/Qwen2.5-0.5B-Instruct"), "Apache 2.0")
     return known.get(name, "")
 
 
 def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[str, Any]:
-    """Select a model and data if none are given, print the reasons, and add them to the values.
+    """Add a model and data to the values if none are given, and print the reasons.
 
     Args:
         given: the values set by a preset, a YAML file and the command line. The script's config has
@@ -271,8 +271,8 @@ def prepare_process() -> None:
 def _limit_threads() -> None:
     """Limit the threads to the CPUs that control groups allow, for example with Docker's --cpus.
 
-    By default, torch uses all cores of the machine. Threads that wait for each other would use up
-    the allowed time, and the system would then stop all of them.
+    By default, torch uses all cores of the machine. Its threads would use up the allowed CPU time
+    while they wait for each other, and the system would then stop all of them.
     """
     allowed = [torch.get_num_threads()]
     for group in _control_groups():

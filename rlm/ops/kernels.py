@@ -131,7 +131,7 @@ def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
 
 
 class Kernels:
-    """The functions of the C files, for tensors on the CPU."""
+    """Calls the functions of the C files on CPU tensors."""
 
     description = "kernels compiled"
     new_store = staticmethod(torch.empty)  # allocates a cache; unwritten entries are never used

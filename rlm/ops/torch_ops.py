@@ -247,7 +247,7 @@ class TorchOps:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    Rounding limits the number of different shapes, because oneDNN generates code for each shape.
+    Rounding limits the number of shapes, for each of which oneDNN generates code.
     """
     return min(-(-length // multiple) * multiple, at_most)
 

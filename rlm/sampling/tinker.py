@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 T = TypeVar("T")
-Sequences = list[tuple[list[int], list[int]]]  # prompts and completions, as token ids
+Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion) pairs of token ids
 WAIT = 1800.0  # seconds to wait for a reply; a step of a large model takes minutes
 HOSTED = "Thinking Machines' service"
 
