@@ -84,7 +84,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
-        # This excludes routers of a class of the architecture (phimoe), but no quantized layers.
+        # Excludes routers that are an architecture's own subclass (phimoe), not quantized layers.
         and not type(module).__module__.startswith("transformers.models.")
     }
     options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
@@ -92,7 +92,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
         # PEFT also adapts experts that were linear layers with one of these names in transformers
-        # 4, and moves the names to `target_parameters`. Then start again without these names.
+        # 4, and moves the names to `target_parameters`. Make the adapter again without them.
         if made.target_parameters:
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)
@@ -255,7 +255,7 @@ def load_adapter(
 
 
 def fill_adapter(policy: PeftModel, path: Path) -> None:
-    """Copy the tensors of an adapter file into the adapter "default", which must have the same."""
+    """Copy an adapter file's tensors to the adapter "default"; names and shapes must be equal."""
     tensors = _lora_matrices(path, "cpu")
     _check_places(path, policy.peft_config["default"], tensors, exported_tensors(policy))
     set_peft_model_state_dict(policy, tensors)
@@ -445,7 +445,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool
 
 @contextmanager
 def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Make the policy compute with one of its adapters, frozen; None selects the base model."""
+    """Run the policy with one of its adapters, frozen; None selects the base model."""
     if adapter is None:
         with policy.disable_adapter():
             yield
@@ -459,7 +459,7 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Make the policy compute as the reference model of the KL term: the policy before training.
+    """Run the policy as the reference model of the KL term: the policy before training.
 
     After SFT, the reference model uses the SFT adapter, loaded as a second and frozen adapter. If
     training started without an adapter, the reference model is the base model alone.

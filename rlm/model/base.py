@@ -217,7 +217,7 @@ def load_base(
     packed, place = quantization_config(quantize, device.dtype), None
     if device.type == "cuda":  # load directly onto the GPU: host memory may be smaller
         place = {"": torch.cuda.current_device()}
-    elif packed or torch.cuda.is_available():  # otherwise, 4-bit weights would go to the GPU
+    elif packed or torch.cuda.is_available():  # by default, 4-bit weights would go to the GPU
         place = {"": device.type}
     # If the files are quantized, an explicit None would override the quantization in their config.
     quantized = {"quantization_config": packed} if packed else {}

@@ -26,7 +26,7 @@ from rlm.runs import (
     writing_beside,
 )
 
-if TYPE_CHECKING:  # rlm.model.adapters must import bitsandbytes before peft
+if TYPE_CHECKING:  # at run time, rlm.model must import bitsandbytes before peft
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -114,7 +114,7 @@ def save_adapter(
 
 
 def _sync_files(folder: Path) -> None:
-    """Give all files the mode of the tokenizer's config, and sync them to disk.
+    """Give all files the file mode of tokenizer_config.json, and sync them to disk.
 
     safetensors creates files that only their owner can read.
     """

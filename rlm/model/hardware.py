@@ -44,7 +44,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")  # names the control group of this proces
 
 @dataclass(frozen=True)
 class Device:
-    """The device and the dtype in which the model computes, and the reason for this selection."""
+    """The device on which the model runs, its dtype, and the reason for this selection."""
 
     type: str
     dtype: torch.dtype
@@ -181,7 +181,7 @@ def licence_of(name: str) -> str:
 
 
 def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[str, Any]:
-    """Add a model and data to the values if none are given, and print the reasons.
+    """Add defaults for model, dataset and quantization to the values, and print the reasons.
 
     Args:
         given: the values set by a preset, a YAML file and the command line. The script's config has
@@ -283,7 +283,7 @@ def _limit_threads() -> None:
 
 
 def release_memory() -> None:
-    """Return free memory to the system, or to other users of the GPU, between two kinds of work.
+    """Return free memory to the system, or to other users of the GPU.
 
     Otherwise the peak memory of a step would be the sum of the peaks of sampling and training, and
     not the larger of the two peaks.
@@ -325,10 +325,10 @@ def available_memory(device_type: str) -> int:
 
 
 def peak_memory_gb() -> float:
-    """Return the peak memory of this process in GB: on the GPU if it used one, else resident."""
+    """Return the peak memory of this process in GB: GPU memory if it used a GPU, else resident."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**30
-    status = Path("/proc/self/status")  # only on Linux, where a child inherits getrusage's maximum
+    status = Path("/proc/self/status")  # only on Linux, where getrusage includes the parent's peak
     if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
         return int(found[1]) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

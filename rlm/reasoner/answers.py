@@ -162,7 +162,7 @@ def read_answer(stream: ReasoningStream) -> Answer:
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
-    """Parse a finished completion with its format; this needs no reference answer."""
+    """Parse a finished completion with its format, without a reference answer."""
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")

@@ -16,7 +16,7 @@ from rlm.ops import Ops, TorchOps
 from rlm.sampling.requests import SamplingParams
 
 # Lower temperatures are raised to this minimum, so that logits / temperature does not overflow.
-# Already at the minimum, only the most likely token is drawn.
+# At the minimum, the most likely token is always drawn.
 MIN_TEMPERATURE = 1e-30
 NOT_FINITE = (
     "the model's logits are not finite: the weights of the model or the adapter are damaged, or "

@@ -39,7 +39,7 @@ from rlm.sampling.requests import (
 from rlm.sampling.weights import UnmergedWeights, choose_weights
 from rlm.tools import Tool
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
+if TYPE_CHECKING:  # at run time, rlm.model must import bitsandbytes before peft
     from peft import PeftModel
 
 
@@ -106,7 +106,7 @@ class Sampler:
 
     @property
     def vocab_size(self) -> int:
-        """The number of logits for each token, which may exceed the size of the tokenizer."""
+        """The number of logits per token, which may exceed the tokenizer's vocabulary size."""
         return self._config.vocab_size
 
     @property

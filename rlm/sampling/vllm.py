@@ -223,7 +223,7 @@ class VLLMSampler:
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": 0,  # return the log-probabilities of the sampled tokens only
             "return_token_ids": True,
-            # If they are missing, vLLM uses the values in the model's generation_config.json.
+            # Without these values, vLLM would use those in the model's generation_config.json.
             "top_k": 0,
             "min_p": 0,
             "repetition_penalty": 1,

@@ -42,7 +42,7 @@ from rlm.ops import (
 )
 from rlm.sampling.kv_cache import CacheConfig, KVCache
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
+if TYPE_CHECKING:  # at run time, rlm.model must import bitsandbytes before peft
     from peft import PeftModel
     from transformers.models.llama.modeling_llama import (
         LlamaDecoderLayer,
@@ -321,7 +321,7 @@ def fused_linear(
 def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Tensor:
     """Return the concatenated weights (total outputs, inputs) with adapters and norm merged.
 
-    Adapters and norm are merged in fp32, so that the result is rounded only once.
+    The adapters and the norm are merged in fp32, so that the result is rounded only once.
     """
     weights = [merged_weight(layer, torch.float32) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
