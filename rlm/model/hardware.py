@@ -44,7 +44,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")  # names the control group of this proces
 
 @dataclass(frozen=True)
 class Device:
-    """The device and the dtype in which the model computes, and the reason for this selection."""
+    """The device on which the model runs, its dtype, and the reason for this selection."""
 
     type: str
     dtype: torch.dtype
@@ -55,10 +55,10 @@ class Device:
 
 
 def pick_device(dtype: str = "auto") -> Device:
-    """Select an accelerator if there is one, and the dtype that is fastest on this hardware.
+    """Select a CUDA GPU if there is one, and the dtype that is fastest on this hardware.
 
     Args:
-        dtype: "auto", or the name of a dtype, which is then used.
+        dtype: "auto", or the name of the dtype to use.
     """
     if dtype != "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -174,14 +174,14 @@ def hub_base(info: AdapterInfo) -> str:
 
 
 def licence_of(name: str) -> str:
-    """Return the licence of a base model, or "" if the licence is not known here."""
+    """Return the licence of a base model; "" if this module does not know it."""
     known = {model: licence for model, licence, _ in GPU_MODELS.values()}
     known |= dict.fromkeys((EMBEDDED_MODEL, "Qwen/Qwen2.5-0.5B-Instruct"), "Apache 2.0")
     return known.get(name, "")
 
 
 def default_values(given: Mapping[str, Any], start: AdapterInfo | None) -> dict[str, Any]:
-    """Select a model and data if none are given, print the reasons, and add them to the values.
+    """Add defaults for model, dataset and quantization to the values, and print the reasons.
 
     Args:
         given: the values set by a preset, a YAML file and the command line. The script's config has
@@ -271,8 +271,8 @@ def prepare_process() -> None:
 def _limit_threads() -> None:
     """Limit the threads to the CPUs that control groups allow, for example with Docker's --cpus.
 
-    By default, torch uses all cores of the machine. Threads that wait for each other would use up
-    the allowed time, and the system would then stop all of them.
+    By default, torch uses all cores of the machine. Its threads would use up the allowed CPU time
+    while they wait for each other, and the system would then stop all of them.
     """
     allowed = [torch.get_num_threads()]
     for group in _control_groups():
@@ -283,7 +283,7 @@ def _limit_threads() -> None:
 
 
 def release_memory() -> None:
-    """Return free memory to the system, or to other users of the GPU, between two kinds of work.
+    """Return free memory to the system, or to other users of the GPU.
 
     Otherwise the peak memory of a step would be the sum of the peaks of sampling and training, and
     not the larger of the two peaks.
@@ -325,10 +325,10 @@ def available_memory(device_type: str) -> int:
 
 
 def peak_memory_gb() -> float:
-    """Return the peak memory of this process in GB: on the GPU if it used one, else resident."""
+    """Return the peak memory of this process in GB: GPU memory if it used a GPU, else resident."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**30
-    status = Path("/proc/self/status")  # only on Linux, where a child inherits getrusage's maximum
+    status = Path("/proc/self/status")  # only on Linux, where getrusage includes the parent's peak
     if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
         return int(found[1]) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""The operations of sampling and training: matmuls, attention, sampling and scoring.
+"""Runs the matmuls, attention, sampling and scoring of the sampler and the trainer.
 
 `ops_for(model)` returns either `Kernels`, which calls C code compiled for this CPU, or `TorchOps`,
 which implements the same operations in torch.

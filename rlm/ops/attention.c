@@ -26,10 +26,10 @@ enum {
     Q = QUERIES, /* query heads per key-value head */
     D = WIDTH,   /* width of a head */
     TOKENS = 16, /* tokens per block */
-    R = Q * TOKENS,            /* queries per block: head · TOKENS + token */
+    R = Q * TOKENS,            /* queries per block; a query's index is head · TOKENS + token */
     W = (D + 15) / 16 * 16,    /* D, rounded up to whole vectors and padded with zeros */
     TOGETHER = 4 / sizeof(element), /* elements multiplied at a time */
-    PARTS = 4,
+    PARTS = 4, /* partial sums of a sum over queries */
     ROWS = VECTOR_ROWS, /* rows multiplied at a time */
 };
 
@@ -225,8 +225,8 @@ static int64_t weigh(const attention *a, int64_t b, int64_t block, const element
             float exponent = row[r] - most[r];
             row[r] = exponent < NOTHING ? NOTHING : exponent;
         }
-        /* If this were part of the loop above, GCC would not vectorize it: it would compile the
-         * comparison to a jump. */
+        /* In a single loop with the comparison above, GCC would compile that comparison to a jump
+         * and vectorize nothing. */
         for (int r = 0; r < R; r++) sum[r] += row[r] = power_of_two(row[r]);
     }
     for (int r = 0; r < R; r++) sum[r] = 1 / sum[r];

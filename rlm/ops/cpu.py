@@ -1,4 +1,4 @@
-"""Compile the kernels for this CPU, and choose between fp32 and bf16.
+"""Compiles the kernels for this CPU, and chooses between fp32 and bf16.
 
 Both results are cached on disk for later processes. The dtype is chosen by measurement, because the
 CPU flags do not show which dtype is faster: some CPUs with AVX512-BF16 multiply bf16 at half the
@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent
 SOURCES = [
     FOLDER / name for name in ("attention.c", "decode.c", "learn.c", "logits.c", "products.c")
 ]
-# The kernels read neither errno nor FP traps, so GCC may vectorize loops with conversions.
+# The kernels use neither errno nor floating-point traps. GCC vectorizes more loops without them.
 FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines of CPU_INFO on which -march=native depends. Other lines change while the machine runs.
@@ -156,7 +156,8 @@ def _digest(macros: Sequence[str]) -> str | None:
 def _cached_file(macros: Sequence[str]) -> Path | None:
     """Return the path of the cached library for these macros, and this compiler, source and CPU.
 
-    The result is None if there is no digest, or if the folder is missing or writable by others.
+    The result is None if there is no digest, or if the folder cannot be created, belongs to another
+    user, or is writable by others.
     """
     folder = cache_folder() / "kernels"
     digest = _digest(macros)
@@ -176,7 +177,7 @@ def fast_dtype(
 
     Args:
         kind: name of the kind of work, under which the result is cached.
-        work: returns, for a dtype, the function that is timed.
+        work: a function that returns, for a dtype, the function to time.
     """
     import torch
 
@@ -295,7 +296,7 @@ def _time_in_turns(functions: dict[str, Callable[[], object]]) -> dict[str, floa
 
 
 def _learning_products(dtype: torch.dtype) -> Callable[[], object]:
-    """Build a function that runs a layer's matmuls, forward and for the gradient of its input."""
+    """Build a function that runs a layer's matmul, and the matmul for the gradient of its input."""
     import torch
 
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(INNER, WIDTH, dtype=dtype)

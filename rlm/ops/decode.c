@@ -23,7 +23,7 @@ enum {
 #else
     WIDEST = 8,
 #endif
-    HALF = (D & -D) / 2, /* half of the largest power of two in D */
+    HALF = (D & -D) / 2, /* half of the largest power of two that divides D */
     SIDE = HALF < WIDEST ? HALF : WIDEST, /* floats in each vector of a pair */
     PAIR = 2 * SIDE,    /* numbers loaded at a time */
     BLOCK = 2 * WIDEST, /* tokens scored at a time */
@@ -83,7 +83,7 @@ typedef struct {
     segment parts[SEGMENTS];
 } step;
 
-/* Returns the index at which the keys or values of a turn begin; a turn is head · rows + row. */
+/* Returns the index at which the keys or values of a row and head begin; turn = head · rows + row. */
 static inline int64_t start(const segment *part, const step *s, int64_t layer, int64_t turn) {
     int64_t slot = part->slot[turn % s->rows], head = turn / s->rows;
     return ((layer * part->slots + slot) * s->heads + head) * D * part->tokens;

@@ -1,14 +1,13 @@
-"""Fused LoRA, norms, gating and attention for training.
+"""Fuses LoRA, norms, gating and attention for training.
 
-The results equal those of transformers and PEFT. The fused layers make fewer passes over the
-activations, and they save fewer tensors for the backward pass.
+Up to rounding, the results equal those of transformers and PEFT. The fused layers make fewer passes
+over the activations, and they save fewer tensors for the backward pass.
 
 Attention on a CPU is computed for a block of queries and its visible keys at a time. A packed
 rollout attends only to its prompt and to itself. torch's fused kernel for CPUs (in torch 2.13) also
-computes scores that the mask hides, and in bf16 it sums the gradients of keys and values in
-bf16. attention.c skips hidden keys. If attention.c is not compiled, the matmuls in this file are
-used instead, and the matmuls skip hidden keys, too. Attention weights are not saved, because the
-backward pass recomputes them.
+computes scores that the mask hides, and in bf16 it sums the gradients of keys and values in bf16.
+attention.c skips hidden keys, and so do the torch matmuls in this file, which are used if
+attention.c is not compiled. Attention weights are not saved; the backward pass recomputes them.
 
 Shapes use these letters: B sequences, S tokens, Q query heads per key-value head, H key-value
 heads, D head width.
@@ -47,9 +46,9 @@ ATTN_IMPLEMENTATION = "rlm_products"  # for transformers' `attn_implementation`
 
 
 def use_fused_layers(policy: PreTrainedModel | PeftModel) -> None:
-    """Replace layers of the policy by fused layers.
+    """Replace the forward methods of layers of the policy with fused ones.
 
-    Adapters are always replaced. Norms, gating and attention are replaced if the kernels can be
+    LoRA layers are always fused. Norms, gating and attention are fused if the kernels can be
     compiled and the architecture is supported. The norms must be frozen, and the LoRA dropout must
     be 0.
     """
@@ -81,7 +80,8 @@ def _lora(self: Module, x: Tensor) -> Tensor:
 def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
     """Apply several layers with their adapters to the same input.
 
-    All layers run as one autograd function if none of them is quantized or has several adapters.
+    All layers run as one autograd function if they are plain linear layers with at most one active
+    adapter, in the dtype of x.
     """
     parts, factors = [], []
     for layer in layers:
@@ -106,8 +106,8 @@ def _project(x: Tensor, *layers: Module) -> Sequence[Tensor]:
 def _add_adapters(self: Module, x: Tensor) -> Tensor:
     """Apply a layer with its adapters in torch; this fallback supports all dtypes and adapters.
 
-    The output of a quantized layer must not be changed in place (autograd rejects this for 8 bits),
-    so the output of an adapter is added to it in a new tensor.
+    Autograd does not allow changing the output of an 8-bit layer in place. Therefore an adapter's
+    output is added to that of a quantized layer in a new tensor.
     """
     result = self.base_layer(x)
     if self.disable_adapters:
@@ -128,8 +128,8 @@ class _Projections(torch.autograd.Function):
 
     Each layer computes y = x Wᵀ + b + (s x Aᵀ) Bᵀ. PEFT scales and adds in separate passes over
     every output, and autograd sums the gradients of x in separate passes, too. Here the matmuls
-    accumulate in place. A single function also saves autograd nodes, each of which takes about as
-    long as a small matmul.
+    accumulate in place. A single function also needs fewer autograd nodes, each of which takes
+    about as long as a small matmul.
     """
 
     @staticmethod
@@ -154,26 +154,26 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *by_outs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outs: Tensor) -> tuple[Tensor | None, ...]:
         rows, *kept = ctx.saved_tensors
-        count, by_x = len(by_outs), None
+        count, grad_x = len(grad_outs), None
         factors, inners, gradients = kept[: 2 * count], kept[2 * count :], []
-        for i, ((weight, _, scale), by_out, inner) in enumerate(
-            zip(ctx.parts, by_outs, inners, strict=True)
+        for i, ((weight, _, scale), grad_out, inner) in enumerate(
+            zip(ctx.parts, grad_outs, inners, strict=True)
         ):
             down, up = factors[2 * i : 2 * i + 2]
-            by_rows = by_out.reshape(len(rows), -1)
+            grad_rows = grad_out.reshape(len(rows), -1)
             if ctx.needs_input_grad[0]:
-                by_x = by_rows @ weight if by_x is None else by_x.addmm_(by_rows, weight)
-            by_down = by_up = None
+                grad_x = grad_rows @ weight if grad_x is None else grad_x.addmm_(grad_rows, weight)
+            grad_down = grad_up = None
             if down is not None:
-                by_inner = (by_rows @ up).mul_(scale)
+                grad_inner = (grad_rows @ up).mul_(scale)
                 if ctx.needs_input_grad[2 + 2 * i]:
-                    by_down, by_up = by_inner.t() @ rows, (inner.t() @ by_rows).t()
-                if by_x is not None:
-                    by_x.addmm_(by_inner, down)
-            gradients += by_down, by_up
-        return None if by_x is None else by_x.view(ctx.shape), None, *gradients
+                    grad_down, grad_up = grad_inner.t() @ rows, (inner.t() @ grad_rows).t()
+                if grad_x is not None:
+                    grad_x.addmm_(grad_inner, down)
+            gradients += grad_down, grad_up
+        return None if grad_x is None else grad_x.view(ctx.shape), None, *gradients
 
 
 def _norm(self: Module, kernels: Kernels, x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _attention(
     q, k, v = (
         part.view(shape) for part in _project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     )
-    if hasattr(self, "q_norm"):  # Qwen3 normalises each head
+    if hasattr(self, "q_norm"):  # Qwen3 normalizes each head
         q, k = self.q_norm(q), self.k_norm(k)
     q, k = (_Rotation.apply(x, *position_embeddings, kernels) for x in (q, k))
     out = _CompiledAttention.apply(q, k, v, attention_mask, self.scaling, kernels)
@@ -234,10 +234,10 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        by_x = ctx.kernels.rotary_embedding(_rows(by_out), cos, -sin).view_as(by_out)
-        return by_x, None, None, None
+        grad_x = ctx.kernels.rotary_embedding(_rows(grad_out), cos, -sin).view_as(grad_out)
+        return grad_x, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -266,11 +266,11 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, by_rows = x.flatten(0, -2), by_out.contiguous().flatten(0, -2)
-        by_x = ctx.kernels.rms_norm_backward(rows, weight, ctx.epsilon, by_rows)
-        return by_x.view_as(x), None, None, None
+        rows, grad_rows = x.flatten(0, -2), grad_out.contiguous().flatten(0, -2)
+        grad_x = ctx.kernels.rms_norm_backward(rows, weight, ctx.epsilon, grad_rows)
+        return grad_x.view_as(x), None, None, None
 
 
 class _Gating(torch.autograd.Function):
@@ -287,8 +287,8 @@ class _Gating(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, by_out.contiguous()), None
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.kernels.silu_and_mul_backward(*ctx.saved_tensors, grad_out.contiguous()), None
 
 
 class _CompiledAttention(torch.autograd.Function):

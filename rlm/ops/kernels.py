@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ATTENTION_BLOCK = 16  # tokens per block; equals TOKENS in attention.c
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# The argument types of each C function, except the last one: the number of threads.
+# The argument types of each C function. The last argument, the number of threads, is left out.
 _SIGNATURES = {
     "decode_attention": (_P, _I, _F, _P, _I, _P, _I, _P, _I, _P),
     "rotary_embedding": (_P, _P, _P, _I, _I, _I),
@@ -131,7 +131,7 @@ def load_ops(dtype: torch.dtype, queries: int, head_dim: int) -> Ops:
 
 
 class Kernels:
-    """The functions of the C files, for tensors on the CPU."""
+    """Calls the functions of the C files on CPU tensors."""
 
     description = "kernels compiled"
     new_store = staticmethod(torch.empty)  # allocates a cache; unwritten entries are never used
@@ -141,10 +141,10 @@ class Kernels:
     ) -> None:
         self.dtype = dtype
         self._head_shape = head_shape  # query heads per key-value head, and the head width
-        self._columns = library.block_columns()  # 32 if matmuls use AMX tiles
+        self._columns = library.block_columns()  # columns of a block of weights; 0 without matmuls
         # Whether matmuls are compiled for this CPU and dtype.
         self.has_linear = self._columns > 0
-        self._inputs_together = library.inputs_together()  # number of inputs with adjacent weights
+        self._inputs_together = library.inputs_together()  # inputs whose weights are adjacent
         self.logit_bytes = dtype.itemsize  # bytes per logit in sampling, which makes no copy
         self._library = library
         for name, arguments in _SIGNATURES.items():
@@ -194,8 +194,7 @@ class Kernels:
     def _in_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
         """Rearrange matrices (outputs, inputs) into the blocks that the compiled matmul reads.
 
-        The result is (blocks, matrices, inputs / n, columns, n): the matmul multiplies n inputs at
-        a time.
+        The result is (blocks, matrices, inputs / n, columns, n), where n is `_inputs_together`.
         """
         # The n numbers of a group are moved as one integer.
         size = 8 * self._inputs_together * self.dtype.itemsize
@@ -274,7 +273,7 @@ class Kernels:
         return DecodeLayers(table, layers, self._library.decode_layers, self.dtype)
 
     def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply rotary position embedding in place.
+        """Apply rotary position embedding, in place if the heads of each row are contiguous.
 
         Args:
             x: (rows, heads, D).
@@ -413,7 +412,7 @@ class Kernels:
             raise MemoryError("not enough memory for the attention scores")
 
     def _pass(self, name: str, *values: Tensor | float | None) -> int:
-        """Run `_call` after checking that all tensors are contiguous and have the right dtype."""
+        """Check that all tensors are contiguous and have the right dtype, then run `_call`."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.is_contiguous() and tensor.dtype == self.dtype for tensor in tensors)
         return self._call(name, *values)

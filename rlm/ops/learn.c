@@ -5,7 +5,7 @@
 #include "numbers.h"
 
 /* Computes out = weight · x / rms(x), where x and out are (rows, width) and may be the same memory. If
- * the weight is NULL, it counts as 1. As in transformers, x / rms(x) is also rounded. */
+ * the weight is NULL, it counts as 1. As in transformers, x / rms(x) is rounded first. */
 void rms_norm(const number *x, const number *weight, number *out, int64_t rows, int64_t width,
               float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= WORTH_THREADS)
@@ -26,15 +26,16 @@ void rms_norm_backward(const number *x, const number *weight, const number *grad
                        number *grad_x, int64_t rows, int64_t width, float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
-        const number *from = x + row * width, *by = grad_out + row * width;
+        const number *from = x + row * width, *grad = grad_out + row * width;
         number *to = grad_x + row * width;
         float factor = inverse_rms(from, width, epsilon), along = 0;
 #pragma omp simd reduction(+ : along)
         for (int64_t i = 0; i < width; i++)
-            along += widened(weight[i]) * widened(by[i]) * widened(from[i]);
+            along += widened(weight[i]) * widened(grad[i]) * widened(from[i]);
         float share = along / width * factor * factor;
         for (int64_t i = 0; i < width; i++)
-            to[i] = rounded(factor * (widened(weight[i]) * widened(by[i]) - widened(from[i]) * share));
+            to[i] =
+                rounded(factor * (widened(weight[i]) * widened(grad[i]) - widened(from[i]) * share));
     }
 }
 
@@ -51,9 +52,9 @@ void silu_and_mul_backward(const number *gate, const number *up, const number *g
                            number *grad_gate, number *grad_up, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads)
     for (int64_t i = 0; i < n; i++) {
-        float g = widened(gate[i]), by = widened(grad_out[i]);
+        float g = widened(gate[i]), grad = widened(grad_out[i]);
         float power = power_of_two(-fabsf(g) * LOG2_E), s = (g < 0 ? power : 1) / (1 + power);
-        grad_gate[i] = rounded(by * widened(up[i]) * (s + g * s * (1 - s)));
-        grad_up[i] = rounded(by * g * s);
+        grad_gate[i] = rounded(grad * widened(up[i]) * (s + g * s * (1 - s)));
+        grad_up[i] = rounded(grad * g * s);
     }
 }

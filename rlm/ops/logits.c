@@ -56,11 +56,11 @@ static int64_t hit(const double *mass, int64_t n, double wanted, double *before)
 
 /* Samples a token from each row of logits (rows, vocabulary), and computes its log-probability. The
  * method is that of torch_ops.py: the running sum over blocks of the vocabulary selects a block,
- * and the running sum inside this block selects the token. If `cold`, the first of the likeliest
+ * and the running sum inside this block selects the token. If `greedy`, the first of the most likely
  * tokens is selected. A logit of -inf is valid. Returns 1 if a row has a logit of NaN or +inf, or
  * only logits of -inf. */
-int sample(const number *logits, int64_t rows, int64_t vocabulary, float temperature, int64_t cold,
-           const double *uniform, int64_t *tokens, float *logprobs, int threads) {
+int sample(const number *logits, int64_t rows, int64_t vocabulary, float temperature,
+           int64_t greedy, const double *uniform, int64_t *tokens, float *logprobs, int threads) {
     int64_t blocks = (vocabulary + DRAWN - 1) / DRAWN;
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : failed)
@@ -71,7 +71,7 @@ int sample(const number *logits, int64_t rows, int64_t vocabulary, float tempera
         for (int64_t b = 0; b < blocks; b++)
             total += sums[b] = masses(from, vocabulary, b, most, factor, powers);
         int64_t token = 0;
-        if (cold)
+        if (greedy)
             while (widened(from[token]) < most) token++;
         else {
             double wanted = uniform[row] * total, before = 0;

@@ -52,7 +52,7 @@ static inline float silu_of(float x) {
     return x * (x < 0 ? power : 1) / (1 + power);
 }
 
-/* Returns 1 / rms(x). */
+/* Returns 1 / rms(x), with epsilon added to the mean square. */
 static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -60,7 +60,7 @@ static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
     return 1 / sqrtf(sum / width + epsilon);
 }
 
-/* bf16 matmuls use AMX tiles if the CPU has them. Tests emulate the tile instructions by macros. */
+/* bf16 matmuls use AMX tiles if the CPU has them. Tests emulate the tile instructions with macros. */
 #if defined(BF16) && (defined(__AMX_BF16__) || defined(_tile_dpbf16ps))
 #define TILES
 #endif
@@ -76,7 +76,7 @@ static inline float inverse_rms(const number *x, int64_t width, float epsilon) {
 #define VECTOR_ROWS 8
 #elif defined(__AVX__)
 #define LANES 8
-#define VECTOR_ROWS 4 /* AVX has 16 registers; the other instruction sets have 32 */
+#define VECTOR_ROWS 4 /* AVX has 16 registers; AVX-512 and NEON have 32 */
 #else
 #define LANES 4
 #define VECTOR_ROWS 8

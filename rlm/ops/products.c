@@ -29,7 +29,7 @@ enum {
     TOGETHER = DEPTH,
 #endif
     COLUMNS = VECTOR * VECTORS,
-    WORDS = COLUMNS * DEPTH,       /* weights of DEPTH inputs */
+    WORDS = COLUMNS * DEPTH,       /* weights of DEPTH inputs in a block */
     LINE = 64 / sizeof(number),    /* numbers in a cache line */
     TASKS = 4, /* minimum tasks per thread if there are enough rows, so threads wait less */
 };

@@ -1,4 +1,4 @@
-"""Matmuls, attention, sampling and scoring in torch, on any device; `Kernels` uses C code instead.
+"""Runs matmuls, attention, sampling and scoring in torch, on any device; `Kernels` runs C code.
 
 Shapes use these letters: N rows, V tokens of the vocabulary. Shapes of caches also use: L layers, P
 prompt slots, H key-value heads, Q query heads per key-value head, D head width, T tokens.
@@ -19,7 +19,7 @@ LinearFunction = Callable[..., Tensor]
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 # Keys (L, slots, H, D, T) and values (L, slots, H, T, D).
 Store = tuple[Tensor, Tensor]
-# Tokens per block of the vocabulary. A vocabulary has about as many blocks as a block has tokens.
+# Tokens per block of the vocabulary. A typical vocabulary has about as many blocks.
 VOCAB_BLOCK = 256
 # Rows that are converted to fp32 at a time on a CPU. 16 rows × 49,152 logits × 4 bytes = 3 MB stay
 # in the CPU's cache, and the allocator reuses a block of this size. A block of 25 MB would often be
@@ -40,9 +40,9 @@ class DecoderLayer(Protocol):
 
 
 class TorchOps:
-    """Matmuls, attention, sampling and scoring in torch."""
+    """Runs matmuls, attention, sampling and scoring in torch."""
 
-    # Allocates a cache. Matmuls also read masked entries, and 0 · NaN would be NaN.
+    # Allocates a cache of zeros, because matmuls also read masked entries, and 0 · NaN is NaN.
     new_store = staticmethod(torch.zeros)
     has_linear = False  # whether our own matmuls run, in which rows are independent
     logit_bytes = 3 * 4  # bytes per logit in sampling: fp32 logits, exponentials, running sums
@@ -121,7 +121,7 @@ class TorchOps:
         return attend
 
     def decode_layers(self, layers: Sequence[DecoderLayer]) -> None:
-        """Return None, because torch runs each operation of a layer by itself."""
+        """Return None, because torch runs the operations of a layer one by one."""
 
     def decode_attention(
         self,
@@ -131,7 +131,7 @@ class TorchOps:
     ) -> AttentionFunction:
         """Build the attention function for rows with one new token each.
 
-        If several rows share a slot, a single matmul computes the queries of all these rows.
+        Rows that share a slot also share the matmuls that read this slot.
 
         Args:
             stores: the cache of each segment. The keys and values of a new token are written to the
@@ -247,7 +247,7 @@ class TorchOps:
 def round_up(length: int, multiple: int, at_most: int) -> int:
     """Round a length up to a multiple, but not beyond `at_most`.
 
-    Rounding limits the number of different shapes, because oneDNN generates code for each shape.
+    Rounding limits the number of shapes, for each of which oneDNN generates code.
     """
     return min(-(-length // multiple) * multiple, at_most)
 

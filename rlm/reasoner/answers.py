@@ -136,7 +136,7 @@ class Answer:
 
     @property
     def confidence(self) -> Confidence | None:
-        """The winner's share of the votes.
+        """The winner's votes divided by the number of samples.
 
         For a single sample, it is the geometric mean of the probabilities of the sampled tokens.
         """
@@ -147,7 +147,7 @@ class Answer:
 
 
 def count_tokens(stream: ReasoningStream, prompt_tokens: int) -> Usage:
-    """Count the tokens of a request, summed over all samples."""
+    """Count the tokens of the prompt and of all samples."""
     completion = sum(len(state.ids) for state in stream.completions)
     reasoning = sum(state.reasoning_tokens for state in stream.completions)
     return Usage(prompt_tokens, completion, reasoning, prompt_tokens + completion)
@@ -162,7 +162,7 @@ def read_answer(stream: ReasoningStream) -> Answer:
 
 
 def read_sample(stream: ReasoningStream, index: int) -> Sample:
-    """Parse a finished completion with its format; this needs no reference answer."""
+    """Parse a finished completion with its format, without a reference answer."""
     state, format = stream.completions[index], stream.format
     if state.finish_reason is None:
         raise ValueError("the completion is not finished")

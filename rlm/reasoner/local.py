@@ -45,7 +45,7 @@ def load_rlm_model(
 
     Args:
         adapter: the directory of the adapter.
-        model: another copy of the base model; required if run.json names no base model.
+        model: another copy of the base model; required if the adapter does not name its base model.
         base: whether to load the base model without the adapter.
         quantize: "none", "4bit", "8bit", or "auto" (as in training).
         tool: "none", "calculator", FILE.py:NAME, a Tool, or "auto" (as in training).

@@ -61,7 +61,7 @@ class ReasoningParser:
         self._begun = False  # whether the current part contains non-space text
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Add a chunk of text, and return the new (reasoning, answer) text that is certain."""
+        """Add a chunk, and return the new (reasoning, answer) text that is not held back."""
         self._held += text
         self.text += "" if self.phase == "done" else text
         reasoning = answer = ""
@@ -360,9 +360,9 @@ class ReasoningStream:
     def _next_piece(self, state: CompletionState) -> str:
         """Return the text that the last token adds; "" if the text may still change.
 
-        With byte fallback (Llama 2), bytes that are no UTF-8 can change text that was already
-        returned, such as the line break before them. DecodeStream then raises an error, and a new
-        one continues after these bytes.
+        With byte fallback (Llama 2), bytes that are not valid UTF-8 can change text that was
+        already returned, such as the line break before them. DecodeStream then raises an error, and
+        a new one continues after these bytes.
         """
         try:
             piece = state.detokenizer.step(self._decoder, state.ids[-1])

@@ -1,4 +1,4 @@
-"""The rollout engine, which samples completions that do not depend on the rest of the batch."""
+"""Samples completions in this process, on vLLM servers or on a server with Tinker's protocol."""
 
 import lazy_loader
 

@@ -15,20 +15,20 @@ from rlm.cli import UsageError
 from rlm.ops import Ops, TorchOps
 from rlm.sampling.requests import SamplingParams
 
-# Lower temperatures are raised to this minimum, because the division of the logits would overflow.
-# Even at the minimum, only the most likely token is ever drawn.
+# Lower temperatures are raised to this minimum, so that logits / temperature does not overflow.
+# At the minimum, the most likely token is always drawn.
 MIN_TEMPERATURE = 1e-30
 NOT_FINITE = (
     "the model's logits are not finite: the weights of the model or the adapter are damaged, or "
-    "the values overflow in the dtype of this machine"
+    "values overflow in this dtype (for training, pass --dtype float32)"
 )
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
     """Compute one pseudorandom number in [0, 1) per row from the row's seed and counter.
 
-    The generator is SplitMix64 (Steele, Lea and Flood, 2014), at position `counter` of the stream
-    `seed`. The generator is counter-based, so a row's numbers do not depend on the other rows.
+    The generator is a counter-based SplitMix64 (Steele, Lea and Flood, 2014), so a row's numbers do
+    not depend on the other rows.
 
     Returns:
         The numbers, (N,) float64.
@@ -38,8 +38,8 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> torch.Tensor:
         # A seed may be negative.
         state = np.asarray([seed % 2**64 for seed in seeds], dtype=np.uint64)
         for value in (np.uint64(0), np.asarray(counters, dtype=np.uint64)):
-            # Two rounds are used because neighbouring rows have consecutive seeds: with one round,
-            # their streams would overlap.
+            # The first round hashes the seed, the second the counter. With one round, all seeds
+            # would read the same sequence, from different positions.
             state = state + golden * (value + np.uint64(1))
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -80,7 +80,7 @@ def sample_rows(
             params[rows[0]],
             ops,
         )
-        if logits.is_cuda:  # the whole batch waits for each transfer, so make one instead of three
+        if logits.is_cuda:  # one transfer instead of three, because each one synchronizes
             ids, values = torch.stack([tokens.double(), logprobs.double()]).tolist()
             if not all(map(math.isfinite, values)):
                 raise UsageError(NOT_FINITE)
@@ -104,7 +104,7 @@ def sample_tokens(
         The token ids (N,) and their log-probabilities (N,).
 
     Raises:
-        UsageError: a row has a logit of NaN or +inf, or only logits of -inf.
+        UsageError: on a CPU, a row has a logit of NaN or +inf, or only logits of -inf.
     """
     temperature = params.temperature and max(params.temperature, MIN_TEMPERATURE)
     if temperature and params.top_p < 1:

@@ -1,9 +1,9 @@
 """Samples completions with continuous batching of at most `max_num_seqs` sequences.
 
 Each prompt is prefilled once for all its completions. A completion is a pure function of its
-prompt, its seed and the weights: it is bit-identical whichever other sequences share the batch. The
-matmuls of oneDNN and torch are an exception, because their order of summation may depend on the
-number of rows; `batch_note` reports when these matmuls are used.
+request and the weights: it is bit-identical whichever other sequences share the batch. The matmuls
+of oneDNN and torch are an exception, because their order of summation may depend on the number of
+rows; `batch_note` reports when these matmuls are used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlm.sampling.requests import (
 from rlm.sampling.weights import UnmergedWeights, choose_weights
 from rlm.tools import Tool
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
+if TYPE_CHECKING:  # at run time, rlm.model must import bitsandbytes before peft
     from peft import PeftModel
 
 
@@ -63,22 +63,23 @@ class Sampler:
     ) -> None:
         """
         Args:
-            tool: the tool that may insert text into the completions of `sample`.
-            share: the fraction of the free memory that this sampler may use; below 1 if several
-                samplers share the machine.
+            max_num_seqs: the maximum number of sequences that are decoded at the same time.
             merged: whether to sample from a merged copy of the weights (the fast path). With None,
                 the sampler decides from the architecture and the free memory.
             dtype: the dtype of the merged copy (None: the model's dtype); see `sampling_dtype`.
+            share: the fraction of the free memory that this sampler may use; below 1 if several
+                samplers share the machine.
+            tool: the tool that may insert text into the completions of `sample`.
 
         Raises:
-            UsageError: the sampler does not support this architecture, or not with a merged copy
-                as requested; or the tokenizer belongs to another model.
+            UsageError: the sampler does not support this architecture, a requested merged copy is
+                not supported for it, or the tokenizer belongs to another model.
         """
         rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
         if len(tokenizer) - len(_unused_tokens(tokenizer, rows)) > rows:
             raise UsageError(
-                f"the tokenizer has {len(tokenizer)} tokens, but the model has only {rows}: they "
-                "do not belong together"
+                f"the tokenizer has {len(tokenizer)} tokens, but the model has only {rows}: use "
+                "the model's own tokenizer"
             )
         self.model, self.tokenizer, self.max_num_seqs = model, tokenizer, max_num_seqs
         self._share = share
@@ -105,7 +106,7 @@ class Sampler:
 
     @property
     def vocab_size(self) -> int:
-        """The number of logits for each token, which may exceed the size of the tokenizer."""
+        """The number of logits per token, which may exceed the tokenizer's vocabulary size."""
         return self._config.vocab_size
 
     @property
@@ -171,8 +172,8 @@ class Sampler:
         self.allocate_cache(config, prefix)
         for request in requests:
             self.add_request(request)  # the ids are 0, 1, …
-        # Long prompts go first, so that short prompts are left for the end of the batch, where no
-        # waiting request refills a row.
+        # Long prompts go first, because their rows are slow. At the end of the batch, no waiting
+        # request refills a free row, so a slow row would run nearly alone.
         by_length = sorted(self._scheduler.waiting, key=lambda state: -len(state.request.prompt))
         self._scheduler.waiting = deque(by_length)
         try:
@@ -238,7 +239,7 @@ class Sampler:
         if window and len(prefix) + config.prompt_tokens + 1 + config.new_tokens > window:
             raise UsageError(
                 f"local attention layers of this model attend to only {window} tokens, and longer "
-                "sequences are not supported: use shorter lengths"
+                "sequences are not supported: use shorter prompts or a lower --max-new-tokens"
             )
         self._weights.refresh()
         self._cache = None  # free the old cache before the new one is allocated
@@ -271,7 +272,7 @@ class Sampler:
         if prompt > config.prompt_tokens or new > config.new_tokens:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and a completion of {new} tokens do not "
-                "fit into the cache"
+                "fit into the cache: allocate a larger one"
             )
         self._next_id += 1
         self._scheduler.waiting.append(state)
@@ -337,7 +338,7 @@ class Sampler:
         attention: AttentionFunction,
         tokens: int,
     ) -> None:
-        """Run the model on right-padded prompts; causal attention never attends to the padding."""
+        """Run the model on right-padded prompts, whose tokens never attend to the padding."""
         device = self.model.device
         ids = torch.tensor([[*prompt, *[0] * (tokens - len(prompt))] for prompt in prompts])
         positions = torch.arange(start, start + tokens).expand(len(prompts), -1)
@@ -360,9 +361,9 @@ class Sampler:
 
 
 def _unused_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
-    """Return the special tokens without an embedding, if no prompt contains them.
+    """Return the special tokens that have no embedding and that no prompt contains.
 
-    The tokenizer of Gemma 3 has such a token for images, even in the models without images.
+    Gemma 3's tokenizer has such a token for images, even in the models without images.
     """
     added = tokenizer.added_tokens_decoder.items()
     roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)

@@ -1,9 +1,9 @@
 """The KV cache of prefixes, prompts and completions.
 
-Each row attends to three segments: the prefix that all prompts share (the system prompt), the rest
-of the row's own prompt, and the row's own completion. The prefix is stored once for all prompts. A
-prompt is stored once for its n completions. Keys are stored as (D, T) and values as (T, D), the
-layouts that the matmuls read. From a transposed view, oneDNN would copy tokens in every matmul.
+Each row of the batch attends to three segments: the prefix that all prompts share (the system
+prompt), the rest of the row's own prompt, and the row's own completion. The prefix is stored once
+for all prompts. A prompt is stored once for its n completions. Keys are stored as (D, T) and values
+as (T, D), the layouts that the matmuls read: oneDNN would copy a transposed view in every matmul.
 
 Shape letters: L layers, H key-value heads, D head width, T tokens.
 """
@@ -23,7 +23,7 @@ from rlm.ops import AttentionFunction, Ops, head_dim, num_key_value_heads
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The size of a cache. The size is fixed at allocation, so a batch cannot run out of cache."""
+    """The size of a cache, which is fixed at allocation, so a batch cannot run out of cache."""
 
     max_num_seqs: int  # maximum number of sequences that are decoded at the same time
     prompt_slots: int  # maximum number of prompts that are cached at the same time
@@ -51,8 +51,8 @@ class CacheConfig:
             if config.max_num_seqs == config.prompt_slots == 1:
                 needed, free = config.tokens * bytes_per_token / 2**30, memory / 2**30
                 raise UsageError(
-                    f"the KV cache of one completion needs {needed:.1f} GB, but only {free:.1f} GB "
-                    "are free: lower --max-new-tokens"
+                    f"the KV cache of one completion needs {needed:.1f} GB, but it may use only "
+                    f"{free:.1f} GB: lower --max-new-tokens"
                 )
             halved = (max(1, config.max_num_seqs // 2), max(1, config.prompt_slots // 2))
             config = replace(config, max_num_seqs=halved[0], prompt_slots=halved[1])
@@ -124,9 +124,9 @@ class KVCache:
         Args:
             slots: the prompt slot of each row.
             prefix_lengths, prompt_lengths: the cached length of each row's prefix and prompt.
-            own_lengths: the length of each row's completion without the new token.
+            own_lengths: the number of tokens that are cached for each row's completion.
         """
-        # These lengths include the new token, which is stored before the cache is read.
+        # The new token is stored before the cache is read.
         lengths = (prefix_lengths, prompt_lengths, [own + 1 for own in own_lengths])
         where = ([0] * len(slots), slots, range(len(slots)))
         return self._ops.decode_attention((self._prefix, self._prompts, self._own), where, lengths)

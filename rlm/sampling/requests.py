@@ -1,5 +1,4 @@
-"""Requests for completions, their sampling parameters and tokens, and the scheduler of continuous
-batching.
+"""Requests, sampling parameters, completions, and the scheduler of continuous batching.
 
 `ToolTokens` inserts the output of a tool into completions; it is passed as `Request.force_tokens`.
 """
@@ -99,8 +98,8 @@ class Completion:
 
     token_ids: the token ids, including the end token if the completion has one.
     logprobs: the log-probability of each token under the distribution that the token was sampled
-        from. This distribution covers only the `allowed_tokens`. At temperature 0, it is the
-        softmax of their logits at temperature 1. A token that was not sampled has the value NaN.
+        from, in which only the `allowed_tokens` have a probability above 0. At temperature 0, it is
+        the log-probability at temperature 1. A token that was not sampled has the value NaN.
     tool_mask: for each token, True if the model wrote it and False if a tool wrote it, as in TRL.
         The list is empty if there is no tool.
     """
@@ -154,8 +153,8 @@ def prompt_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# The tool receives the text of at most this many last tokens, so that its cost per token does not
-# grow with the length of the completion.
+# The tool reads only the last TOOL_WINDOW tokens, so that its cost per token does not grow with the
+# length of the completion.
 TOOL_WINDOW = 256
 
 
@@ -195,7 +194,7 @@ def tool_spans(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> li
 
 @dataclass
 class RequestState:
-    """A request. Its slot is -1 until the scheduler assigns a prompt slot of the cache to it."""
+    """A request in the scheduler. Its `slot` is -1 until its prompt has a slot of the cache."""
 
     id: int
     request: Request
@@ -219,7 +218,7 @@ class SequenceState:
     parent: RequestState
     index: int  # position among the n completions
     ids: list[int] = field(default_factory=list)
-    # Tokens to append next, instead of drawn tokens.
+    # Tokens to append next, instead of sampled tokens.
     forced: deque[int] = field(default_factory=deque)
     finished: bool = False
 
@@ -233,19 +232,19 @@ class SequenceState:
         return (self.ids or self.request.prompt)[-1]
 
     def forced_instead_of(self, token: int) -> Sequence[int]:
-        """Return the tokens that the request inserts instead of the drawn token; empty for none."""
+        """Return the tokens that the request inserts instead of the sampled token; () for none."""
         force_tokens = self.request.force_tokens
         if self.forced or not force_tokens:
             return ()
         return force_tokens(self.index, self.ids, token) or ()
 
     def allowed_tokens(self) -> torch.Tensor | None:
-        """Return a mask of the tokens that may be drawn next, (V,) bool; None if all may be."""
+        """Return a mask of the tokens that may be sampled next, (V,) bool; None if all may be."""
         allowed = self.request.allowed_tokens
         return allowed(self.index, self.ids) if allowed and not self.forced else None
 
     def append(self, token: int, logprob: float, stop_ids: Collection[int]) -> Token:
-        """Append the next token, forced or drawn, and check whether the completion has ended."""
+        """Append the next token, forced or sampled, and check whether the completion has ended."""
         forced = bool(self.forced)
         if forced:
             token, logprob = self.forced.popleft(), math.nan
@@ -339,7 +338,7 @@ class Scheduler:
         state.unfinished -= 1
         if state.unfinished == 0:
             self.free_slots.append(state.slot)
-            # Use low slots first, so that matmuls read few slots.
+            # Use low slots first, because `TorchOps` reads all slots up to the highest one in use.
             self.free_slots.sort(reverse=True)
 
 
@@ -354,5 +353,6 @@ def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
     if len(prompts) < 2:
         return 0  # a single prompt shares no prefix
     limit = min(len(prompt) for prompt in prompts) - 1
-    first, last = min(prompts, key=list), max(prompts, key=list)  # the two that differ the most
+    # The lowest and the highest prompt share exactly the common prefix of all prompts.
+    first, last = min(prompts, key=list), max(prompts, key=list)
     return next((i for i in range(limit) if first[i] != last[i]), limit)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 T = TypeVar("T")
-Sequences = list[tuple[list[int], list[int]]]  # prompts and completions, as token ids
+Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion) pairs of token ids
 WAIT = 1800.0  # seconds to wait for a reply; a step of a large model takes minutes
 HOSTED = "Thinking Machines' service"
 
@@ -47,9 +47,10 @@ class Batch(Protocol):
 
 
 def served_name(model: str, served: Collection[str], where: str) -> str:
-    """Return the server's name for a base model: an equal hub id, or a folder of the same name.
+    """Return the server's name for a base model.
 
-    Two hub ids of different owners are different models, even if their last parts are equal.
+    Hub ids must be equal, because models of different owners may have the same name. If the model
+    is a folder here or on the server, only the last parts of the two names must be equal.
 
     Raises:
         UsageError: the server does not serve this model. Without this check, SkyRL would silently
@@ -179,7 +180,7 @@ class TinkerEngine:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=-1,  # off
-                seed=seed % 2**30,  # the server accepts seeds of 32 bits
+                seed=seed % 2**30,  # seed + i must fit into 32 bits
                 stop=sorted(self.stop_ids),
             )
             ids = types.ModelInput.from_ints(list(prompt))
@@ -267,7 +268,7 @@ class TinkerEngine:
 
         Returns:
             The norm of the gradient; None if the server does not report the norm; NaN if a gradient
-            is not finite, in which case nothing is sent.
+            is missing or not finite, in which case nothing is sent.
         """
         scored, self.scored = self.scored, []
         count, data = sum(len(sequences) for sequences, _ in scored), []
@@ -350,7 +351,7 @@ class TinkerEngine:
         self.invalidate_weights()
 
     def _client(self) -> tinker.TrainingClient:
-        """Return the client that trains the adapter; create a new adapter if none was loaded.
+        """Return the client that trains the adapter; create a new adapter if there is none yet.
 
         Raises:
             UsageError: the server at the user's URL is not SkyRL's server with the JAX backend.

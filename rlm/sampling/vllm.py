@@ -34,10 +34,9 @@ class VLLMSampler:
     """Generates completions on vLLM servers; `sample` works as in `rlm.sampling.Sampler`.
 
     One request is sent per prompt, for all completions of the prompt. vLLM prefills the prompt once
-    and samples completion i with the seed + i, as our own sampler does. Equal seeds give equal
-    completions on vLLM, but these differ from the completions of our own sampler, which uses other
-    random streams. With several servers, prompts are distributed round-robin, and the adapter is
-    loaded on each server.
+    and samples completion i with the seed + i, as `Sampler` does. Equal seeds give equal
+    completions on vLLM, but not the completions of `Sampler`, which uses other random streams. With
+    several servers, prompts are distributed round-robin, and the adapter is loaded on each server.
     """
 
     matches_trainer = False  # vLLM uses other kernels, and possibly another dtype
@@ -59,7 +58,8 @@ class VLLMSampler:
             export: a function that saves the adapter being trained and returns its path. The
                 adapter is loaded before the first batch, and again before the first batch after a
                 call of `invalidate_weights`.
-            run: the prefix of the adapter's names, which is the same in all processes of a run.
+            run: a part of the adapter's name that is the same in all processes of the run (None: a
+                random one).
             is_main: False in processes that wait for the main process to load the adapter.
         """
         self._export, self._is_main = export, is_main
@@ -196,7 +196,10 @@ class VLLMSampler:
         for client, _ in self._models:
             while name not in {model["id"] for model in client.models()}:
                 if time.monotonic() > until:
-                    raise UsageError(f"the main process has not loaded {name} on {client.url}")
+                    raise UsageError(
+                        f"the main process has not loaded {name} on {client.url} within "
+                        f"{LOAD_TIMEOUT:g} s: see its error message"
+                    )
                 time.sleep(0.05)
 
     def _group(
@@ -220,7 +223,7 @@ class VLLMSampler:
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": 0,  # return the log-probabilities of the sampled tokens only
             "return_token_ids": True,
-            # Without these, vLLM would use the values in the model's generation_config.json.
+            # Without these values, vLLM would use those in the model's generation_config.json.
             "top_k": 0,
             "min_p": 0,
             "repetition_penalty": 1,

@@ -2,9 +2,10 @@
 
 `UnmergedWeights` runs the model itself with the adapter unmerged. It supports any architecture that
 computes the same logits with our KV cache as without it, and it needs no extra memory.
-`MergedWeights` is the fast path of the Llama family. It runs a copy of the base model with the
-adapter merged, with fused projections in the memory layout of the CPU's matmuls. Neither class
-changes the model. Both call the function `attend`, which computes attention over the KV cache.
+`MergedWeights` is the fast path of the Llama family. It runs a copy of the base model in which the
+adapter is merged and projections are fused. On a CPU, the copy has the memory layout of the
+matmuls. Neither class changes the model. Both call the function `attend`, which computes attention
+over the KV cache.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rlm.ops import (
 )
 from rlm.sampling.kv_cache import CacheConfig, KVCache
 
-if TYPE_CHECKING:  # rlm.model imports bitsandbytes before peft
+if TYPE_CHECKING:  # at run time, rlm.model must import bitsandbytes before peft
     from peft import PeftModel
     from transformers.models.llama.modeling_llama import (
         LlamaDecoderLayer,
@@ -70,7 +71,8 @@ class UnmergedWeights:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """
         Raises:
-            UsageError: with our KV cache, this architecture does not compute the same logits.
+            UsageError: the architecture does not compute the same logits with our KV cache, or
+                transformers cannot replace its attention.
         """
         self._decoder, self.head = decoder_and_head(model)
         self.dtype = model.dtype
@@ -112,7 +114,7 @@ class UnmergedWeights:
             difference = _difference(self.head(torch.cat(hidden, 1)), usual)
             if difference <= tolerance:
                 return
-            # In bf16, rounding alone may have this effect, for example if it selects other experts.
+            # In bf16, rounding alone may cause this, for example if it selects other experts.
             with base.get_input_embeddings().register_forward_hook(_rounded_otherwise):
                 noise = _difference(base(input_ids=ids, use_cache=False).logits, usual)
         if difference > tolerance + 2 * noise:
@@ -147,7 +149,7 @@ class UnmergedWeights:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference of logits, without their means, which the softmax ignores."""
+    """Return the relative difference of logits minus their means, which the softmax ignores."""
     found, wanted = (part.float() - part.float().mean(-1, keepdim=True) for part in (found, wanted))
     return float((found - wanted).norm() / wanted.norm())
 
@@ -282,7 +284,8 @@ def choose_weights(
     gb = f"{size / 2**30:.1f} GB"
     if merged is None and reason is None and size > free / 2:
         reason = (
-            f"a merged copy of the layers would take {gb}, but only {free / 2**30:.1f} GB are free"
+            f"a merged copy of the layers would take {gb}, more than half of the "
+            f"{free / 2**30:.1f} GB that are free"
         )
     if reason:
         return UnmergedWeights(model), f"the model itself, adapter unmerged ({reason})"
@@ -318,8 +321,7 @@ def fused_linear(
 def _joined_weight(layers: Sequence[nn.Linear], norm: LlamaRMSNorm | None) -> Tensor:
     """Return the concatenated weights (total outputs, inputs) with adapters and norm merged.
 
-    Merged weights are in fp32, because bf16 weights that are rounded twice differ more from the
-    weights that are trained.
+    The adapters and the norm are merged in fp32, so that the result is rounded only once.
     """
     weights = [merged_weight(layer, torch.float32) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -356,7 +358,7 @@ class FusedLayer:
         norm, gate_up = layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)
         self.gated = linear(*gate_up, norm=norm, gated=True)
         self.down = linear(mlp.down_proj)
-        # Qwen3 normalises each head's queries and keys.
+        # Qwen3 normalizes each head's queries and keys.
         names = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         norms: list[LlamaRMSNorm] = [getattr(attention, name) for name in names]
         self.head_norms = [(norm.weight.to(dtype), norm.variance_epsilon) for norm in norms]
@@ -402,9 +404,9 @@ def sampling_dtype(
     """Return the dtype for the sampler's merged copy of the weights, and a short reason.
 
     With "auto" on a CPU, a fused layer of this model is timed in each dtype, and the faster dtype
-    is returned. In these cases nothing is timed, and the model's own dtype is returned: --dtype
-    names a dtype; the model is on a GPU or has no fast path; or the caller has loaded the model in
-    another dtype than "auto" selects for training.
+    is returned. The model's own dtype is returned without timing if --dtype names a dtype, if the
+    model is on a GPU or has no fast path, or if the caller has loaded the model in another dtype
+    than "auto" selects for training.
     """
     if dtype != "auto":
         return model.dtype, f"--dtype {dtype}"
