@@ -22,7 +22,7 @@ HELP = """usage: rlm COMMAND [options]
   rlm sft        runs train_sft.py: teaches the format (stage 1)
   rlm grpo       runs train_grpo.py: trains with GRPO (stage 2)
   rlm eval       runs eval.py: measures accuracy with confidence intervals
-  rlm ask        runs inference.py: answers one question, or opens a prompt loop
+  rlm ask        runs inference.py: answers one question, or opens an interactive prompt
   rlm serve      runs server.py: serves a model over HTTP, with a web page
   rlm doctor     runs train_grpo.py --doctor: finds out why a reward is flat
   rlm reward     writes a reward template for you to edit: rlm reward mine.py
