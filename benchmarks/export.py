@@ -50,7 +50,7 @@ class ExportConfig(harness.BenchmarkConfig):
 
 @dataclass(frozen=True)
 class Answers:
-    """Contains the token ids of the prompts and completions of one program."""
+    """Contains the token ids of prompts, and of the completions by one inference engine."""
 
     prompts: list[list[int]]
     completions: list[list[int]]

@@ -29,7 +29,7 @@ from rlm.sampling import Sampler, prompt_seed
 LENGTHS = Path(__file__).with_name("lengths.json")  # completion lengths of a training run
 GROUP = 8  # completions per prompt
 HEADLINE_ROWS = 64  # if --rows does not contain it, the largest number of rows is the headline
-# The max_num_seqs of our sampler and the batch size of `generate` in the case of real lengths.
+# With the lengths of LENGTHS: max_num_seqs of our sampler, and the batch size of `generate`.
 MAX_NUM_SEQS = 64
 # Seconds to wait before each measurement, because vLLM keeps the cores busy for a second or two
 # after its last token.

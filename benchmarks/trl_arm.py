@@ -42,7 +42,7 @@ SETTINGS = {"batch": 8, "autocast": False, "attn": "sdpa"}
 
 
 def strict_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return 1 for each strictly right completion, else 0. TRL requires a function."""
+    """Return the CorrectnessReward of each completion. TRL accepts functions only."""
     correct = CorrectnessReward()
     return [correct(text, gold) for text, gold in zip(completions, answer, strict=True)]
 

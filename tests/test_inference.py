@@ -1,4 +1,4 @@
-"""inference.py: several samples, a budget, JSON, the interactive prompt, and the shipped adapter."""
+"""inference.py: several samples, a budget, JSON, the prompt, and the shipped adapter."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def curves(results: Results, arms: Sequence[str], path: Path) -> None:
                     points = _curve_points(results, arm, axis, kind)
                     style = "-" if len(points) > 2 else "--"
                     _line(axes, arm, points, style, banded=arm == arms[0])
-            axes.set_xlabel("training, seconds" if axis == "seconds" else "completions learned from")
+            axes.set_xlabel("training, seconds" if axis == "seconds" else "completions")
             axes.set_title(
                 f"right on {problems} validation problems, {kind}, strict, %", loc="left"
             )

@@ -164,7 +164,7 @@ def _share(part: set, whole: set) -> float:
 
 
 def _rules(plan: Plan) -> set[tuple[str, str]]:
-    """Return the pairs (effect, rule) of a plan, without the spaces and left sides of rules."""
+    """Return the pairs (effect, right side of the rule, without spaces) of a plan."""
     rules = {(link.effect, "".join(link.rule.split())) for link in plan.causal_graph}
     return {(effect, text) for effect, rule in rules if (text := rule.rpartition("=")[2])}
 

@@ -17,7 +17,7 @@ DEFAULT_AGENT_ADAPTER = Path("weights/final_rlm_lora")  # used if it fits the ag
 @takes_aliases
 @dataclass(frozen=True)
 class OrchestratorConfig(GRPOConfig):
-    """The options of a training run. Creating a config does not read any adapter."""
+    """The options of a training run. Only `resolve` reads the adapters."""
 
     CHANGED_FIRST = (
         *("model", "dataset", "sft_adapter", "agent_model", "agent_adapter", "agent_url"),

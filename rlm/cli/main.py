@@ -80,7 +80,7 @@ def run_main(main: Callable[[T], int | None], cls: type[T], **parse_options: Any
         # exit, so redirect it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except OSError as error:  # files are written atomically or line by line, so none is damaged
+    except OSError as error:  # a full disk damages no file, so the command can be repeated
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = f"{error.filename} cannot be written" if error.filename else "the disk is full"

@@ -120,7 +120,7 @@ def write_report(
 def summarize(result: Evaluation) -> dict[str, object]:
     """Return a row of evaluation.json.
 
-    It contains pass@k for the powers of two, k = 1, 2, 4, …, and for the number of samples.
+    With several samples, it contains pass@k for k = 1, 2, 4, … and for k = the number of samples.
     """
     summary: dict[str, object] = {}
     for name, strict in GRADINGS.items() if result.comparable else ():

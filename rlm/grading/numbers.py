@@ -23,7 +23,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 MAX_NUMBER = 200  # maximum length of a number including its surroundings, in characters
-MAX_CLAIMS = 64  # maximum number of numbers examined, at the end of a text
+MAX_CLAIMS = 64  # only this many numbers at the end of a text are examined
 _MAX_REGION = 1000  # maximum length of an answer in characters; a longer text is not a number
 _MAX_DIGITS = 40  # maximum number of digits of a number
 

@@ -306,7 +306,7 @@ def available_memory(device_type: str) -> int:
     """Return the available bytes of the GPU, or of this machine within its control groups' limits.
 
     Containers, Slurm and systemd limit memory with control groups. Only version 2 is read.
-    The processes that torchrun starts on a machine share its memory equally.
+    The result for a CPU is this process's equal share among the processes that torchrun started.
     """
     if device_type == "cuda":
         # Memory that PyTorch has reserved but not allocated is also available.

@@ -17,8 +17,8 @@ EXTRAS = ("reasoning_format", "is_truncated", "answer_type", "strict_verdict")
 EXTRAS += ("question", "solution", "completion_ids")
 # Neither exit() nor a cancelled task in a reward may end the run.
 REWARD_ERRORS = (Exception, SystemExit, CancelledError)
-# Errors raised by code that expects messages (completion[0]["content"]) but receives a string. A
-# KeyError is not one of them: a judge's reply without the expected key raises it, too.
+# Errors raised by code that expects messages (completion[0]["content"]) but receives a string.
+# KeyError is left out, because reading a judge's reply without an expected key raises it, too.
 NOT_MESSAGES = (TypeError, IndexError, AttributeError)
 CONTRACT = (
     "write f(completion, reference_answer) -> float, which is called for each completion, or TRL's "

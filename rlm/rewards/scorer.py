@@ -276,7 +276,7 @@ def _is_async(reward: RewardFunction) -> bool:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Close an event loop without waiting for its tasks, which may never end."""
+    """Close an event loop without waiting for its tasks, unless a call still hangs in it."""
     if not loop.is_running():
         loop.close()
 

@@ -1,7 +1,7 @@
-"""Check every request before the application: headers, Host, API key, rate limit and body.
+"""Check headers, Host, API key, rate limit and body before the application gets a request.
 
-All paths except PUBLIC require an API key, so new and unknown routes are protected by default. The
-check uses the same path as the router: servers that authorise by a prefix of the path or by a
+If the server has a key, all paths except PUBLIC require it, so new routes are protected by default.
+The check uses the same path as the router: servers that authorise by a prefix of the path or by a
 rebuilt URL have had security holes.
 """
 
