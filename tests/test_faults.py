@@ -431,7 +431,7 @@ def test_three_bad_gradients_in_a_row_go_back_to_the_last_good_weights(runs):
 
     ended = runs.run("run", before=poisoned_and_kept, **FOREVER)
     assert ended.code == 0, ended.text
-    assert "weights of step 1 with half the learning rate" in ended.text
+    assert "checkpoint of step 1 with half the learning rate" in ended.text
     assert ended.text.count("update skipped") == 3
     assert rates(runs, "run") == ([0.01] * 5 + [0.005] * 3, [0, 0, 1, 2, 3, 3, 3, 3])
     folders = [runs.folder / "run" / "checkpoints" / f"step_00000{n}" for n in (1, 4, 5)]
@@ -626,7 +626,7 @@ def test_two_processes_go_back_together(runs):
     shorter = FOREVER | {"steps": 6}
     ended = runs.together("two", before=(lambda: None, poison_mine), **shorter)
     assert [each.code for each in ended] == [0, 0], ended
-    assert "weights of step 1 with half the learning rate" in ended[0].text
+    assert "checkpoint of step 1 with half the learning rate" in ended[0].text
     assert rates(runs, "two") == ([0.01] * 5 + [0.005], [0, 0, 1, 2, 3, 3])
     assert runs.run("one", before=lambda: poison({2, 3, 4}), **shorter).code == 0
     one, two = (load(runs.result(name)[0]) for name in ("one", "two"))

@@ -714,12 +714,14 @@ def test_a_few_shot_row_whose_prompts_are_too_long_is_left_out(model_dir, tmp_pa
 
 def test_few_worked_examples_are_found_among_many_rows(tmp_path):
     rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(100)]
-    rows[90]["solution"] = "90 + 1 = 91"
+    for n in range(0, 100, 20):
+        rows[n]["solution"] = f"{n} + 1 = {n + 1}"
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = evaluate.EvaluateConfig(dataset=str(file), few_shot=1, tool="none")
-    [(question, completion)] = evaluate.worked_examples(config, [])
-    assert (question, "90 + 1 = 91" in completion) == ("What is 90 + 1?", True)
+    config = evaluate.EvaluateConfig(dataset=str(file), few_shot=3, tool="none")
+    examples = evaluate.worked_examples(config, [])
+    assert len(examples) == 3
+    assert all(question[8:-1] in completion for question, completion in examples)
 
 
 def test_where_all_are_too_long_it_is_one_line(model_dir, tmp_path, capsys):

@@ -149,7 +149,9 @@ def test_what_saving_leaves_behind_is_not_offered(weights, tmp_path):
         "base",
         "tuned",
     ]
-    with pytest.raises(UsageError, match=f"{tmp_path}/tuned: .*it is an adapter: .* {tmp_path}$"):
+    with pytest.raises(
+        UsageError, match=f"{tmp_path}/tuned: .*it is itself an adapter: .* {tmp_path}$"
+    ):
         find_models(tmp_path / "no", tmp_path / "tuned", None, base=True)
 
 
