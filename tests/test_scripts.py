@@ -718,7 +718,8 @@ def test_few_worked_examples_are_found_among_many_rows(tmp_path):
         rows[n]["solution"] = f"{n} + 1 = {n + 1}"
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = evaluate.EvaluateConfig(dataset=str(file), few_shot=3, tool="none")
+    options = {"few_shot": 3, "tool": "none", "reasoning_format": "deepseek"}
+    config = evaluate.EvaluateConfig(dataset=str(file), **options)
     examples = evaluate.worked_examples(config, [])
     assert len(examples) == 3
     assert all(question[8:-1] in completion for question, completion in examples)
