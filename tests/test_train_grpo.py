@@ -953,6 +953,15 @@ def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch
     assert max(halves) <= trainer.run.memory_plan.train_batch_tokens == whole // 2
 
 
+def test_the_output_may_be_deep_in_the_run_directory(model_dir, tmp_path):
+    """The first run finds only the folders of its output; the second one moves them away."""
+    config = a_config(tmp_path, steps=1, output=tmp_path / "run" / "adapters" / "mine")
+    for _ in range(2):
+        train(model_dir, config)
+        assert (config.output / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "run.prev" / "adapters" / "mine" / "run.json").is_file()
+
+
 def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):
     config = a_config(tmp_path, steps=1)
     train(model_dir, config)
