@@ -33,6 +33,7 @@ from rlm.training import metrics as report
 from rlm.training import state as training_state
 from rlm.training import trainer as training
 from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
@@ -377,6 +378,22 @@ def test_a_resumed_run_says_that_the_code_of_its_reward_has_changed(model_dir, t
     file.write_text("def letters(completions, answer): ...\n")
     assert run(3, resume=True)
     assert not run(4, resume=True)  # the warning is printed once
+
+
+def test_processes_with_other_code_of_the_reward_do_not_train_together(
+    model_dir, tmp_path, monkeypatch
+):
+    file = tmp_path / "mine.py"
+    file.write_text("def letters(completions): ...\n")
+    main = {"inputs": {f"the file of --reward {file}:letters": "the hash on another machine"}}
+    monkeypatch.setattr(Distributed, "broadcast", lambda self, value: {**value, **main})
+    config = a_config(tmp_path, reward=f"{file}:letters")
+    state = a_trainer(model_dir, config).state
+    with (
+        RunDirectory(config.run_dir, resume=False) as run,
+        pytest.raises(UsageError, match=r"differs from .* \(the file of --reward"),
+    ):
+        state.begin(run, config, PROBLEMS, ())
 
 
 def test_a_trainer_trains_once(model_dir, tmp_path):
