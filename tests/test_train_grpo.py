@@ -889,6 +889,18 @@ def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_p
     assert all(row["sampler/logprob_gap_max"] > 0.01 for row in learned)
 
 
+def test_a_resumed_run_does_not_sample_with_the_adapter_of_an_earlier_call(model_dir, tmp_path):
+    with ScriptedServer() as server:
+        options = {"sampler": "vllm", "server": server.url}
+        train(model_dir, a_config(tmp_path, steps=1, **options))
+        trainer = a_trainer(model_dir, a_config(tmp_path, steps=2, resume=True, **options))
+        trainer.generate("1 + 1?")
+        trainer.train(PROBLEMS)
+        *_, before, after = dict.fromkeys(body["model"] for body in server.asked("completions"))
+        asked = [body["model"] for body in server.asked("completions")]
+    assert (asked.count(before), asked.count(after)) == (1, 4)
+
+
 def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     config = a_config(tmp_path, steps=4, learning_rate=1e-4, save_every=2)
     bf16 = Device("cpu", torch.bfloat16, "test")

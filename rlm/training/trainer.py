@@ -435,6 +435,8 @@ class TrainingRun:
         config, state, distributed = trainer.config, trainer.state, trainer.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
+        if config.resume:  # `generate` may have loaded the initial adapter on a vLLM server
+            trainer.sampler.invalidate_weights()
         self.steps_run = self.first_step  # including those before the run was resumed
         # The reason for stopping early, or "". If a run was killed after it stopped early, but
         # before the end of its export, the resumed run has this reason, and only exports.
