@@ -38,7 +38,7 @@ from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
 from rlm.training.state import LOG_BYTES
-from rlm.training.validation import Validation, Validations, choose_export
+from rlm.training.validation import Validation, Validations, choose_export, validation_facts
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -270,7 +270,7 @@ def test_the_summary_shows_start_best_and_last(capsys):
     # Two of ten differences are 1, so s = 0.4216, t(9) = 2.2622, and the half-width is 0.3016.
     assert "last +20.0 points (95 % interval -10.2 to +50.2)\n" in shown
     assert "exported: the last step\n" in shown
-    report.summary_card(GRPOConfig(), summary | {"validation": None})
+    report.summary_card(GRPOConfig(), summary | {"validation": None, "validated_on": 0})
     assert "validation: not measured\n" in capsys.readouterr().out
 
 
@@ -360,6 +360,7 @@ def test_another_measure_begins_a_new_comparison(model_dir, tmp_path, monkeypatc
     resumed = a_config(tmp_path, steps=4, resume=True, eval_every=1)
     _, summary = train(model_dir, resumed, None, evaluate_on=PROBLEMS[:10])
     assert summary["validation"] is None  # the start was measured by the reward
+    assert "start by another score" in validation_facts(summary)["validation"]
     assert "earlier validations are not compared" in capsys.readouterr().out
     assert summary["step"] == 4
 
