@@ -33,11 +33,12 @@ from rlm.training import metrics as report
 from rlm.training import state as training_state
 from rlm.training import trainer as training
 from rlm.training.config import GRPOConfig
+from rlm.training.distributed import Distributed
 from rlm.training.logprobs import token_logprobs
 from rlm.training.memory_plan import HEADROOM, activation_bytes
 from rlm.training.sft_config import SFTConfig
 from rlm.training.state import LOG_BYTES
-from rlm.training.validation import Validation, Validations, choose_export
+from rlm.training.validation import Validation, Validations, choose_export, validation_facts
 from train_grpo import GRPOTrainer
 
 CPU = Device("cpu", torch.float32, "test")
@@ -269,7 +270,7 @@ def test_the_summary_shows_start_best_and_last(capsys):
     # Two of ten differences are 1, so s = 0.4216, t(9) = 2.2622, and the half-width is 0.3016.
     assert "last +20.0 points (95 % interval -10.2 to +50.2)\n" in shown
     assert "exported: the last step\n" in shown
-    report.summary_card(GRPOConfig(), summary | {"validation": None})
+    report.summary_card(GRPOConfig(), summary | {"validation": None, "validated_on": 0})
     assert "validation: not measured\n" in capsys.readouterr().out
 
 
@@ -359,6 +360,7 @@ def test_another_measure_begins_a_new_comparison(model_dir, tmp_path, monkeypatc
     resumed = a_config(tmp_path, steps=4, resume=True, eval_every=1)
     _, summary = train(model_dir, resumed, None, evaluate_on=PROBLEMS[:10])
     assert summary["validation"] is None  # the start was measured by the reward
+    assert "start by another score" in validation_facts(summary)["validation"]
     assert "earlier validations are not compared" in capsys.readouterr().out
     assert summary["step"] == 4
 
@@ -377,6 +379,22 @@ def test_a_resumed_run_says_that_the_code_of_its_reward_has_changed(model_dir, t
     file.write_text("def letters(completions, answer): ...\n")
     assert run(3, resume=True)
     assert not run(4, resume=True)  # the warning is printed once
+
+
+def test_processes_with_other_code_of_the_reward_do_not_train_together(
+    model_dir, tmp_path, monkeypatch
+):
+    file = tmp_path / "mine.py"
+    file.write_text("def letters(completions): ...\n")
+    main = {"inputs": {f"the file of --reward {file}:letters": "the hash on another machine"}}
+    monkeypatch.setattr(Distributed, "broadcast", lambda self, value: {**value, **main})
+    config = a_config(tmp_path, reward=f"{file}:letters")
+    state = a_trainer(model_dir, config).state
+    with (
+        RunDirectory(config.run_dir, resume=False) as run,
+        pytest.raises(UsageError, match=r"differs from .* \(the file of --reward"),
+    ):
+        state.begin(run, config, PROBLEMS, ())
 
 
 def test_a_trainer_trains_once(model_dir, tmp_path):
@@ -872,6 +890,18 @@ def test_rollouts_come_from_a_server_and_the_adapter_goes_there(model_dir, tmp_p
     assert all(row["sampler/logprob_gap_max"] > 0.01 for row in learned)
 
 
+def test_a_resumed_run_does_not_sample_with_the_adapter_of_an_earlier_call(model_dir, tmp_path):
+    with ScriptedServer() as server:
+        options = {"sampler": "vllm", "server": server.url}
+        train(model_dir, a_config(tmp_path, steps=1, **options))
+        trainer = a_trainer(model_dir, a_config(tmp_path, steps=2, resume=True, **options))
+        trainer.generate("1 + 1?")
+        trainer.train(PROBLEMS)
+        *_, before, after = dict.fromkeys(body["model"] for body in server.asked("completions"))
+        asked = [body["model"] for body in server.asked("completions")]
+    assert (asked.count(before), asked.count(after)) == (1, 4)
+
+
 def test_bf16_computes_in_bf16_and_learns_in_fp32(model_dir, tmp_path):
     config = a_config(tmp_path, steps=4, learning_rate=1e-4, save_every=2)
     bf16 = Device("cpu", torch.bfloat16, "test")
@@ -951,6 +981,15 @@ def test_out_of_memory_halves_what_was_computed(model_dir, tmp_path, monkeypatch
     whole, *halves = sizes
     assert len(halves) > 1
     assert max(halves) <= trainer.run.memory_plan.train_batch_tokens == whole // 2
+
+
+def test_the_output_may_be_deep_in_the_run_directory(model_dir, tmp_path):
+    """The first run finds only the folders of its output; the second one moves them away."""
+    config = a_config(tmp_path, steps=1, output=tmp_path / "run" / "adapters" / "mine")
+    for _ in range(2):
+        train(model_dir, config)
+        assert (config.output / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "run.prev" / "adapters" / "mine" / "run.json").is_file()
 
 
 def test_an_output_that_is_no_adapter_is_refused_first(model_dir, tmp_path):

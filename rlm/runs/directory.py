@@ -223,12 +223,18 @@ class RunDirectory:
 def _is_run(path: Path) -> bool:
     """Return whether a directory contains a run, or contains no files except hidden ones.
 
-    A killed process may leave hidden files.
+    A killed process may leave hidden files. Empty folders do not count: `check_output` creates
+    them if --output is below the directory.
     """
     marks = [LOCK, *LOGS, "checkpoints/step_*/manifest.json", "vllm*.log"]
     marks += ["sampler_adapter/adapter_config.json"]  # --doctor with a vLLM server writes only this
-    empty = all(file.name.startswith(".") for file in path.iterdir())
-    return empty or any(next(path.glob(mark), None) for mark in marks)
+    return _is_empty(path) or any(next(path.glob(mark), None) for mark in marks)
+
+
+def _is_empty(path: Path) -> bool:
+    if not os.access(path, os.R_OK):  # such as lost+found
+        return False
+    return all(f.name.startswith(".") or (f.is_dir() and _is_empty(f)) for f in path.iterdir())
 
 
 def git_commit() -> str | None:

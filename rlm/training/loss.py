@@ -130,9 +130,11 @@ def policy_loss(
     if batch.ref_logprobs is not None:
         estimate = kl_estimate(logprobs, batch.ref_logprobs)
         kl, kl_total = (estimate * scale).sum(), (estimate * mask).sum()
-    low = (rho < lowest) & (advantage < 0)
-    bounded = advantage < 0 if algorithm.objective == "tapered" else advantage > 0
-    high = (rho > highest) & bounded
-    sums = (policy, kl, kl_total, ((low | high) * mask).sum())
+    low, high, wrong, right = rho < lowest, rho > highest, advantage < 0, advantage > 0
+    if algorithm.objective == "ppo":  # min() makes the other bound ineffective
+        limited = (low & wrong) | (high & right)
+    else:
+        limited = (low | high) & (wrong if algorithm.objective == "tapered" else wrong | right)
+    sums = (policy, kl, kl_total, (limited * mask).sum())
     counted = LossSums(*(value.item() for value in sums), tokens=int(mask.sum()))
     return policy + kl_weight * kl, counted

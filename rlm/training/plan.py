@@ -66,6 +66,9 @@ def show_plan(trainer: Trainer, data: TrainingData) -> None:
     place, (dtype, why) = policy.device.type, sampling_dtype(policy, config.dtype)
     if dtype != sampler.dtype:
         dtype, why = policy.dtype, "as in learning: no merged copy"
+    rounds, after = config.sampling_rounds, ""
+    if rounds > 1:
+        after = f", but only after all {rounds} sampling rounds of {config.batch_size} problems"
     limit, model = "", required(config.model, "--model")
     if steps != config.steps:
         limit = f", then --max-minutes {config.max_minutes:g} ends the run"
@@ -85,7 +88,7 @@ def show_plan(trainer: Trainer, data: TrainingData) -> None:
             "total": terminal.duration(validation + seconds)
             + f" for {steps} of {config.steps} steps{limit}",
             "assumed": f"{tokens} tokens in each completion, the maximum (half as many take "
-            "about half as long); different rewards in each group; no time for the reward",
+            f"about half as long); different rewards in each group{after}; no time for the reward",
         },
     )
 

@@ -16,6 +16,7 @@ from rlm.data import Problem
 from rlm.model import ADAPTER_FILES, adapter_tensors
 from rlm.runs import (
     RunDirectory,
+    changed_inputs,
     check_space,
     checkpoint_tensors,
     data_id,
@@ -128,12 +129,13 @@ class TrainingState:
         """Check that all processes train the same run, because each process loads its own files.
 
         Raises:
-            UsageError: the data, the options, the base model or the initial adapter of this process
-                differ from those of the main process.
+            UsageError: the data, the options, the base model, the initial adapter or the user's
+                code of this process differ from those of the main process.
         """
         main, mine = self.distributed.broadcast(self.origin), self.origin
         free = MAY_CHANGE - {"resume"}
         changes = differences(main, mine, free)
+        changes += changed_inputs(main["inputs"], mine["inputs"])
         if main["base_hash"] != mine["base_hash"]:
             changes.append("the base model: other tensors under its name")
         if changes:

@@ -337,10 +337,9 @@ class TrainingData:
             few = " (fewer than 8: the group's mean is noisy, and more groups have equal rewards)"
         problems = f"{config.batch_size} problem{'s' * (config.batch_size > 1)}"
         values = {option: getattr(config, option.name) for option in fields(config)}
-        usual = type(config)(algorithm=config.algorithm, max_new_tokens=config.max_new_tokens)
-        changed = {
-            o.name: v for o, v in values.items() if v not in (o.default, getattr(usual, o.name))
-        }
+        given = {"algorithm": config.algorithm, "max_new_tokens": config.max_new_tokens}
+        usual = config.complete({o.name: o.default for o in values} | given)
+        changed = {o.name: v for o, v in values.items() if v not in (o.default, usual[o.name])}
         trainable = sum(tensor.numel() for tensor in trainer.weights.master_weights.values())
         shown = {
             "model": f"{config.model} + {config.sft_adapter or 'a new adapter'}",
@@ -436,6 +435,8 @@ class TrainingRun:
         config, state, distributed = trainer.config, trainer.state, trainer.distributed
         self.start_hash = adapter_hash(config.sft_adapter) if config.sft_adapter else None
         self.first_step = state.begin(directory, config, data.problems, data.eval_problems)
+        if config.resume:  # `generate` may have loaded the initial adapter on a vLLM server
+            trainer.sampler.invalidate_weights()
         self.steps_run = self.first_step  # including those before the run was resumed
         # The reason for stopping early, or "". If a run was killed after it stopped early, but
         # before the end of its export, the resumed run has this reason, and only exports.

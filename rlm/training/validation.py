@@ -206,7 +206,9 @@ def validation_facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """
     said = summary["validation"]
     if said is None:
-        return {"validation": "not measured", "exported": summary["reason"]}
+        is_partial = summary["validated_on"] > 0  # the measure was changed when the run was resumed
+        why = "measured, but the start by another score" if is_partial else "not measured"
+        return {"validation": why, "exported": summary["reason"]}
     measure = said["measure"]
 
     def text(name: str) -> str:

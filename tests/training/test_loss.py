@@ -20,11 +20,11 @@ LENGTHS = [4, 2, 3]
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5])
 
 
-def sums(advantages, algorithm="grpo", ref=None):
+def sums(advantages, algorithm="grpo", ref=None, old=OLD):
     ids = torch.empty(0)  # the loss does not read the token ids
     weights = torch.tensor(row_weights(LENGTHS, "sequence", 8))
     batch = MicroBatch(ids, ids, ids, ids, ids, LENGTHS, advantages, weights, None)
-    batch.old_logprobs, batch.ref_logprobs = OLD, ref
+    batch.old_logprobs, batch.ref_logprobs = old, ref
     return policy_loss(NEW, batch, ALGORITHMS[algorithm])[1]
 
 
@@ -36,3 +36,5 @@ def test_what_the_loss_counts():
     assert [sums(a).clipped for a in (-ADVANTAGES.abs(), ADVANTAGES.abs())] == [2, 3]
     # TOPR clips only the ratios of wrong completions, and only above 1.
     assert [sums(a, "topr").clipped for a in (-ADVANTAGES.abs(), ADVANTAGES.abs())] == [4, 0]
+    # CISPO clips the ratio exp(1.8) of a token to 5, whichever the sign of the advantage.
+    assert [sums(a, "cispo", old=NEW - 1.8).clipped for a in (-ADVANTAGES, ADVANTAGES)] == [9, 9]

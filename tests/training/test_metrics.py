@@ -157,8 +157,16 @@ def test_gather_loses_nothing_whoever_has_more(monkeypatch, first, second, expec
 
 
 @pytest.mark.parametrize("size", [7, 8])
-def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(size, capsys):
-    config = GRPOConfig(model="m", dataset="d", group_size=size, steps=20, max_minutes=3.0)
+def test_a_run_says_what_it_will_do_and_that_a_small_group_is_noisy(
+    size, tmp_path, monkeypatch, capsys
+):
+    """The default folders need not fit together if the run uses none of them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "sft_lora").symlink_to(tmp_path / "runs" / "grpo" / "adapter_last")
+    config = GRPOConfig(
+        model="m", dataset="d", group_size=size, steps=20, max_minutes=3.0, run_dir="r"
+    )
     data = TrainingData([None] * 9, [None] * 4, [], ("number",), "accuracy")
     weights = SimpleNamespace(master_weights={"lora_A": torch.zeros(32)})
     sampler = SimpleNamespace(description="merged")

@@ -127,5 +127,6 @@ def test_what_a_plan_shows_by_hand(model_dir, tmp_path, monkeypatch, capsys):
     show_plan(trainer, trainer.prepare(PROBLEMS, PROBLEMS[:3]))
     said = capsys.readouterr().out
     assert "a step: 75.0 s: sampling 72.0, learning 3.0" in said
+    assert "different rewards in each group, but only after all 4 sampling rounds" in said
     assert "a validation: 18.0 s" in said
     assert "total: 4 min 21 s for 3 of 3 steps" in said  # includes two validations
