@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from copy import deepcopy
 from functools import partial
 
@@ -271,6 +272,12 @@ def test_mistakes_are_said_in_one_line_and_nothing_is_replaced(adapter, tmp_path
         assert exported("--adapter", tmp_path / "nowhere", option, tmp_path / "new") == 2
         assert exported("What?", "--adapter", adapter, option, tmp_path / "new") == 2
         assert "leave out the question and --base" in capsys.readouterr().err
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for both in ([], ["--merge", folder]):  # such a run would fail after the merge
+        assert exported("--adapter", adapter, "--gguf", folder, *both) == 2
+        assert f"--gguf {folder} is a folder: name a file" in capsys.readouterr().err
+        shutil.rmtree(folder, ignore_errors=True)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis"]
     assert thesis.read_text() == "years of work"
 
