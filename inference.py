@@ -233,6 +233,8 @@ def write_merged(config: InferenceConfig) -> None:
     for option, path in (("--merge", config.merge), ("--gguf", config.gguf)):
         if path:
             check_new(option, path)
+    if config.gguf and (config.gguf.is_dir() or config.gguf == config.merge):
+        raise UsageError(f"--gguf {config.gguf} is a folder: name a file, such as model.gguf")
     merged, tokenizer = merge_adapter(config.adapter, config.model, config.merge_dtype)
     if config.gguf:
         check_convertible(merged, tokenizer)

@@ -129,16 +129,22 @@ def _embedded_model() -> Path:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write a model and its tokenizer so that programs based on transformers 4 can load them too.
 
-    Version 4 does not know `rope_parameters`, and would silently use its default RoPE base.
+    Version 4 does not know `rope_parameters`, and would silently use its RoPE defaults.
     """
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
+    for part in (config, config.get("text_config") or {}):
+        kinds = part.get("rope_parameters") or {}
+        rope = kinds.get("full_attention", kinds)  # Gemma 3 and OLMo 3: one entry per layer type
+        names = {"rope_theta", "partial_rotary_factor"} & rope.keys()
+        part.update({name: rope[name] for name in names})
+        if "rope_theta" in (local := kinds.get("sliding_attention") or {}):
+            part["rope_local_base_freq"] = local["rope_theta"]
         if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-        replace_json(path / "config.json", config)
+            # Phi-3 accepts no names but `type`, the older name of `rope_type`, and the factors.
+            names = rope.keys() - part.keys() - ({"rope_type"} if "type" in rope else set())
+            part["rope_scaling"] = {name: value for name, value in rope.items() if name in names}
+    replace_json(path / "config.json", config)
     save_tokenizer(tokenizer, path)
 
 

@@ -95,6 +95,8 @@ def save_adapter(
             save_tokenizer(tokenizer, scratch)
             replace_json(scratch / "run.json", run)
             _sync_files(scratch)
+            with suppress(OSError):  # there is no folder, or it is not empty
+                path.rmdir()  # an empty folder is not kept: it would replace an older adapter
             if path.exists():
                 shutil.rmtree(deleted, ignore_errors=True)  # a killed process may have left it
                 if keep_previous and not _same_weights(path, scratch):

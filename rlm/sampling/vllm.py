@@ -250,11 +250,13 @@ class VLLMSampler:
                 "check that it is the address of a vLLM server"
             )
         ended = ids[-1] in self.stop_ids
-        if reason not in ("stop", "length") or (reason == "stop") != ended:
+        if reason not in ("stop", "length") or (reason == "stop" and not ended):
             raise APIError(
                 f"{url} ended a completion ({reason}) at token {ids[-1]}, which does not end "
                 "completions of the model being trained: check that the server serves this model"
             )
+        # Older versions of vLLM say "length" if the end token is the last token that was allowed.
+        reason = "stop" if ended else "length"
         return Completion(list(ids), [float(logprob) for logprob in logprobs], reason)
 
     def _check_logprobs(self, client: APIClient, model: str) -> None:

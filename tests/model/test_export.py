@@ -75,6 +75,16 @@ def test_the_old_adapter_is_kept_beside_also_behind_a_link(export, tmp_path):
     assert number(tmp_path / "disk" / "lora.prev") == 2
 
 
+def test_an_empty_folder_is_not_kept_in_place_of_an_older_adapter(export, tmp_path):
+    for i in (1, 2):
+        export(i)
+    shutil.rmtree(tmp_path / "lora")
+    (tmp_path / "lora").mkdir()
+    export(3)
+    assert (number(tmp_path / "lora"), number(tmp_path / "lora.prev")) == (3, 1)
+    check_output(tmp_path / "lora")  # the next run may use the same --output
+
+
 def test_a_save_that_fails_brings_no_older_adapter_back(export, tmp_path, monkeypatch):
     for i in (1, 2):
         export(i)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from copy import deepcopy
 from functools import partial
 
 import gguf
@@ -106,6 +108,30 @@ def test_programs_with_transformers_4_find_the_names_that_they_know(scaling, tok
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.get_vocab() == tokenizer.get_vocab()
     assert {*again.all_special_tokens} == {*tokenizer.all_special_tokens}
+
+
+FACTORS = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+PHI4 = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
+GEMMA3 = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}
+
+
+@pytest.mark.parametrize(
+    ("family", "old"),
+    [
+        ("phi3", PHI4 | {"rope_scaling": FACTORS}),
+        ("stablelm", {"partial_rotary_factor": 0.5}),
+        ("gemma3_text", GEMMA3),
+    ],
+)
+def test_programs_with_transformers_4_find_every_rope_setting(family, old, tokenizer, tmp_path):
+    model = tiny_model(family, **deepcopy(old))  # transformers changes the dict `rope_scaling`
+    save_model(model, tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert {name: config.get(name) for name in old} == old
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it itself
@@ -246,6 +272,12 @@ def test_mistakes_are_said_in_one_line_and_nothing_is_replaced(adapter, tmp_path
         assert exported("--adapter", tmp_path / "nowhere", option, tmp_path / "new") == 2
         assert exported("What?", "--adapter", adapter, option, tmp_path / "new") == 2
         assert "leave out the question and --base" in capsys.readouterr().err
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for both in ([], ["--merge", folder]):  # such a run would fail after the merge
+        assert exported("--adapter", adapter, "--gguf", folder, *both) == 2
+        assert f"--gguf {folder} is a folder: name a file" in capsys.readouterr().err
+        shutil.rmtree(folder, ignore_errors=True)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis"]
     assert thesis.read_text() == "years of work"
 

@@ -122,7 +122,6 @@ SAYS_NOTHING = "does not return token ids with log-prob"
         ([completion_choice([10, END], [None, -1.0])], SAYS_NOTHING),
         ([completion_choice([], [])], SAYS_NOTHING),
         ([completion_choice([10, 11], [-1.0, -1.0], "stop")], r"\(stop\) at token 11"),
-        ([completion_choice([10, END], [-1.0, -1.0], "length")], r"\(length\) at token 2"),
         ([completion_choice([10, 11], [-1.0, -1.0], "abort")], r"\(abort\)"),
         ([GOOD, GOOD], "returned 2 completions instead of 1"),
         ([], "returned 0 completions instead of 1"),
@@ -132,6 +131,12 @@ def test_completions_that_could_not_be_trained_on(server, sampler, choices, says
     server.script(Reply({"choices": choices} if choices else {}))
     with pytest.raises(UsageError, match=says):
         sampler.sample([[1]], 1, SamplingParams(4), [0])
+
+
+def test_an_end_token_at_the_limit_ends_a_completion_also_in_older_versions(server, sampler):
+    server.script(completions_reply(completion_choice([10, END], [-1.0, -1.0], "length")))
+    ((completion,),) = sampler.sample([[1]], 1, SamplingParams(2), [0])
+    assert completion.finish_reason == "stop"
 
 
 def test_a_server_with_raw_logprobs_is_refused_at_the_start(server):
