@@ -69,6 +69,7 @@ def worked_examples(config: EvaluateConfig, problems: Sequence[Problem]) -> list
                 max_samples=count,
                 seed=config.seed,
                 columns=config.columns,
+                rows=config.rows,
                 calculator_annotations=config.tool == Calculator.name,
             )
             usable = [p for p in train if p.has_steps and p.question not in evaluated]
@@ -264,7 +265,7 @@ def main(config: EvaluateConfig) -> int:
     model_name, dataset = required(config.model, "--model"), required(config.dataset, "--dataset")
     split = required(config.split, "--split")
     choice = {"max_samples": config.max_samples, "seed": config.seed, "columns": config.columns}
-    problems = load_problems(dataset, split, **choice)
+    problems = load_problems(dataset, split, rows=config.rows, **choice)
     if other_forms := describe_other_forms(problems, config.format):
         terminal.line(f"warning: {other_forms}")
     tool, scorer = load_tool(config.tool), make_scorer(config, problems)
@@ -274,7 +275,8 @@ def main(config: EvaluateConfig) -> int:
     same = equal_adapters(config.adapters)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
-    data = f"{dataset}, {split}, n = {len(problems)}"
+    part = f"{split} of {config.rows}" if config.rows else split
+    data = f"{dataset}, {part}, n = {len(problems)}"
     terminal.line(f"{data}; {model_name} on {device}")
     rows: list[tuple[str, Sequence[tuple[str, str]], Path | None]] = [("base", (), None)]
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
@@ -302,6 +304,7 @@ def main(config: EvaluateConfig) -> int:
         "base_hash": weights,
         "device": device,
         "note": EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else "",
+        "rows": config.rows,  # the rows of which validation is held out
         "left_out": asked - len(problems),  # problems that exceed the context window
         "same_weights": same,
     }

@@ -132,6 +132,30 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
 
 
 @pytest.mark.parametrize(
+    ("splits", "split", "count"),
+    [
+        ("test", "test[:40]", 4),  # a tenth of the 40 rows
+        ("test train", "test[:40]", 4),
+        ("test train", "train[:40]", 50),  # all test problems
+        ("validation train", "train[40:]", 50),  # all validation problems
+        ("validation train", "validation[:40]", 4),
+    ],
+)
+def test_no_training_problem_of_a_hub_dataset_is_evaluated(splits, split, count, tmp_path):
+    for name in splits.split():
+        rows = [{"question": f"{name}: {n} + 1?", "answer": str(n + 1)} for n in range(50)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    adapter = an_adapter(tmp_path / "adapter", dataset=f"{tmp_path}", config={"split": split})
+    given = {"sft_adapter": None, "adapter": adapter}
+    config = evaluate.EvaluateConfig(**evaluate.EvaluateConfig.resolve(given))
+    found = load_problems(str(tmp_path), config.split, rows=config.rows)
+    trained_on = load_problems(str(tmp_path), rows=split)
+    assert len(found) == count
+    assert not {p.question for p in found} & {p.question for p in trained_on}
+
+
+@pytest.mark.parametrize(
     ("trained_on", "evaluated_on", "left_out"),
     [
         ("word-problems+gsm8k", "word-problems", "gsm8k"),
@@ -143,9 +167,14 @@ def test_nothing_is_evaluated_on_what_it_practised(options, trained_on, split, t
 def test_by_default_nothing_of_a_mixture_comes_from_the_hub(
     trained_on, evaluated_on, left_out, tmp_path, capsys
 ):
-    given = {"sft_adapter": None, "adapter": an_adapter(tmp_path, dataset=trained_on)}
+    columns = {"columns": "question=prompt,answer=target"}
+    adapter = an_adapter(tmp_path, dataset=trained_on, config=columns)
+    given = {"sft_adapter": None, "adapter": adapter}
     given["split"] = "test"  # otherwise the hub is asked for the splits
-    assert evaluate.EvaluateConfig.resolve(given)["dataset"] == evaluated_on
+    values = evaluate.EvaluateConfig.resolve(given)
+    # Generated data refuse columns, which are for the parts that are left out.
+    has_own = "org/name" in evaluated_on
+    assert (values["dataset"], bool(values["columns"])) == (evaluated_on, has_own)
     said = " ".join(capsys.readouterr().out.split())
     line = f"evaluated on {evaluated_on} alone: {left_out} would need the Hugging Face hub"
     assert (line in said) == bool(left_out)

@@ -31,11 +31,7 @@ class Results:
         """Load the results of all methods, whose cells must have the same settings."""
         files = sorted(folder.glob("*.json"))
         found = [cell for file in files for cell in json.loads(file.read_text(encoding="utf-8"))]
-        for one in found[1:]:
-            mine, first = one["settings"], found[0]["settings"]
-            if any(mine[name] != first[name] for name in mine.keys() & first.keys()):
-                names = f"{one['cell']} and {found[0]['cell']}"
-                raise UsageError(f"{folder}: {names} have different settings")
+        check_settings(folder, found)
         by_arm = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
         return cls({a: sorted(rows, key=lambda r: r["seed"]) for a, rows in by_arm.items() if rows})
 
@@ -131,11 +127,22 @@ class Results:
         for name in self.pooled:
             mine, theirs = (matrix(side, [name], metric, "strict") for side in self.shared(a, b))
             count = min(mine.shape[1], theirs.shape[1])
-            names = self.shared(a, b)[0][0]["tests"][name]["problems"][:count]
+            first, second = (side[0]["tests"][name]["problems"] for side in self.shared(a, b))
+            if (names := first[:count]) != second[:count]:
+                raise ValueError(f"{a} and {b} were evaluated on different problems")
             kept = [not without or template_of(problem) != without for problem in names]
             left.append(mine[:, :count][:, kept])
             right.append(theirs[:, :count][:, kept])
         return np.concatenate(left, axis=1), np.concatenate(right, axis=1)
+
+
+def check_settings(folder: Path, found: Sequence[Result]) -> None:
+    """Check that all results, which are or will be in `folder`, have the same settings."""
+    for one in found[1:]:
+        mine, first = one["settings"], found[0]["settings"]
+        if any(mine[name] != first[name] for name in mine.keys() & first.keys()):
+            names = f"{one['cell']} and {found[0]['cell']}"
+            raise UsageError(f"{folder}: {names} have different settings")
 
 
 def matrix(cells: Sequence[Result], sets: Sequence[str], metric: str, grading: str) -> Scores:
@@ -157,20 +164,22 @@ def template_of(problem: str) -> str:
 def copy_results(config: EvidenceConfig) -> None:
     """Copy the results of finished cells to the committed files, one file per method.
 
-    The files keep the results of seeds that are not in this grid.
+    The files keep the results of seeds that are not in this grid. If the settings differ from those
+    of the committed results, no file is changed.
     """
     target = config.docs / "evidence"
-    found: dict[str, list[Result]] = {}
+    stored = [json.loads(file.read_text(encoding="utf-8")) for file in target.glob("*.json")]
+    arms = {cells[0]["arm"]: {cell["seed"]: cell for cell in cells} for cells in stored}
+    changed: set[str] = set()
     for file in sorted((config.grid / "cells").glob("*/result.json")):
         result = read_json(file)  # of any seed, also if it is not in --seeds
-        found.setdefault(result["arm"], []).append(result)
-    for arm, new in found.items():
-        file = target / f"{arm}.json"
-        old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-        cells = {cell["seed"]: cell for cell in [*old, *new]}
-        lines = ",\n".join(json.dumps(cells[seed], ensure_ascii=False) for seed in sorted(cells))
+        arms.setdefault(result["arm"], {})[result["seed"]] = result
+        changed.add(result["arm"])
+    check_settings(target, [cell for cells in arms.values() for cell in cells.values()])
+    for arm in changed:
+        lines = ",\n".join(json.dumps(arms[arm][n], ensure_ascii=False) for n in sorted(arms[arm]))
         target.mkdir(parents=True, exist_ok=True)
-        replace_file(file, f"[\n{lines}\n]\n")
+        replace_file(target / f"{arm}.json", f"[\n{lines}\n]\n")
 
 
 def machine_name(cell: Result) -> str:

@@ -18,7 +18,7 @@ from recipes.experience.rewards import grade_answer
 from rlm.api_client import APIError, Budget, ChatReply
 from rlm.cli import flag, terminal
 from rlm.data import FORMATS, NEAREST, Experience, Problem, apply_experiences
-from rlm.runs import Journal, check_writable
+from rlm.runs import Journal
 
 # k replies per problem, with None for a call that failed after all retries.
 Replies = list[list[ChatReply | None]]
@@ -63,10 +63,10 @@ def open_agents(
 ) -> dict[str, Agent]:
     """Create an agent for each role.
 
-    All agents share a budget and the journal in `file`, whose costs count towards --max-cost.
+    All agents share a budget and the journal in `file`, whose costs count towards --max-cost. The
+    caller holds the lock of the run: reading a journal that another process writes may damage it.
     """
     endpoints = load_endpoints(names, config.api_config, max_cost=config.max_cost)
-    check_writable("--run-dir", file.parent)  # before any reply is paid for
     journal, prompts, budget = Journal(file), load_prompts(), Budget(config.max_cost)
     budget.cost = sum(row["cost"] for row in journal.rows.values())
     options = (journal, prompts, temperature, config.max_tokens, config.seed)

@@ -46,7 +46,7 @@ from rlm.data import (
     similarity,
 )
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
-from rlm.runs import lock_file, read_json, read_lines, replace_json
+from rlm.runs import check_writable, lock_file, read_json, read_lines, replace_json
 
 OTHER_SET = {"aime2024": "aime2025", "aime2025": "aime2024"}  # the datasets with only one split
 BASELINE = "no library"
@@ -234,10 +234,11 @@ def estimate(
 def main(config: EvaluateConfig) -> int:
     libraries = load_libraries(config)
     file = config.run_dir / "evaluate_calls.jsonl"
-    # The agent is opened before the data is loaded, so that a missing key is reported without a
-    # download.
-    agent = open_agents([config.role], config, config.temperature, file)[config.role]
+    check_writable("--run-dir", config.run_dir)
     with lock_file(config.run_dir / ".evaluate.lock", str(config.run_dir), "runs evaluate"):
+        # The agent is opened before the data is loaded, so that a missing key is reported without
+        # a download.
+        agent = open_agents([config.role], config, config.temperature, file)[config.role]
         return evaluate_libraries(config, libraries, agent)
 
 

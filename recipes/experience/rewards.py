@@ -65,7 +65,7 @@ def weighted_mean(rewards: Mapping[str, float | None], weights: Sequence[float])
     return round(math.fsum(reward * weight for reward, weight in pairs) / total, 12)
 
 
-def relative_tolerance(problem: Problem) -> float:
+def relative_tolerance(problem: Problem) -> Fraction:
     """Return the maximum relative error of an answer to the problem, from its column rel_tol."""
     given = problem.columns.get("rel_tol") or 0  # None: an empty cell
     try:
@@ -76,7 +76,7 @@ def relative_tolerance(problem: Problem) -> float:
         raise UsageError(
             f"problem {problem.id}: rel_tol must be a fraction such as 0.01, not {given!r}"
         )
-    return share
+    return Fraction(str(share))  # Fraction(0.03) is less than 3/100
 
 
 def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
@@ -97,7 +97,7 @@ def grade_answer(text: str, problem: Problem) -> tuple[bool, str, str]:
     if verdict.reason == "wrong" and tolerance:
         value, gold = verdict.value, parse_number(problem.answer)
         if isinstance(value, Fraction) and gold is not None:
-            near = abs(value - gold) <= Fraction(tolerance) * abs(gold)
+            near = abs(value - gold) <= tolerance * abs(gold)
             return near, answer, "correct" if near else "wrong"
     return verdict.correct, answer, verdict.reason
 
@@ -220,7 +220,7 @@ def logic_checks(plan: Plan, problem: Problem, answer: str) -> float:
     value, written = plan_value(plan), parse_number(answer)
     if value is not None and written is not None:
         rounded = 0 if value.denominator == 1 else min(ROUNDED, ROUNDED_SHARE * abs(value))
-        tolerance = max(rounded, Fraction(relative_tolerance(problem)) * abs(value))
+        tolerance = max(rounded, relative_tolerance(problem) * abs(value))
         if abs(value - written) > tolerance:
             return 0.0
     return fmean([*check_plan(plan).values(), grounded])

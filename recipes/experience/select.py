@@ -309,9 +309,10 @@ def load_parts(config: SelectConfig) -> tuple[list[Problem], list[Problem]]:
 
 def main(config: SelectConfig) -> int:
     file = config.run_dir / "select_calls.jsonl"
-    agents = open_agents(ROLES, config, config.temperature, file)
+    check_writable("--run-dir", config.run_dir)
     check_writable("--library-dir", config.library_dir)
     with lock_file(config.run_dir / ".select.lock", str(config.run_dir), "runs select"):
+        agents = open_agents(ROLES, config, config.temperature, file)
         return select_lessons(config, agents)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlm.cli import flag, takes_aliases, terminal
+from rlm.data import data_files, has_test, split_slice
 from rlm.training import GRPOConfig, resolve
 
 DEFAULT_START = Path("weights/orchestrator_start")
@@ -163,6 +164,15 @@ class OrchestratorConfig(GRPOConfig):
             terminal.line(f"the agents use their base model without an adapter: {why}")
             values["agent_adapter"] = None
         return values
+
+
+def has_unseen_test(dataset: str, config: OrchestratorConfig) -> bool:
+    """Return whether a dataset has a test split that contains no training problem of the run.
+
+    The test split of a local file is the whole file. --split test[:400] trains on test problems.
+    """
+    is_trained = split_slice(config.split or "train")[0] == "test"
+    return has_test(dataset) and not data_files(dataset) and not is_trained
 
 
 # Maps each name of the original README (docs/reference/names.md) to the option that it sets.

@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recipes.orchestrator.config import OrchestratorConfig
+from recipes.orchestrator.config import OrchestratorConfig, has_unseen_test
 from recipes.orchestrator.graph import Graph
 from recipes.orchestrator.orchestrator import PROMPTS, Orchestrator, exported_adapter
 from recipes.orchestrator.plans import WHOLE_PROBLEM, oracle_plan
 from recipes.orchestrator.runner import Runner, Trajectory, graph_metrics
 from rlm.cli import UsageError, check_values, flag, required, run_main, terminal, to_dict
-from rlm.data import Problem, data_files, drop_long_prompts, has_test, load_problems
+from rlm.data import Problem, drop_long_prompts, load_problems
 from rlm.evaluation import paired_bootstrap, percent, points, show_table, summarize_scores
 from rlm.grading import majority_score
 from rlm.model import (
@@ -68,7 +68,7 @@ class EvaluateConfig:
     split: str | None = flag(
         None,
         "split of the run's dataset",
-        default_text="test; validation if it has a local file or no test split",
+        default_text="test; validation if it has a local file or no unseen test split",
     )
     max_samples: int = flag(200, "evaluate at most this many problems of each dataset", min=1)
     seed: int = flag(0, "random seed for the samples of the majority vote")
@@ -271,11 +271,11 @@ def choose_split(
     """Return the split to evaluate, and the options of the run with which it is loaded.
 
     The test split of a local file contains the problems that the run was trained on. The default is
-    therefore the validation split if the dataset contains a local file or has no test split. The
-    validation problems are held out of the rows that the run's --split selects.
+    therefore the validation split if the dataset contains a local file, if it has no test split, or
+    if the run was trained on this split. The validation problems are held out of the rows that the
+    run's --split selects.
     """
-    is_held_out = has_test(dataset) and not data_files(dataset)
-    split = config.split or ("test" if is_held_out else "validation")
+    split = config.split or ("test" if has_unseen_test(dataset, trained) else "validation")
     own_rows = split in ("train", "validation")  # without a slice such as train[:500]
     return split, {"columns": trained.columns, "rows": trained.split if own_rows else None}
 

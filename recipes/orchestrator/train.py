@@ -24,7 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from recipes.orchestrator.cold_start import cold_start_dir, train_start_adapter
-from recipes.orchestrator.config import DEFAULT_START, Config, OrchestratorConfig
+from recipes.orchestrator.config import (
+    DEFAULT_START,
+    Config,
+    OrchestratorConfig,
+    has_unseen_test,
+)
 from recipes.orchestrator.orchestrator import (
     AgentModel,
     Orchestrator,
@@ -37,9 +42,7 @@ from rlm import GRPOTrainer
 from rlm.cli import Interrupted, UsageError, required, run_main, terminal
 from rlm.data import (
     Problem,
-    data_files,
     drop_long_prompts,
-    has_test,
     load_problems,
     require_numeric_answers,
 )
@@ -357,8 +360,7 @@ def main(config: OrchestratorConfig) -> int:
     dataset, output = required(config.dataset, "--dataset"), required(config.output, "--output")
     train, validation = load_data(config)
     test = []
-    # The test split of a local file is the whole file, which includes the training problems.
-    is_testable = has_test(dataset) and not data_files(dataset)
+    is_testable = has_unseen_test(dataset, config)
     if config.test_samples and is_testable:
         own = {"columns": config.columns, "max_samples": config.test_samples}
         test = load_problems(dataset, "test", **own)
@@ -379,7 +381,7 @@ def main(config: OrchestratorConfig) -> int:
     limit = f"at most {config.agent_max_tokens} tokens per reply (--agent-max-tokens)"
     terminal.line(f"agents: {agents}, temperature {config.agent_temperature:g}, {limit}")
     _, summary = trainer.train_and_test(train, validation, test)
-    tested = "not evaluated" + ": the dataset has no test split" * (not is_testable)
+    tested = "not evaluated" + ": the dataset has no unseen test split" * (not is_testable)
     if total := summary["test"]["total"]:
         tested = f"{summary['test']['accuracy']:.1%} of {total}"
     facts = {

@@ -34,8 +34,9 @@ class _Console(Console):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# Markup is disabled, because paths, data and the text of a model may contain brackets.
-console = _Console(highlight=False, soft_wrap=True, markup=False)
+# Markup and emoji codes are disabled, because paths, data and the text of a model may contain
+# brackets or a:b:c.
+console = _Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def table(title: str, rows: Mapping[str, object]) -> None:

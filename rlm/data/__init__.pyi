@@ -5,6 +5,7 @@ from .experiences import apply_experiences as apply_experiences
 from .experiences import experience_block as experience_block
 from .experiences import load_experiences as load_experiences
 from .experiences import similarity as similarity
+from .loaders import NamedDataset as NamedDataset
 from .loaders import OwnFile as OwnFile
 from .loaders import check_dataset as check_dataset
 from .loaders import data_files as data_files
@@ -37,5 +38,6 @@ from .prompts import render_problem as render_problem
 from .prompts import render_prompt as render_prompt
 from .prompts import stop_token_ids as stop_token_ids
 from .splits import HELD_OUT as HELD_OUT
+from .splits import split_slice as split_slice
 from .word_problems import generate_word_problems as generate_word_problems
 from .word_problems import load_word_problem_table as load_word_problem_table

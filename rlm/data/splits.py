@@ -54,7 +54,9 @@ def cut_rows(rows: Sequence[Any], bounds: Bounds) -> Sequence[Any]:
     def index(bound: str | None) -> int | None:
         if bound is None or not bound.endswith("%"):
             return None if bound is None else int(bound)
-        return round(len(rows) * int(bound[:-1]) / 100)
+        place = round(len(rows) * int(bound[:-1]) / 100)
+        # -1% of 40 rows is 0 rows from the end, but the index 0 would be the first row.
+        return max(0, len(rows) + place) if bound.startswith("-") else place
 
     first, last = map(index, bounds)
     return rows[first:last]

@@ -23,7 +23,7 @@ from rlm.cli import UsageError, terminal
 from rlm.data import FORMATS, Format
 from rlm.evaluation.statistics import wilson_interval
 from rlm.grading import split_completion
-from rlm.runs import read_json, read_log, replace_json
+from rlm.runs import check_writable, read_json, read_log, replace_json
 
 TIME_LIMIT = 5.0  # time limit of math-verify for one answer, in seconds
 START_LIMIT = 60.0  # time limit for starting the worker, which imports sympy, in seconds
@@ -174,12 +174,13 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
     The results and some examples are printed, and audit.json is written to `output`.
 
     Raises:
-        UsageError: the run has no samples, or its config cannot be read.
+        UsageError: the run has no samples, its config cannot be read, or `output` is not writable.
     """
     file, options = run_dir / "samples.jsonl", run_dir / "config.json"
     for needed in (file, options):
         if not needed.is_file():
             raise UsageError(f"{needed} does not exist; pass the folder of a run with --run-dir")
+    check_writable("--output", output)  # grading may take hours
     format = FORMATS[read_json(options).get("reasoning_format", "deepseek")]
     if not (has_math_verify := MathVerify.installed()):
         terminal.line(

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rlm.cli import UsageError, check_values, command_of, flag, required, terminal
-from rlm.data import FORMATS, Format, data_files, has_test, parse_dataset
+from rlm.data import (
+    FORMATS,
+    Format,
+    NamedDataset,
+    data_files,
+    has_test,
+    parse_dataset,
+    split_slice,
+)
 from rlm.model import ADAPTER, QUANTIZATIONS, AdapterInfo, check_adapter
 
 ADAPTERS = {"SFT": ("sft_adapter", "train_sft"), "GRPO": ("adapter", "train_grpo")}
@@ -143,6 +151,8 @@ class EvaluateConfig:
         values["dataset"] = values["dataset"] or "word-problems"
         if not given.get("dataset"):
             values["dataset"] = without_hub(values["dataset"])
+            if all(isinstance(part, NamedDataset) for part in parse_dataset(values["dataset"])):
+                values["columns"] = given.get("columns")  # the adapter's are for the parts left out
         values["split"] = given.get("split") or default_split(values["dataset"], infos)
         names = [info.resolve_format(given.get("reasoning_format")) for info in infos]
         prompts = [info.resolve_system_prompt(given.get("system_prompt")) for info in infos]
@@ -165,6 +175,18 @@ class EvaluateConfig:
         """The format of completions: the tags and the system prompt."""
         tags = required(self.reasoning_format, "--reasoning-format")
         return FORMATS[tags].with_prompt(self.system_prompt)
+
+    @property
+    def rows(self) -> str | None:
+        """The rows on which the last adapter was trained, of which validation is held out.
+
+        None if the split is a slice or a test split, or if the adapter was trained on other data.
+        """
+        paths = [*self.adapters.values()]
+        if not paths or not self.dataset or self.split not in ("train", "validation"):
+            return None
+        last = AdapterInfo.load(paths[-1])
+        return rows_of(last) if is_trained_on(last, self.dataset) else None
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -207,24 +229,36 @@ def without_hub(dataset: str) -> str:
     return "+".join(here)
 
 
+def is_trained_on(adapter: AdapterInfo, dataset: str) -> bool:
+    """Return whether an adapter was trained on a dataset, or on one of its local files."""
+    trained = data_files(adapter.dataset or "")
+    # A missing file may have been moved, or its path may be relative to another folder.
+    moved = {file.name for file in trained if not file.exists()}
+    shared = any(file in trained or file.name in moved for file in data_files(dataset))
+    return shared or dataset == adapter.dataset
+
+
+def rows_of(adapter: AdapterInfo) -> str | None:
+    """Return the value of --split with which an adapter was trained."""
+    return adapter.run.get("config", {}).get("split")
+
+
 def default_split(dataset: str, adapters: Sequence[AdapterInfo]) -> str:
     """Return the default split.
 
-    The default is test, or validation if an adapter was trained on the file or if the dataset has
-    no test split. Validation is held out of the rows on which the last adapter was trained.
+    The default is test, or validation if an adapter was trained on the file or on the test split
+    (--split test[:400]), or if the dataset has no test split.
     """
-    trained = {file for info in adapters for file in data_files(info.dataset or "")}
-    # A missing file may have been moved, or its path may be relative to another folder.
-    moved = {file.name for file in trained if not file.exists()}
-    is_trained = any(file in trained or file.name in moved for file in data_files(dataset))
-    if not is_trained and has_test(dataset):
+    is_used = any(
+        is_trained_on(info, dataset)
+        and (data_files(dataset) or split_slice(rows_of(info) or "train")[0] == "test")
+        for info in adapters
+    )
+    if not is_used and has_test(dataset):
         return "test"
-    reason = "was used for training" if is_trained else "has no test split"
+    reason = "was used for training" if is_used else "has no test split"
     terminal.line(f"{dataset} {reason}: only its validation problems are evaluated")
-    if not is_trained and dataset != adapters[-1].dataset:
-        return "validation"
-    _, bracket, cut = (adapters[-1].run.get("config", {}).get("split") or "").partition("[")
-    return f"validation{bracket}{cut}"
+    return "validation"
 
 
 def pairs_to_compare(rows: Sequence[str], adapters: Mapping[str, Path]) -> list[tuple[str, str]]:

@@ -38,7 +38,8 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
         terminal.console.print(table)
     else:  # lines in a file may be longer than the terminal is wide
         text = io.StringIO()
-        Console(width=200, file=text, highlight=False).print(table)
+        plain = Console(width=200, file=text, highlight=False, markup=False, emoji=False)
+        plain.print(table)
         terminal.line("\n".join(map(str.rstrip, text.getvalue().splitlines())))
 
 

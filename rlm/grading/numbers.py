@@ -346,7 +346,9 @@ def numbers_in(text: str) -> set[Fraction]:
     return {number for word in words if (number := _value(word)) is not None}
 
 
-def states_number(text: str, value: Fraction, question: str, tolerance: float = 0.0) -> bool:
+def states_number(
+    text: str, value: Fraction, question: str, tolerance: Fraction | float = 0.0
+) -> bool:
     """Return whether a text contains `value`, with any sign, as a number that is not in `question`.
 
     Args:
@@ -355,5 +357,5 @@ def states_number(text: str, value: Fraction, question: str, tolerance: float = 
     >>> states_number("It falls 4.9 m.", Fraction("4.905"), "How far does it fall in 1 s?", 0.01)
     True
     """
-    value, margin = abs(value), Fraction(tolerance) * abs(value)
+    value, margin = abs(value), Fraction(str(tolerance)) * abs(value)
     return any(abs(n - value) <= margin for n in numbers_in(text) - numbers_in(question))

@@ -263,6 +263,9 @@ def test_arms_are_paired_on_the_seeds_and_problems_that_both_have():
     assert (a.tolist(), b.tolist()) == ([[1]], [[1], [0]])
     with pytest.raises(ValueError, match="no seed"):
         Results({"grpo": ours, "sft": start[1:]}).paired("sft", "grpo", "sampled")
+    changed = [result("sft", 1, ("1111", "1111"), ids=("a", "c"))]
+    with pytest.raises(ValueError, match="different problems"):
+        Results({"grpo": ours, "sft": changed}).paired("sft", "grpo", "sampled")
     other = [result("grpo", 0, ("11",)), result("grpo", 1, ("11",), ids=("a", "c"))]
     with pytest.raises(ValueError, match="different problems"):
         matrix(other, ["t"], "greedy", "strict")
@@ -713,6 +716,10 @@ def test_cells_of_other_settings_are_not_reported_together(finished, tmp_path):
     (folder / "sft.json").write_text(json.dumps([found, other]))
     with pytest.raises(UsageError, match="different settings"):
         Results.load(folder)
+    (folder / "sft.json").write_text(before := json.dumps([other]))
+    with pytest.raises(UsageError, match="different settings"):
+        report.write_report(replace(finished, docs=tmp_path))
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {"sft.json": before}
 
 
 def test_a_control_that_gains_is_named(finished, page):

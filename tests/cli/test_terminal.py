@@ -8,18 +8,23 @@ from types import SimpleNamespace
 import pytest
 
 from rlm.cli import check_command_line, flag, terminal
+from rlm.evaluation import show_table
+
+ODD = "[/x] [old] a:b:c 1:100:2"
 
 
 @pytest.mark.parametrize("on_a_terminal", [True, False])
 def test_brackets_are_text(monkeypatch, on_a_terminal):
     monkeypatch.setattr(terminal.console, "_force_terminal", on_a_terminal)
     with terminal.console.capture() as said:
-        terminal.line("line [/x] [old]")
-        terminal.table("title [/x] [old]", {"name": "value [/x] [old]"})
-        terminal.sample("question [/x] [old]", "completion [/x] [old]", "verdict [/x] [old]")
+        terminal.line(f"line {ODD}")
+        terminal.table(f"title {ODD}", {"name": f"value {ODD}"})
+        terminal.sample(f"question {ODD}", f"completion {ODD}", f"verdict {ODD}")
+        show_table(f"table {ODD}", {f"row {ODD}": {f"column {ODD}": f"cell {ODD}"}})
     assert terminal.console.is_terminal is on_a_terminal
-    for what in ("line", "title", "value", "question", "completion", "verdict"):
-        assert f"{what} [/x] [old]" in said.get()
+    parts = "line title value question completion verdict table row column cell"
+    for what in parts.split():
+        assert f"{what} {ODD}" in said.get()
 
 
 @pytest.mark.parametrize(

@@ -635,6 +635,7 @@ def test_a_class_of_a_dataset_has_its_name_as_the_answer(tmp_path):
     [
         ("train", range(10)), ("train[:3]", range(3)), ("train[8:]", range(8, 10)),
         ("train[20%:50%]", range(2, 5)), ("train[-2:]", range(8, 10)), ("train[:200]", range(10)),
+        ("train[-4%:]", []), ("train[:-4%]", range(10)), ("train[-30%:]", range(7, 10)),
         ("train[26%:74%]", range(3, 7)),  # rounded to the nearest row, as by datasets
     ],
 )  # fmt: skip

@@ -133,6 +133,8 @@ def test_samples_that_are_not_there_or_torn(run_dir, tmp_path, monkeypatch):
         stream.write('{"step": 2, "torn')
     assert audit_run(run_dir, tmp_path) == 0
     assert json.loads((tmp_path / "audit.json").read_text())["completions"] == 6
+    with pytest.raises(UsageError, match=r"--output .* cannot be written"):
+        audit_run(run_dir, tmp_path / "audit.json")
     (run_dir / "samples.jsonl").write_text("")
     with pytest.raises(UsageError, match="no completions"):
         audit_run(run_dir, tmp_path)

@@ -30,12 +30,12 @@ PNG = b"\x89PNG\r\n"
         ("gsm8k", "openmathinstruct", "test"),
         ("openmathinstruct", "word-problems", "validation"),
         ("gsm8k+rollouts:kept.jsonl", None, "validation"),
-        ("hub", "hub", "validation[:20]"),  # held out of the rows of the adapter's --split
+        ("hub", "hub", "validation"),
         ("hub", "other.jsonl", "validation"),
-        ("gsm8k:hub/train.jsonl", "gsm8k:hub/train.jsonl", "validation[:20]"),  # one file, no test
-        ("gsm8k:hub/train.jsonl", "gsm8k:/elsewhere/train.jsonl", "validation[:20]"),
+        ("gsm8k:hub/train.jsonl", "gsm8k:hub/train.jsonl", "validation"),  # one file, no test
+        ("gsm8k:hub/train.jsonl", "gsm8k:/elsewhere/train.jsonl", "validation"),
         ("gsm8k:hub/train.jsonl", "gsm8k", "test"),
-        ("hub/train.jsonl", "/elsewhere/train.jsonl", "validation[:20]"),
+        ("hub/train.jsonl", "/elsewhere/train.jsonl", "validation"),
         ("hub/train.jsonl", "/elsewhere/other.jsonl", "test"),
     ],
 )

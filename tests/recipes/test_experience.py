@@ -287,6 +287,7 @@ def test_the_weighted_totals():
         (r"Final answer: 15 \mu m", "15", 0.01, "correct"),
         (r"Final answer: 5 \pi", "5", 0.01, "not_a_number"),
         ("Final answer: -29.7", "29.71", 0.01, "wrong"),
+        ("Final answer: 103", "100", 0.03, "correct"),  # the float 0.03 is less than 3/100
     ],
 )
 def test_answers_are_exact_or_within_the_tolerance(text, gold, tolerance, reason):
@@ -496,6 +497,7 @@ def test_a_lesson_is_cut_at_a_sentence_or_refused(tmp_path):
         ("A stone falls 4.9 m.", "4.905", 0, False),
         ("A stone falls 4.8 m.", "4.905", 0.01, False),  # 2.1 % off
         ("Start from 12 pens.", "12.1", 0.01, False),  # the problem names it
+        ("Expect 103 here", "100", 0.03, True),
     ],
 )
 def test_the_gold_of_the_source_problem_stays_out(lesson, gold, tolerance, leaks):

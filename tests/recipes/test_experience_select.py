@@ -241,8 +241,13 @@ def test_two_processes_never_pay_for_the_same_replies(selected, capsys):
         (select, "select", SELECT),
         (evaluate, "evaluate", ("--library", library)),
     ):
+        (journal := path / "run" / f"{name}_calls.jsonl").touch()
+        paid = journal.read_bytes()
         with lock_file(path / "run" / f".{name}.lock", "here", ""):
+            journal.write_bytes(paid + b'{"key": ')  # the other process is writing this line
             assert run(selected, module, *arguments) == 2
+            assert journal.read_bytes() == paid + b'{"key": '
+        journal.write_bytes(paid)
         assert re.search(f"{path / 'run'}: process .* runs {name}", capsys.readouterr().err)
     assert len(server.asked("chat/completions")) == before
 

@@ -758,6 +758,17 @@ def test_no_problem_of_a_file_is_in_train_and_in_test(tmp_path, splits, first, b
     assert ours[0] == "test"
 
 
+def test_no_training_problem_is_tested_if_the_run_used_the_test_split(tmp_path, splits, base):
+    write_rows(tmp_path / "test.jsonl")
+    config = options(
+        base, tmp_path, dataset=f"{tmp_path}", columns="question=task,answer=result",
+        split="test[:20]", max_samples=40,
+    )  # fmt: skip
+    assert splits(config)[2] == []
+    chosen = evaluate.choose_split(evaluate.EvaluateConfig(), config, f"{tmp_path}")
+    assert chosen == ("validation", {"columns": config.columns, "rows": "test[:20]"})
+
+
 def test_a_dataset_without_a_test_split_is_trained_on_and_not_tested(
     base, start, tmp_path, splits, capsys
 ):
