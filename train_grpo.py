@@ -273,8 +273,8 @@ class GRPOTrainer:
                 for micro, logprobs, *_ in learned[0]:
                     micro.keep("old_logprobs", logprobs, rollouts)  # for further passes
             norms.append(self._optimizer_step(step))
-            if len(batches) == 1 and not math.isfinite(norms[-1]):
-                break  # the weights are unchanged, so another pass would fail again
+            if len(batches) == 1 and self.state.consecutive_skips:
+                break  # neither weights nor loss scale changed, so another pass would fail again
         metrics = learn_metrics(learned, norms, len(batches), self.distributed)
         self.sampler.invalidate_weights()
         release_memory()  # frees memory for sampling

@@ -599,6 +599,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monk
     assert not list(norms)
 
 
+def test_in_fp16_the_pass_after_an_overflow_has_another_scale(model_dir, tmp_path, monkeypatch):
+    norms = iter([torch.inf, 0.5])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    config = a_config(tmp_path, steps=1, updates_per_batch=2)
+    a_trainer(model_dir, config, device=Device("cpu", torch.float16, "test")).train(PROBLEMS)
+    assert not list(norms)
+    assert rows(config)[0]["optim/grad_norm"] == 0.5
+
+
 def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path):
     """Otherwise a run could go back to bad weights whose next step had no signal."""
     config = a_config(tmp_path)
