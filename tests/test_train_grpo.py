@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import faults
@@ -1079,6 +1079,7 @@ REWARDS = {
     "uneven": no_signal_for_odd_problems,
     "mini": no_signal_for_odd_problems,
     "mini KL": lambda completions, **_: likes_letters(completions),
+    "open": lambda completions, **_: likes_letters(completions),
 }
 
 
@@ -1086,6 +1087,7 @@ OPTIONS = {
     "uneven": {"algorithm": "dapo"},
     "mini": {"algorithm": "topr", "mini_batch_size": 2, "learning_rate": 1e-3},
     "mini KL": {"algorithm": "grpo", "mini_batch_size": 3, "kl_weight": 0.1},
+    "open": {},
 }
 
 
@@ -1093,11 +1095,15 @@ def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     """Train with the reward and the options of this kind.
 
     In the kind "uneven", the second process has neither signal nor a validation problem, so both
-    processes must agree on the refills of dynamic sampling.
+    processes must agree on the refills of dynamic sampling. In the kind "open", all validation
+    problems of the first process are open.
     """
+    asked = PROBLEMS[: 1 if kind == "uneven" else 5]
+    if kind == "open":
+        asked[::2] = [replace(problem, answer_type="open") for problem in asked[::2]]
     options = {"steps": 2, "batch_size": 5, "eval_every": 1, "updates_per_batch": 2}
     config = a_config(folder, name, **options | OPTIONS[kind])
-    train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
+    train(model_dir, config, REWARDS[kind], evaluate_on=asked)
 
 
 @pytest.fixture(scope="module")
