@@ -273,8 +273,8 @@ class GRPOTrainer:
                 for micro, logprobs, *_ in learned[0]:
                     micro.keep("old_logprobs", logprobs, rollouts)  # for further passes
             norms.append(self._optimizer_step(step))
-            if len(batches) == 1 and not math.isfinite(norms[-1]):
-                break  # the weights are unchanged, so another pass would fail again
+            if len(batches) == 1 and self.state.consecutive_skips:
+                break  # neither weights nor loss scale changed, so another pass would fail again
         metrics = learn_metrics(learned, norms, len(batches), self.distributed)
         self.sampler.invalidate_weights()
         release_memory()  # frees memory for sampling
@@ -373,13 +373,17 @@ class GRPOTrainer:
     ) -> Mapping[str, ProblemScores]:
         """Return the scores "accuracy" and "reward" of each problem, as means over k completions.
 
-        "accuracy" is graded strictly, and is left out if all answers are open. "reward" is included
-        only if it selects the adapter to export. `advance` is called after each completion.
+        "accuracy" is graded strictly; it is None for open problems, and left out if all problems
+        are open. "reward" is included only if it selects the adapter to export. `advance` is called
+        after each completion.
         """
         drawn = self.evaluate(problems, k, advance)
         scores: dict[str, ProblemScores] = {}
         if drawn.comparable:
-            scores["accuracy"] = drawn.per_problem(strict=True)
+            right = iter(drawn.per_problem(strict=True))  # without the open problems
+            scores["accuracy"] = [
+                None if p.answer_type == "open" else next(right) for p in problems
+            ]
         if self.state.validations.measure == "reward":
             scored = replace(drawn, rewards=drawn.score(self.scorer))
             scores["reward"] = scored.reward_per_problem()

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import faults
@@ -599,6 +599,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir, tmp_path, monk
     assert not list(norms)
 
 
+def test_in_fp16_the_pass_after_an_overflow_has_another_scale(model_dir, tmp_path, monkeypatch):
+    norms = iter([torch.inf, 0.5])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    config = a_config(tmp_path, steps=1, updates_per_batch=2)
+    a_trainer(model_dir, config, device=Device("cpu", torch.float16, "test")).train(PROBLEMS)
+    assert not list(norms)
+    assert rows(config)[0]["optim/grad_norm"] == 0.5
+
+
 def test_a_step_without_an_update_does_not_prove_its_weights(model_dir, tmp_path):
     """Otherwise a run could go back to bad weights whose next step had no signal."""
     config = a_config(tmp_path)
@@ -1070,6 +1079,7 @@ REWARDS = {
     "uneven": no_signal_for_odd_problems,
     "mini": no_signal_for_odd_problems,
     "mini KL": lambda completions, **_: likes_letters(completions),
+    "open": lambda completions, **_: likes_letters(completions),
 }
 
 
@@ -1077,6 +1087,7 @@ OPTIONS = {
     "uneven": {"algorithm": "dapo"},
     "mini": {"algorithm": "topr", "mini_batch_size": 2, "learning_rate": 1e-3},
     "mini KL": {"algorithm": "grpo", "mini_batch_size": 3, "kl_weight": 0.1},
+    "open": {},
 }
 
 
@@ -1084,11 +1095,15 @@ def train_shared(model_dir, folder: Path, name: str, kind: str) -> None:
     """Train with the reward and the options of this kind.
 
     In the kind "uneven", the second process has neither signal nor a validation problem, so both
-    processes must agree on the refills of dynamic sampling.
+    processes must agree on the refills of dynamic sampling. In the kind "open", all validation
+    problems of the first process are open.
     """
+    asked = PROBLEMS[: 1 if kind == "uneven" else 5]
+    if kind == "open":
+        asked[::2] = [replace(problem, answer_type="open") for problem in asked[::2]]
     options = {"steps": 2, "batch_size": 5, "eval_every": 1, "updates_per_batch": 2}
     config = a_config(folder, name, **options | OPTIONS[kind])
-    train(model_dir, config, REWARDS[kind], evaluate_on=PROBLEMS[: 1 if kind == "uneven" else 5])
+    train(model_dir, config, REWARDS[kind], evaluate_on=asked)
 
 
 @pytest.fixture(scope="module")

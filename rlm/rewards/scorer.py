@@ -288,7 +288,8 @@ async def _wait_for(found: Any) -> Any:
 def _to_reward(value: Any) -> Reward | BaseException:
     """Convert a reward to float or None; NaN becomes None.
 
-    The advantages are computed in float32, so a number that is infinite there becomes a ValueError.
+    The advantages are computed in float32. A number so large that a sum of squares may be infinite
+    there becomes a ValueError, because otherwise all advantages of its group would be 0.
     """
     if isinstance(value, UsageError):
         raise value
@@ -298,8 +299,8 @@ def _to_reward(value: Any) -> Reward | BaseException:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return ValueError(f"it returned {value!r:.60}, which is not a number")
-    if abs(number) >= 2.0**128:
-        return ValueError(f"it returned {value!r:.60}, which is infinite in float32")
+    if abs(number) >= 2.0**60:
+        return ValueError(f"it returned {value!r:.60}; its square may be infinite in float32")
     return None if math.isnan(number) else number
 
 

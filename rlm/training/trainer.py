@@ -470,8 +470,9 @@ class TrainingRun:
         metrics: dict[str, float] = {}
         scores: dict[str, ProblemScores] = {}
         start = "" if step else "start_"
-        for name in distributed.broadcast(list(measured)):  # a process may have no problems
-            scores[name] = distributed.gather(measured.get(name, []))
+        # A process may have no problems, or only open ones, which have no accuracy.
+        for name in dict.fromkeys(distributed.gather(list(measured))):
+            scores[name] = distributed.gather(measured.get(name, [None] * len(mine)))
             found = Validation(step, scores[name]).summary(name)
             metrics[f"eval/{start}{name}"] = found["mean"]
             metrics |= {f"eval/{start}{name}_{end}": found[end] for end in ("low", "high")}
