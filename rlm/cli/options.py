@@ -133,7 +133,11 @@ def read_options(
             raise UsageError(str(error)) from error
 
     given = layer(_read_yaml(typed.pop("config")) if "config" in typed else [])
-    given |= layer([("", key, value) for key, value in typed.items()], typed=True)
+    chosen = layer([("", key, value) for key, value in typed.items()], typed=True)
+    without_replaced: Callable[[Values, Values], Values] | None
+    if without_replaced := getattr(cls, "without_replaced", None):
+        given = without_replaced(given, chosen)
+    given |= chosen
     if presets and (name := given.pop("preset", None)):
         values = presets[name].items()
         given = layer([(f"preset {name}", key, value) for key, value in values]) | given

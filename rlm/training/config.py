@@ -52,6 +52,17 @@ ALGORITHMS_OWN = "set by --algorithm"
 SETTINGS = ("advantage", "aggregation", "clip_eps_low", "clip_eps_high", "dynamic_sampling")
 
 
+def algorithm_defaults(name: str, batch_size: int, max_new_tokens: int) -> dict[str, Any]:
+    """Return the defaults of the options that depend on the algorithm."""
+    algorithm = ALGORITHMS[name]
+    size = algorithm.mini_batch_size
+    return {
+        **{s: getattr(algorithm, s) for s in (*SETTINGS, "learning_rate", "warmup_steps")},
+        "mini_batch_size": size and min(size, batch_size),
+        "overlong_buffer": int(algorithm.overlong_share * max_new_tokens),
+    }
+
+
 def switch(field: str, on: str) -> Flag:
     """Make an alias of an option: a boolean flag that sets `field` to `on` or "none"."""
     return Flag(kind=bool, becomes=lambda is_on: {field: on if is_on else "none"}, default=False)
@@ -377,13 +388,24 @@ class GRPOConfig:
         made = {**values, "max_new_tokens": length}
         if made["algorithm"] not in ALGORITHMS:  # `check_values` raises
             return made
-        algorithm = ALGORITHMS[made["algorithm"]]
-        names = (*SETTINGS, "learning_rate", "warmup_steps")
-        decided: dict[str, Any] = {name: getattr(algorithm, name) for name in names}
-        size = algorithm.mini_batch_size
-        decided["mini_batch_size"] = size and min(size, made["batch_size"])
-        decided["overlong_buffer"] = int(algorithm.overlong_share * length)
+        decided = algorithm_defaults(made["algorithm"], made["batch_size"], length)
         return made | {name: value for name, value in decided.items() if made[name] is None}
+
+    @classmethod
+    def without_replaced(
+        cls, stored: Mapping[str, Any], chosen: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values of a config file without the defaults of an algorithm that is replaced.
+
+        The config.json of a run contains all values. With another --algorithm, these defaults would
+        remain, so that "grpo" would not be GRPO.
+        """
+        old = stored.get("algorithm")
+        if old not in ALGORITHMS or chosen.get("algorithm", old) == old:
+            return dict(stored)
+        usual = {**{option.name: option.default for option in fields(cls)}, **stored}
+        decided = algorithm_defaults(old, usual["batch_size"], usual["max_new_tokens"] or 0)
+        return {k: v for k, v in stored.items() if k not in decided or v != decided[k]}
 
     @classmethod
     def from_preset(cls, name: str, **options: Any) -> GRPOConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlm.cli.options import UsageError, parse, resolve_config, to_dict
+from rlm.cli.options import UsageError, parse, read_options, resolve_config, to_dict
 from rlm.model import AdapterInfo
 from rlm.training.algorithms import ALGORITHMS, PRESETS, algorithms_help
 from rlm.training.config import GRPOConfig
@@ -278,3 +278,16 @@ def test_a_config_made_in_python_takes_the_tool_of_the_start_adapter_only_if_ask
     for asked, tool in (({}, "none"), ({"tool": "none"}, "none"), ({"tool": "auto"}, "calculator")):
         found = follow_adapter(GRPOConfig(**asked), start)
         assert (found.tool, found.quantize, found.reasoning_format) == (tool, "none", "simple")
+
+
+def test_another_algorithm_replaces_the_defaults_in_the_config_of_a_run(tmp_path):
+    """config.json contains every value, also those that the algorithm decided."""
+    file = tmp_path / "config.json"
+    own = {"steps": 7, "batch_size": 4, "clip_eps_high": 0.5, "max_new_tokens": 96}
+    file.write_text(json.dumps(to_dict(GRPOConfig(algorithm="topr", **own))))
+    stored = ["--config", str(file)]
+    same, other = (
+        read_options(GRPOConfig, [*stored, *more]) for more in ([], ["--algorithm=grpo"])
+    )
+    assert (same["algorithm"], same["advantage"]) == ("topr", "share")
+    assert GRPOConfig(**other) == GRPOConfig(algorithm="grpo", **own)
