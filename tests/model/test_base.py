@@ -344,6 +344,15 @@ def test_a_chat_template_that_was_cut_off_is_one_line(plain, model_dir):
         check_base(plain, str(model_dir), "")
 
 
+def test_a_chat_template_with_line_ends_of_windows_is_the_same_in_either_file(plain, tmp_path):
+    (plain / "chat_template.jinja").write_text("{% if 1 %}\r\n{% endif %}", newline="")
+    base = tmp_path / "base"
+    base.mkdir()
+    template = '{"chat_template": "{% if 1 %}\\r\\n{% endif %}"}'
+    (base / "tokenizer_config.json").write_text(template)
+    check_base(plain, str(base), "")
+
+
 def test_an_adapter_whose_weights_are_not_there_is_one_line(plain):
     file = plain / "adapter_model.safetensors"
     whole = file.read_bytes()
