@@ -207,7 +207,9 @@ def _chat_template(directory: Path) -> str | None:
     except (ValueError, TypeError) as error:
         raise UsageError(f"{config} is not valid JSON, so copy it again ({error})") from error
     template = settings.get("chat_template")
-    return template if isinstance(template, str) else None  # older files may list several templates
+    if not isinstance(template, str):  # older files may list several templates
+        return None
+    return template.replace("\r\n", "\n")  # as `read_text` and jinja do
 
 
 def load_adapter(

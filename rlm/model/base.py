@@ -216,7 +216,7 @@ def load_base(
 
     Raises:
         UsageError: no model can be loaded, tensors are missing in its files or have another size
-            there, or its weights are stored in fp8.
+            there, its files contain an adapter, or its weights are stored in fp8.
     """
     if attn == "auto":
         attn = ATTN_IMPLEMENTATION if device.type == "cpu" else "sdpa"
@@ -250,7 +250,10 @@ def load_base(
 
 
 def _read_model(name: str, **options: Any) -> PreTrainedModel:
-    """Load a model with these options of `from_pretrained`; its files must contain all tensors."""
+    """Load a model with these options of `from_pretrained`.
+
+    Its files must contain all tensors and no adapter.
+    """
     _check_downloaded(name)
     if not Path(model_directory(name)).is_dir():
         _download_weights(name)
@@ -269,6 +272,11 @@ def _read_model(name: str, **options: Any) -> PreTrainedModel:
         )
     except LOADING_ERRORS as error:
         raise UsageError(_cannot_load(name, error)) from error
+    if model._hf_peft_config_loaded:  # transformers has loaded an adapter, too
+        raise UsageError(
+            f"--model {name} contains an adapter (adapter_config.json): pass its base model with "
+            "--model, and the adapter with --adapter or --sft-adapter"
+        )
     # transformers fills these tensors with random values.
     if random := sorted(found["missing_keys"] | {key for key, *_ in found["mismatched_keys"]}):
         raise UsageError(

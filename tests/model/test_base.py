@@ -331,10 +331,26 @@ def edited(config, **change):
     return json.dumps(json.loads(config) | change).encode()
 
 
+def test_an_adapter_is_not_loaded_as_a_base_model(plain, model_dir):
+    """transformers loads the base model that its config names, and applies the adapter."""
+    text_with(base_model_name_or_path=str(model_dir))(plain / "adapter_config.json")
+    with pytest.raises(UsageError, match=r"contains an adapter .* pass its base model with --mod"):
+        models.load_base(str(plain), Device("cpu", torch.float32, "for a test"))
+
+
 def test_a_chat_template_that_was_cut_off_is_one_line(plain, model_dir):
     (plain / "tokenizer_config.json").write_text('{"chat')
     with pytest.raises(UsageError, match=r"tokenizer_config\.json is not valid JSON, so copy it"):
         check_base(plain, str(model_dir), "")
+
+
+def test_a_chat_template_with_line_ends_of_windows_is_the_same_in_either_file(plain, tmp_path):
+    (plain / "chat_template.jinja").write_text("{% if 1 %}\r\n{% endif %}", newline="")
+    base = tmp_path / "base"
+    base.mkdir()
+    template = '{"chat_template": "{% if 1 %}\\r\\n{% endif %}"}'
+    (base / "tokenizer_config.json").write_text(template)
+    check_base(plain, str(base), "")
 
 
 def test_an_adapter_whose_weights_are_not_there_is_one_line(plain):
