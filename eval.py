@@ -275,8 +275,7 @@ def main(config: EvaluateConfig) -> int:
     same = equal_adapters(config.adapters)
     asked = len(problems)
     problems, examples = fit_window(config, tokenizer, context_window(base), problems)
-    part = f"{split} of {config.rows}" if config.rows else split
-    data = f"{dataset}, {part}, n = {len(problems)}"
+    data = f"{dataset}, {split}, n = {len(problems)}"
     terminal.line(f"{data}; {model_name} on {device}")
     rows: list[tuple[str, Sequence[tuple[str, str]], Path | None]] = [("base", (), None)]
     rows += [(f"base, {len(examples)}-shot", examples, None)] if examples else []
@@ -304,7 +303,7 @@ def main(config: EvaluateConfig) -> int:
         "base_hash": weights,
         "device": device,
         "note": EMBEDDED_NOTE if model_name == EMBEDDED_MODEL else "",
-        "rows": config.rows,  # the rows of which validation is held out
+        "rows": config.rows,  # validation is held out of these rows, unless it is published
         "left_out": asked - len(problems),  # problems that exceed the context window
         "same_weights": same,
     }

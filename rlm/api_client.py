@@ -216,6 +216,7 @@ class APIClient:
         self.url = _checked_url(url)
         self.price, self.budget = price, budget or Budget()
         self.concurrency, self._rate_limit = concurrency, rate_limit or RateLimit()
+        self._slots = threading.Semaphore(concurrency)
         self.retries = 0  # number of retries of all requests together
         self._count = threading.Lock()
         self._attempts, self._backoff = attempts, backoff
@@ -329,8 +330,9 @@ class APIClient:
         A request costs nothing if the server rejects it or cannot be reached. A request without a
         reply is counted at its maximum cost.
         """
-        self._rate_limit.wait(usage)
-        with self.budget.reserve(usage):
+        # The rate limit comes last: a request that waits after it would be sent in a later minute.
+        with self._slots, self.budget.reserve(usage):
+            self._rate_limit.wait(usage)
             try:
                 response = self._client.request(method, path, json=body)
             except httpx2.RequestError as error:

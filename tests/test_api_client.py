@@ -229,6 +229,17 @@ def test_requests_a_minute(server):
     assert all(later - earlier > 0.299 for earlier, later in zip(at, at[2:], strict=False))
 
 
+def test_requests_that_wait_for_a_connection_are_not_sent_at_once_later(server):
+    sent = []
+    server.script(chat_reply("slow", delay=0.25))
+    server.answer = lambda body: sent.append(time.monotonic()) or "ok"
+    limit = RateLimit(requests=2, window=0.3)
+    client = client_of(server, rate_limit=limit, concurrency=1)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: client.chat(HELLO, **ASK), range(4)))
+    assert sent[2] - sent[0] > 0.25  # they are the second and the fourth request
+
+
 def test_tokens_a_minute_count_what_was_really_taken():
     clock = [100.0]
     limit = RateLimit(tokens=100)

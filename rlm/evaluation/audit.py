@@ -134,6 +134,8 @@ def audit_samples(
 ) -> Audit:
     """Grade completions with the strict and the lenient grader, and with math-verify if available.
 
+    Answers to open questions are left out, because no grader judges them.
+
     Args:
         groups: the rows of samples.jsonl.
         second: math-verify, or None if it is not installed.
@@ -143,6 +145,7 @@ def audit_samples(
     rollouts = (
         (group, *pair)
         for group in groups
+        if group.get("answer_type") != "open"
         for pair in zip(group["completions"], group["rewards"], strict=True)
     )
     for group, text, reward in islice(rollouts, limit):
@@ -191,7 +194,7 @@ def audit_run(run_dir: Path, output: Path, limit: int | None = None) -> int:
         groups = read_log(file)
         result = audit_samples(groups, format, second if has_math_verify else None, limit)
     if not result.completions:
-        raise UsageError(f"{run_dir}/samples.jsonl contains no completions")
+        raise UsageError(f"{run_dir}/samples.jsonl contains no completions with a reference answer")
     _show(run_dir, result)
     missed = {"false_negatives_of_strict": result.false_negatives()}
     replace_json(output / "audit.json", vars(result) | missed)

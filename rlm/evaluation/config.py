@@ -178,9 +178,10 @@ class EvaluateConfig:
 
     @property
     def rows(self) -> str | None:
-        """The rows on which the last adapter was trained, of which validation is held out.
+        """The rows on which the last adapter was trained.
 
-        None if the split is a slice or a test split, or if the adapter was trained on other data.
+        Validation is held out of these rows, unless it is published. None if the split is a slice
+        or a test split, or if the adapter was trained on other data.
         """
         paths = [*self.adapters.values()]
         if not paths or not self.dataset or self.split not in ("train", "validation"):

@@ -16,6 +16,7 @@ from rlm.evaluation.statistics import MIN_PROBLEMS, mcnemar, paired_bootstrap
 from rlm.runs import accuracy_bars, json_lines, replace_file, replace_json
 
 GRADINGS = {"strict": True, "lenient": False}
+WIDEST = 1000  # maximum width of a table in characters
 
 
 def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str = "") -> None:
@@ -34,11 +35,13 @@ def show_table(title: str, rows: Mapping[str, Mapping[str, object]], corner: str
         table.add_column(column, justify="right", no_wrap=True)
     for name, cells in rows.items():
         table.add_row(name, *(str(cells.get(column, "")) for column in columns))
+    # No cell is shortened: a terminal wraps lines that are longer than it is wide.
+    text = io.StringIO()
+    plain = Console(width=WIDEST, file=text, highlight=False, markup=False, emoji=False)
+    table.width = plain.measure(table).maximum
     if terminal.console.is_terminal:
         terminal.console.print(table)
-    else:  # lines in a file may be longer than the terminal is wide
-        text = io.StringIO()
-        plain = Console(width=200, file=text, highlight=False, markup=False, emoji=False)
+    else:
         plain.print(table)
         terminal.line("\n".join(map(str.rstrip, text.getvalue().splitlines())))
 

@@ -47,7 +47,8 @@ def run_dir(tmp_path):
 
 
 def test_counts_of_two_graders():
-    result = audit_samples(GROUPS, TAGS, None, None)
+    open_answer = GROUPS[0] | {"answer_type": "open", "answer": ""}  # no grader judges it
+    result = audit_samples([open_answer, *GROUPS], TAGS, None, None)
     assert result.completions == 6
     assert result.correct == {"strict": 2, "lenient": 4}
     assert result.differ == {"lenient right, strict wrong": 2}

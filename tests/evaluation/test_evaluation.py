@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from conftest import byte_tokenizer
 
+from rlm.cli import terminal
 from rlm.data.problem import Problem
 from rlm.data.prompts import FORMATS
 from rlm.evaluation.config import default_split, pairs_to_compare
@@ -174,13 +175,16 @@ def test_a_reward_of_ones_own_has_a_column_and_is_compared_in_pairs(tmp_path, ca
     assert "0.25 (0.00–0.50)" in out
 
 
-def test_a_table_has_a_column_for_every_key_and_is_not_cut_in_a_file(capsys):
-    rows = {"base": {"accuracy": 1, "wide": "x" * 150}, "SFT": {"tokens": 3, "wide": ""}}
-    show_table("toys", rows, "model")
-    lines = capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize("on_a_terminal", [True, False])
+def test_a_table_has_a_column_for_every_key_and_no_cell_is_cut(monkeypatch, on_a_terminal):
+    monkeypatch.setattr(terminal.console, "_force_terminal", on_a_terminal)
+    rows = {"base": {"accuracy": 1, "wide": "x" * 250}, "SFT": {"tokens": 3, "wide": ""}}
+    with terminal.console.capture() as said:
+        show_table("toys", rows, "model")
+    lines = said.get().splitlines()
     title, heads, _, base, sft = (line.split() for line in lines if line.strip())
     assert (title, heads) == (["toys"], ["model", "accuracy", "wide", "tokens"])
-    assert (base, sft) == (["base", "1", "x" * 150], ["SFT", "3"])
+    assert (base, sft) == (["base", "1", "x" * 250], ["SFT", "3"])
 
 
 # --- evaluate -------------------------------------------------------------------------------------
