@@ -101,6 +101,9 @@ def read_options(
 ) -> Values:
     """Return the values that are set by a preset, a YAML file or the command line, by field name.
 
+    If the class defines `without_replaced(stored, chosen)`, this method drops values of the file
+    that do not apply to those of the command line.
+
     Args:
         argv: the command line; None: sys.argv[1:].
         presets: maps the name of each preset to its values.
