@@ -132,7 +132,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def left(self) -> float | None:
-        """Estimate the seconds that the unfinished stages take; None before one is finished."""
+        """Estimate the seconds that the unfinished stages take; None until a stage is finished."""
         done = sum(self._expected[stage] for stage in self.seconds)
         if not done:
             return None

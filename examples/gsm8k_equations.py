@@ -60,7 +60,7 @@ class Solution(NamedTuple):
 @dataclass
 class EquationsConfig:
     source: Path = flag(None, "the published gsm8k_train.jsonl, or its folder", positional=True)
-    output: Path = flag(None, "JSONL file for the problems", positional=True)
+    output: Path = flag(None, "JSONL file to which the problems are written", positional=True)
     variants: int = flag(1, "number of variants per problem, with other numbers", min=0)
     max_equations: int | None = flag(
         None, "leave out problems with more equations (none: keep all)", min=1
@@ -188,7 +188,7 @@ def vary(question: str, solution: Solution, rng: random.Random) -> tuple[str, So
       number word that is not in the question.
     """
     equations = solution.equations
-    # All numbers, also the 5 and the 8 of 5:8.
+    # All numbers of the question, including those that _WHOLE skips, such as 5 and 8 in 5:8.
     written = [Fraction(n) for n in _NUMBER.findall(question.replace(",", ""))]
     used = [Fraction(n) for left, _ in equations for n in _NUMBER.findall(left)]
     counted, shares = said_in_words(question)

@@ -204,7 +204,9 @@ class EvidenceConfig:
         cells = self.all_cells()
         for pattern in self.cells:
             if not any(fnmatch(cell.name, pattern) for cell in cells):
-                raise UsageError(f"--cells {pattern}: no such cell; --list shows their names")
+                raise UsageError(
+                    f"--cells {pattern}: no cell matches; --list shows the names of the cells"
+                )
         if not self.cells:
             return cells
         return [c for c in cells if any(fnmatch(c.name, pattern) for pattern in self.cells)]

@@ -1,8 +1,8 @@
 """Teaches the orchestrator to write graphs, by supervised training on generated graphs.
 
 A small model cannot write the JSON of a graph without training, so GRPO would have nothing to
-reward. A seeded generator therefore composes good and bad graphs: from random parts, or with
---graph-form questions from plans. Training on these graphs teaches the format and a variety of
+reward. A seeded generator therefore composes graphs from random parts, some of which are harmful.
+With `--graph-form questions`, it makes the graphs from plans. Training on these graphs teaches the format and a variety of
 prompts. GRPO then finds the prompts that help.
 """
 

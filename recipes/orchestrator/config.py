@@ -169,7 +169,8 @@ class OrchestratorConfig(GRPOConfig):
 def has_unseen_test(dataset: str, config: OrchestratorConfig) -> bool:
     """Return whether a dataset has a test split that contains no training problem of the run.
 
-    The test split of a local file is the whole file. --split test[:400] trains on test problems.
+    It does not for a local file, whose test split is the whole file, or if the run was trained on
+    test problems, as with `--split test[:400]`.
     """
     is_trained = split_slice(config.split or "train")[0] == "test"
     return has_test(dataset) and not data_files(dataset) and not is_trained

@@ -1,4 +1,4 @@
-"""Turns finished completions into an answer with its parts, vote, confidence and verification."""
+"""Turns completions into an answer with its vote and confidence, and verifies the answer."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ async def read_body(
     if "content-encoding" in headers:
         raise HTTPProblem(415, "unsupported_media_type", "send the body without Content-Encoding")
     too_large = HTTPProblem(413, "body_too_large", f"the body exceeds {MAX_BODY} bytes")
-    if int(headers.get("content-length", "0")) > MAX_BODY:  # h11 has checked the digits
+    if int(headers.get("content-length", "0")) > MAX_BODY:  # h11 accepts only digits
         raise too_large
     body, more = bytearray(), True
     try:

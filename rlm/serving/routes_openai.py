@@ -166,7 +166,7 @@ class ChatRequest(Strict):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=256)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    # OpenAI's fields that are accepted only with values that have no effect, with two exceptions:
+    # OpenAI's other fields. Only values without an effect are accepted, except where noted:
     frequency_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     presence_penalty: Annotated[Any, Only(0, what="a penalty")] = None
     logit_bias: Annotated[Any, Only({}, what="a bias")] = None

@@ -49,10 +49,10 @@ def group_advantages(
 
         std      (r - mean) / (std + 1e-4), where the std divides by n - 1, as in TRL
         centred  r - mean                                                  Dr. GRPO
-        mean     (r - mean) / mean, at most G - 1. If a reward is negative, all rewards of the
+        mean     (r - mean) / mean. If a reward is negative, all rewards of the
                  group are first shifted up until the lowest is 0.         MaxRL
-        share    G · (r - mean) / Σ |r - mean|, summed over the rollouts on the same side of the
-                 mean. With rewards 0 and 1, each of K right rollouts gets +G / K and each of W
+        share    G · (r - mean) / Σ |r - mean|, where Σ is over the rollouts on the same side of
+                 the mean. With rewards 0 and 1, each of K right rollouts gets +G / K and each of W
                  wrong ones -G / W. Every group has the same total weight, however
                  little its rewards differ, unless all of them are within 1e-3 of
                  each other.                                               TOPR

@@ -26,7 +26,7 @@ class Algorithm:
     objective: str = "ppo"
     negative_weight: float = 1.0  # multiplies negative advantages
     distinct: bool = False  # count equal completions with rewards above the mean only once
-    signal_only: bool = False  # exclude groups with equal rewards from the denominators
+    signal_only: bool = False  # leave groups with equal rewards out of the update
     dynamic_sampling: bool = False  # replace groups with equal rewards
     overlong_share: float = 0.0  # the length penalty applies to this last share of max_new_tokens
     # Defaults of the options that depend on the algorithm.

@@ -15,7 +15,7 @@ from typing import Any
 from rlm.evaluation import MIN_PROBLEMS, is_extreme, t_interval, wilson_interval
 
 CONFIDENCE = 0.95
-# The mean score of each problem over its completions; None if no completion had a verdict.
+# The mean score of each problem over its completions; None if no completion has a score.
 ProblemScores = Sequence[float | None]
 
 

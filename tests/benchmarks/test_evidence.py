@@ -65,7 +65,7 @@ def test_cells_are_chosen_by_pattern():
     names = [cell.name for cell in config.chosen_cells()]
     assert names[:2] == ["grpo-s0", "grpo-s1"]
     assert set(names[2:]) == {f"{arm}-s2" for arm in ARMS if not arm.startswith("base")}
-    with pytest.raises(UsageError, match="no such cell"):
+    with pytest.raises(UsageError, match="no cell matches"):
         EvidenceConfig(cells=("gpro-*",)).chosen_cells()
 
 
