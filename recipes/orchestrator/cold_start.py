@@ -2,8 +2,8 @@
 
 A small model cannot write the JSON of a graph without training, so GRPO would have nothing to
 reward. A seeded generator therefore composes graphs from random parts, some of which are harmful.
-With `--graph-form questions`, it makes the graphs from plans. Training on these graphs teaches the format and a variety of
-prompts. GRPO then finds the prompts that help.
+With `--graph-form questions`, it makes the graphs from plans. Training on these graphs teaches the
+format and a variety of prompts. GRPO then finds the prompts that help.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample k completions of each problem and grade them strictly and leniently.
 
-    The random numbers of a problem depend only on the seed and the problem's id, not on other problems.
+    The random numbers for a problem depend only on the seed and the problem's id.
 
     Args:
         temperature: 0 means greedy decoding and requires k = 1.
