@@ -395,16 +395,19 @@ class GRPOConfig:
     def without_replaced(
         cls, stored: Mapping[str, Any], chosen: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the values of a config file without the defaults of an algorithm that is replaced.
+        """Return the values of a config.json without the defaults of an algorithm that is replaced.
 
         The config.json of a run contains all values. With another --algorithm, these defaults would
-        remain, so that "grpo" would not be GRPO.
+        remain, so that "grpo" would not be GRPO. A file that a user has written contains fewer
+        values, and all of them apply.
         """
         old = stored.get("algorithm")
         if old not in ALGORITHMS or chosen.get("algorithm", old) == old:
             return dict(stored)
         usual = {**{option.name: option.default for option in fields(cls)}, **stored}
         decided = algorithm_defaults(old, usual["batch_size"], usual["max_new_tokens"] or 0)
+        if not decided.keys() <= stored.keys():
+            return dict(stored)
         return {k: v for k, v in stored.items() if k not in decided or v != decided[k]}
 
     @classmethod

@@ -291,3 +291,5 @@ def test_another_algorithm_replaces_the_defaults_in_the_config_of_a_run(tmp_path
     )
     assert (same["algorithm"], same["advantage"]) == ("topr", "share")
     assert GRPOConfig(**other) == GRPOConfig(algorithm="grpo", **own)
+    file.write_text("{algorithm: topr, learning_rate: 3e-4}")  # written by a user
+    assert read_options(GRPOConfig, [*stored, "--algorithm=grpo"])["learning_rate"] == 3e-4
