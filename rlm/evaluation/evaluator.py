@@ -71,7 +71,7 @@ class Evaluation:
         return [(problem, group) for problem, group in pairs if problem.answer_type != "open"]
 
     def per_problem(self, strict: bool) -> list[float]:
-        """Return the mean@k of each problem, which is 0 or 1 for k = 1."""
+        """Return the mean@k, 0 or 1 for k = 1, of each problem with a reference answer."""
         return [fmean(g.verdict(strict).correct for g in group) for _, group in self.comparable]
 
     def reward_per_problem(self) -> list[float | None]:

@@ -135,7 +135,6 @@ def check_space(option: str, path: Path, needed: int) -> None:
     Raises:
         UsageError: fewer bytes are free.
     """
-    path.mkdir(parents=True, exist_ok=True)  # an earlier run may have been moved away with it
     free = shutil.disk_usage(path).free
     if free < needed:
         raise UsageError(

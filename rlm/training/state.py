@@ -108,6 +108,8 @@ class TrainingState:
             # checkpoint that is being written, and the exported best and last adapters.
             size = 4 * sum(t.nbytes for t in self.adapter.values())
             check_space("--run-dir", run.path, (self.keep + 3) * size + LOG_BYTES)
+            # An earlier run may have been moved away with this folder in it.
+            config.output.parent.mkdir(parents=True, exist_ok=True)
             check_space("--output", config.output.parent, size)
         start_weights = config.sft_adapter and config.sft_adapter / ADAPTER_FILES[1]
         data = {
